@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib import pyplot as plt
-from matplotlib.lines import Line2D
 from pandas import DataFrame, concat
 
 from evoalign_lib import arms
@@ -18,11 +17,8 @@ from evoalign_lib.analysis.stats import Interval
 from evoalign_study import plots, runs, style
 from evoalign_study.kinds.train import composed_specs, sweep_specs
 from evoalign_study.loading import After, Group, Records
-from evoalign_study.records import Record, unpack_bits, unpack_probabilities
-from evoalign_study.results import Results
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from evoalign_study.records import Record, Spec, unpack_bits, unpack_probabilities
+from evoalign_study.results import Results, stated
 
 BASE = "base"
 ROLLOUTS = {"temperature": "the weights themselves", "perturbed": "perturbed copies"}
@@ -126,8 +122,11 @@ def composed(run: SimpleNamespace, records: Records, declared: Mapping[str, Any]
     made |= {f"{arm} first": part for arm, part in parts.items()}
     for name, (first, second) in COMPOSED.items():
         part, needed = parts[second], (*parts[second].after, first)
-        ready = runs.known(records, *needed)
-        made[name] = After(composed_specs(part.arm, records[first], part.settings, scale) if ready else [], needed)
+
+        def specs(*each: Sequence[Record], part: Group = part) -> list[Spec]:
+            return composed_specs(part.arm, each[-1], part.settings, scale)
+
+        made[name] = runs.after(records, needed, specs)
     return made
 
 
@@ -162,9 +161,10 @@ class Measured(NamedTuple):
     against_base: bool = False
     """Whether it is the net change of support."""
 
-    def format(self, interval: Interval) -> str:
-        """Return an interval in its unit: percent, or a ratio."""
-        return interval.format(percent=False, digits=3) if self.against_base else interval.format()
+    @property
+    def form(self) -> str:
+        """The format of its unit: percent, or a ratio."""
+        return ".3f" if self.against_base else ".1%"
 
 
 ASKED = (
@@ -208,7 +208,7 @@ def value(records: Records, group: str, asked: Measured) -> Interval:
 def _solves(records: Records, group: str) -> dict[str, str]:
     """Return the columns of what the models of a group solve, with the null of counts."""
     null = coverage.null_nscr(chances(records, BASE, "t1")[0], SOLVED_WITHIN)
-    solved = {asked.words: asked.format(value(records, group, asked)) for asked in (*ASKED[:4], CHANGE)}
+    solved = {asked.words: stated(value(records, group, asked), asked.form) for asked in (*ASKED[:4], CHANGE)}
     return solved | {"null of counts": f"{null.low:.3f} to {null.high:.3f}"}
 
 
@@ -270,10 +270,12 @@ def effects_table(run: SimpleNamespace, records: Records) -> DataFrame:
     The last row is of the norm of the displacement, its logarithm to base 2.
     """
 
-    def row(words: str, found: Effects, form: Any, values: list[list[np.ndarray]]) -> dict[str, str]:
-        told = {"quantity": words, "effect of the rollouts": form(found.rows)}
-        told |= {"effect of the update": form(found.columns), "interaction": form(found.interaction)}
-        return told | _variance(values)
+    rows = []
+
+    def add(words: str, found: Effects, form: str, values: list[list[np.ndarray]]) -> None:
+        heads = {"effect of the rollouts": found.rows, "effect of the update": found.columns}
+        heads |= {"interaction": found.interaction}
+        rows.append({"quantity": words} | {h: stated(x, form) for h, x in heads.items()} | _variance(values))
 
     def of_runs(asked: Measured, group: str) -> np.ndarray:
         solved = coverage.pass_at(chances(records, group, asked.at), asked.within)
@@ -282,13 +284,12 @@ def effects_table(run: SimpleNamespace, records: Records) -> DataFrame:
         before = coverage.pass_at(chances(records, BASE, asked.at)[0], asked.within)
         return np.array([coverage.support(before, each).nscr for each in solved])
 
-    rows = []
     for asked in ASKED:
         values = _of_cells(lambda group, asked=asked: of_runs(asked, group))
-        rows.append(row(asked.words.removesuffix(", %"), effects(records, asked, _RESAMPLES), asked.format, values))
+        add(asked.words.removesuffix(", %"), effects(records, asked, _RESAMPLES), asked.form, values)
     norms = _of_cells(lambda group: np.log2([record["update_norm"] for record in records[group]]))
-    of_norms = coverage.effects_of_runs(norms, n_resamples=_RESAMPLES)
-    return DataFrame([*rows, row("norm, doublings", of_norms, lambda x: x.format(percent=False, digits=2), norms)])
+    add("norm, doublings", coverage.effects_of_runs(norms, n_resamples=_RESAMPLES), ".2f", norms)
+    return DataFrame(rows)
 
 
 def _variance(values: list[list[np.ndarray]]) -> dict[str, str]:
@@ -339,17 +340,10 @@ def per_step(records: Records) -> dict[str, float]:
     Runs of one notebook share a machine with others of it, so that the same steps cost up to a quarter more in some of
     them: every step of an arm is charged alike.
     """
-    spent = (
-        DataFrame(
-            {"arm": part["spec"]["arm"], "seconds": part["budget"]["core_seconds"], "steps": part["spec"]["steps"]}
-            for group in (*ORDERS.values(), "es")
-            for each in parts(records, group)
-            for part in each
-        )
-        .groupby("arm")[["seconds", "steps"]]
-        .sum()
-    )
-    return (spent["seconds"] / spent["steps"]).to_dict()
+    runs_ = [part for group in (*ORDERS.values(), "es") for each in parts(records, group) for part in each]
+    spent = DataFrame([{"arm": r["spec"]["arm"], "steps": r["spec"]["steps"]} | r["budget"] for r in runs_])
+    sums = spent.groupby("arm")[["core_seconds", "steps"]].sum()
+    return (sums["core_seconds"] / sums["steps"]).to_dict()
 
 
 def seconds_table(run: SimpleNamespace, records: Records) -> DataFrame:
@@ -413,34 +407,6 @@ def results(records: Records) -> Results:
     return entries
 
 
-MACROS = {
-    "CovRolloutsChange": "rollouts change judged:.3f",
-    "CovUpdateChange": "update change judged:.3f",
-    "CovOrderGrpo": "grpo right.value:.1%",
-    "CovOrderEsGrpo": "es then grpo right.value:.1%",
-    "CovOrderGrpoEs": "grpo then es right.value:.1%",
-    "CovBehindEsGrpo": "es then grpo behind",
-    "CovBehindGrpoEs": "grpo then es behind",
-}
-"""Macro of the paper -> name in the results, and format."""
-
-
-def sentences() -> dict[str, str]:
-    """Return question -> one sentence, with names of results in the place of numbers."""
-    right, solved = ("; ".join(f"{words} {{{group} {what}}}" for words, group in ORDERS.items())
-                     for what in ("right", "solved"))  # fmt: skip
-    return {
-        "Is it who writes, or who updates?": "Of two by two ways to train on as many completions, a policy gradient in "
-        "the place of ES moves the net change of support at temperature 1 by {update change:.3f} and greedy accuracy "
-        "by {update right} points. Perturbed copies as writers, in the place of the weights themselves, move them by "
-        "{rollouts change:.3f} and {rollouts right} points (n = {rollouts change.n} runs of each; effective sample "
-        "size {grpo_perturbed effective:.0%} % for the gradient, {es_weighted effective:.0%} % for ES).",
-        "Do the two compose?": f"At as many FLOPs these are right greedily, in percent: {right}; and within "
-        f"{SOLVED_WITHIN} samples at temperature 1 they solve, in percent: {solved} (n = {{es then grpo right.n}} runs "
-        "of each).",
-    }
-
-
 # ---- figures: each returns the figure and what it plots
 
 
@@ -451,48 +417,43 @@ def look(who: str, update: str) -> dict[str, Any]:
     return {"color": color, "label": f"{UPDATES[update]}, {ROLLOUTS[who]} write"} | shape
 
 
-def figure_cells(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+def figure_cells(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw what who writes and who updates do to support: along the runs against accuracy, and at their ends."""
     looks = {group: look(*cell) for cell, group in CELLS.items()}
     slower = look("temperature", "gradient")
     looks[SLOWER] = slower | {"ls": ":", "marker": "D", "mfc": "white", "label": f"{slower['label']}, slower"}
 
-    def curve(group: str, read: Any) -> np.ndarray:
-        return 100 * np.mean([read(record["curve"]) for record in records[group]], axis=0)
+    def along_runs(group: str) -> Iterable[tuple[float, ...]]:
+        curves = [record["curve"] for record in records[group]]
+        across, won, lost = (np.array([c[f] for c in curves]) for f in ("reach_t1@1", "won_t1", "lost_t1"))
+        return zip(curves[0]["step"], 100 * across.mean(0), 100 * (won - lost).mean(0), strict=True)
 
     course = DataFrame(
         {"panel": "along", "cell": how["label"], "step": step, "across": x, "value": y}
         for group, how in looks.items()
-        for step, x, y in zip(
-            records[group][0]["curve"]["step"],
-            curve(group, lambda c: c["reach_t1@1"]),
-            curve(group, lambda c: np.subtract(c["won_t1"], c["lost_t1"])),
-            strict=True,
-        )
+        for step, x, y in along_runs(group)
     )
     ends = DataFrame(
-        {"panel": "ends", "cell": f"{words}, {writer}", "update": update}
+        {"panel": "ends", "cell": f"{UPDATES[update]}, {ROLLOUTS[who]}", "update": update, "who": ROLLOUTS[who]}
         | plots.ends(value(records, CELLS[who, update], CHANGE))
-        for update, words in UPDATES.items()
-        for who, writer in ROLLOUTS.items()
+        for update in UPDATES
+        for who in ROLLOUTS
     )
     fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 2.6), width_ratios=(1.5, 1))
     plots.lines(left, course, "across", "value", "cell", {how["label"]: how for how in looks.values()}, ms=4, lw=1.2)
     left.set(xlabel="solved by one sample at temperature 1, %", ylabel="won - lost, % of problems")
     for update, both in ends.groupby("update", sort=False):
-        color = look("temperature", update)["color"]
-        plots.whiskers(right, both, [0, 1], color=color, marker="D", ms=4, capsize=3, lw=1.2)
-        place = {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
-        right.annotate(UPDATES[update], (1, both["value"].iloc[1]), color=color, **place)
-    right.set_xticks([0, 1], ["the weights\nthemselves", "perturbed\ncopies"])
-    right.set(xlim=(-0.25, 1.9), ylabel="net change of support", xlabel="who writes")
+        how = {"color": look("temperature", update)["color"], "label": UPDATES[update]}
+        plots.whiskers(right, both, both["who"], marker="D", ms=4, capsize=3, lw=1.2, **how)
+    right.set(xlim=(-0.25, 1.25), ylabel="net change of support", xlabel="who writes")
+    right.legend()
     for ax in (left, right):
-        ax.axhline(0, color="#888888", lw=0.7)
+        ax.axhline(0, **plots.NULL)
     plots.key(fig, left, 2)
     return fig, concat([course, ends[["panel", "cell", "value"]]])
 
 
-def figure_composed(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+def figure_composed(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw greedy accuracy and coverage along runs of one arm and of two, at as many FLOPs."""
     points = DataFrame(
         {"panel": title, "runs": words, "arm": part["spec"]["arm"], "across": x / 1e12, "value": 100 * y}
@@ -502,15 +463,14 @@ def figure_composed(run: SimpleNamespace, records: Records) -> tuple[Figure, Dat
         for x, y in zip(*curve, strict=True)
     )
     strokes = dict(zip(ORDERS, ("-", "-", "--", ":"), strict=True))
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.4))
-    for ax, (title, panel) in zip(axes, points.groupby("panel", sort=False), strict=True):
-        for (words, arm), line in panel.groupby(["runs", "arm"], sort=False):
-            how = plots.look(arm, ls=strokes[words], ms=3.5, lw=1.4, markevery=0.25)
-            ax.plot(line["across"], line["value"], **how)
+    fig, axes, shown = plots.panels(points, "panel", 2.4)
+    for ax, title, panel in shown:
+        for words, part in panel.groupby("runs", sort=False):
+            looks = {arm: plots.look(arm, ls=strokes[words], ms=3.5, markevery=0.25) for arm in ("es", "grpo")}
+            plots.lines(ax, part, "across", "value", "arm", looks)
         ax.set(title=title, xlabel="forward-equivalent TFLOP, all parts")
     axes[0].set(ylabel="validation problems, %")
-    key = [Line2D([], [], **plots.look(arm, ms=4)) for arm in ("es", "grpo")]
     named = {"one arm alone": "-"} | {words: strokes[words] for words in list(ORDERS)[2:]}
-    key += [Line2D([], [], color="#444444", ls=stroke, label=words) for words, stroke in named.items()]
-    fig.legend(handles=key, loc="outside lower center", ncols=5, fontsize=7)
+    strokes_ = [plots.handle(words, color="#444444", ls=stroke) for words, stroke in named.items()]
+    plots.key(fig, [*(plots.of_arm(arm, ms=4) for arm in ("es", "grpo")), *strokes_], 5)
     return fig, points

@@ -9,47 +9,37 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from pandas import DataFrame
 
 from evoalign_lib import tiny
 from evoalign_lib.analysis import stats
 from evoalign_lib.analysis.stats import Interval
-from evoalign_study import loading, runs, style
+from evoalign_study import loading, plots, runs, style
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.exact import estimator_specs
 from evoalign_study.kinds.train import audit_specs
 from evoalign_study.loading import DECODINGS, Group, Groups, Records
 from evoalign_study.records import Record, accuracy_matrix
-from evoalign_study.tidy import Results, curve_band
+from evoalign_study.results import Results
+from evoalign_study.runs import curve_band
 
 NOTEBOOK = "01_es_countdown"
 CLAIMS = ("E1", "E1b", "E2", "E3", "E4")
-TINY = {
-    "bases": list(tiny.BASES),
-    "null_bases": ["A0"],  # on which shuffled fitness runs, too
-    "retrain": [],  # groups that `force` makes anew; none: all
-    **runs.ES_COUNTDOWN["tiny"],
-    "temperatures": [0.6],  # between greedy decoding and 1, at which models are measured again
-    "decoded": ["es", "es_shuffled"],  # groups that are
-    "estimator_problems": 128,  # of the single steps in section 7
-    "populations": [4, 8, 30, 128],
-    "repeats": 16,
-    "ledger_steps": 500,  # of the long run in section 8
-    "audit_seeds": 4,  # of the arithmetics in section 9
-}
-SMOKE = TINY | {
-    **runs.ES_COUNTDOWN["smoke"],
-    "decoded": ["es_shuffled"],
-    "bases": ["A0"],
-    "estimator_problems": 8,
-    "populations": [2, 4],
-    "repeats": 2,
-    "ledger_steps": 4,
-    "audit_seeds": 2,
-}
-FULL = TINY | runs.ES_COUNTDOWN["full"] | {"null_bases": []}
+presets, TINY, SMOKE, FULL = runs.scales(
+    {
+        "bases": (list(tiny.BASES), ["A0"]),
+        "null_bases": (["A0"], ["A0"], []),  # on which shuffled fitness runs, too
+        "retrain": [],  # groups that `force` makes anew; none: all
+        **runs.ES_COUNTDOWN,
+        "temperatures": [0.6],  # between greedy decoding and 1, at which models are measured again
+        "decoded": (["es", "es_shuffled"], ["es_shuffled"]),  # groups that are
+        "estimator_problems": (128, 8),  # of the single steps in section 7
+        "populations": ([4, 8, 30, 128], [2, 4]),
+        "repeats": (16, 2),
+        "ledger_steps": (500, 4),  # of the long run in section 8
+        "audit_seeds": (4, 2),  # of the arithmetics in section 9
+    }
+)
 PUBLISHED = {name: FULL[name] for name in ("sigma", "alpha")}
 """Sigma and alpha of Qiu et al. (arXiv 2509.24372), which scale full takes over."""
 ARITHMETICS = [
@@ -61,11 +51,6 @@ ARITHMETICS = [
     ("kahan", "gaussian", "random"),
 ]
 """The rows of section 9: precision, noise and fitness. With random fitness sigma and alpha are the published ones."""
-
-
-def presets(model: str = "") -> dict[str, dict[str, Any]]:
-    """Return scale -> settings; model: that of scale full, empty for the scale's own."""
-    return {"tiny": TINY, "smoke": SMOKE, "full": FULL | {"bases": [model or "Qwen/Qwen2.5-0.5B-Instruct"]}}
 
 
 def groups(run: SimpleNamespace, records: Records) -> Groups:
@@ -203,7 +188,7 @@ def audits(records: Records) -> DataFrame:
     return DataFrame(rows).astype(numeric).sort_values("row", kind="stable", ignore_index=True)
 
 
-# ---- results, and what the paper quotes of them
+# ---- results
 
 _SETTINGS = ("sigma", "alpha", "population_size", "steps", "prompts_per_step", "test_problems", "audit_seeds")
 
@@ -225,6 +210,14 @@ def results(run: SimpleNamespace, records: Records) -> Results:
         for name, (after, before) in sides.items():
             values |= {f"before {name}, {decoding}": before.mean(), f"after {name}, {decoding}": after.mean()}
             values[f"gain of {name}, {decoding}"] = stats.crossed_bootstrap(after, before)
+    here = run.bases[0]
+    values |= {f"{name.replace(f' on {here}', ' here')}": x for name, x in values.items() if f"on {here}" in name}
+    whose = (
+        f"mean of {len(run.bases)} bases, n = {{}} seeds of each"
+        if len(run.bases) > 1
+        else f"base {here}, n = {{}} seeds"
+    )
+    values |= {"first base": here, "whose runs": whose.format(values["gain of es, greedy"].n)}
     for (targets, fitness), part in single_steps(records["estimator"]).groupby(["targets", "fitness"]):
         step, name = part.loc[(part["N"] - 30).abs().idxmin()], f"{fitness} fitness, {targets}"
         values[f"N, {name}"] = step["N"]
@@ -254,53 +247,7 @@ def _arithmetic(record: Record) -> tuple[str, ...]:
     return tuple(record["spec"][name] for name in ("precision", "noise", "fitness"))
 
 
-_STEP = "expected fitness, not the sum"
-_MACROS = {
-    "EsBases": ("bases", "d"),
-    "EsSeeds": ("seeds", "d"),
-    "EsCompletions": ("completions", ",d"),
-    "EsSigma": ("sigma", "g"),
-    "EsAlpha": ("alpha", "g"),
-    "EsPopulation": ("population_size", "d"),
-    "EsSteps": ("steps", "d"),
-    "EsPromptsPerStep": ("prompts_per_step", "d"),
-    "EsTestProblems": ("test_problems", "d"),
-    "EsGainMean": ("gain of es, greedy", ".1%"),
-    "EsGain": ("gain of es, greedy", ".1%", "low", "high"),
-    "EsBaseGreedy": ("before es, greedy", ".1%"),
-    "LedgerSteps": ("ledger steps", "d"),
-    "LedgerFloor": ("least kB", ".0f"),
-    "LedgerKilobytes": ("ledger kB", ".0f"),
-    "LedgerKilobytesGzipped": ("gzipped kB", ".0f"),
-}
-"""Macro -> key in `results`, and its format."""
-_EXACT_MACROS = {
-    "EstimatorCosine": (f"cosine, {_STEP}", ".3f"),
-    "EstimatorPredicted": (f"predicted_cosine, {_STEP}", ".3f"),
-    "EstimatorAligned": (f"gain_aligned, {_STEP}", ".5f"),
-    "EstimatorOrthogonal": (f"gain_orthogonal, {_STEP}", ".5f"),
-    "AuditSeeds": ("audit_seeds", "d"),
-    "AuditPathMaster": ("path, master, gaussian, reward", ".3f"),
-    "AuditPathInplace": ("path, inplace, gaussian, reward", ".3f"),
-    "AuditPathMasterPublished": ("path, master, gaussian, random", ".3f"),
-    "AuditPathInplacePublished": ("path, inplace, gaussian, random", ".3f"),
-    "AuditUpdateInplace": ("update, inplace, gaussian, reward", ".3f"),
-    "AuditUpdateInplacePublished": ("update, inplace, gaussian, random", ".3f"),
-    "AuditChangedInplace": ("changed, inplace, gaussian, reward", ".1%"),
-}
-"""The same of sections 7 and 9, which are the tiny world's."""
-
-
-def macros(run: SimpleNamespace) -> dict[str, tuple[str, ...]]:
-    """Return what the paper quotes of the `results`, for `tidy.macros`; exact measurements at their own scale only."""
-    on_first = {
-        "EsGainFirst": (f"gain of es on {run.bases[0]}, greedy", ".1%"),
-        "EsShuffledChange": (f"gain of es_shuffled on {run.bases[0]}, greedy", ".1%"),
-    }
-    return _MACROS | on_first | (_EXACT_MACROS if of_tiny_world(run)[0] == run.scale else {})
-
-
-# ---- answers and tables
+# ---- words
 
 
 def models_in_words(run: SimpleNamespace) -> str:
@@ -312,138 +259,72 @@ def models_in_words(run: SimpleNamespace) -> str:
     )
 
 
-def answers(run: SimpleNamespace, values: Results) -> dict[str, str]:
-    """Return question -> one sentence with its number, interval and n; questions without runs are left out.
-
-    values: the `results`.
-    """
-    here, gain, sampled = run.bases[0], values["gain of es, greedy"], values["gain of es, t1"]
-    whose = f"base {here}, n = {gain.n} seeds"
-    if len(run.bases) > 1:
-        whose = f"mean of {len(run.bases)} bases, n = {gain.n} seeds of each"
-    told = {
-        "Does ES learn Countdown?": (
-            f"Greedy accuracy on {run.test_problems:,} test problems goes from {100 * values['before es, greedy']:.1f} "
-            f"% to {100 * values['after es, greedy']:.1f} %, by {gain.format()} points ({whose}); accuracy at "
-            f"temperature 1 changes by {sampled.format()} points."
-        )
-    }
-    null, own = (values.get(f"gain of {arm} on {here}, greedy") for arm in ("es_shuffled", "es"))
-    if null:
-        told["Does the gain need the reward?"] = (
-            f"With its rewards permuted over the population, ES changes greedy accuracy on base {here} by "
-            f"{null.format()} points (n = {null.n}); with its rewards by {own.format()} (n = {own.n})."
-        )
-    cosine, along, across = (values[f"{field}, {_STEP}"] for field in ("cosine", "gain_aligned", "gain_orthogonal"))
-    told["Why is a population of thirty enough?"] = (
-        f"A step with N = {values[f'N, {_STEP}']} has cosine {cosine.format(percent=False, digits=4)} with the exact "
-        f"gradient (n = {cosine.n} steps). Its part along the gradient changes expected accuracy by "
-        f"{along.format(digits=2)} points, its part across, {values['times longer']:.0f} times as long, by "
-        f"{across.format(digits=2)}."
-    )
-    told["Is a run its seeds and rewards?"] = (
-        f"Replayed from their ledgers, {values['ledgers']} runs differ from their own weights by at most "
-        f"{values['replay error']:g}; the ledger of {values['ledger steps']} steps takes {values['ledger kB']:.0f} kB, "
-        f"compressed {values['gzipped kB']:.0f} kB."
-    )
-    cases = [f"{case}, gaussian, {fitness}" for case, fitness in _TOLD]
-    if not np.isnan([values[f"path, {case}"] for case in cases]).any():  # of runs that never moved it is not defined
-        in_place, published, master = (
-            f"{values[f'path, {case}']:.3f} at sigma {values[f'sigma, {case}']:g} (from "
-            f"{values[f'least path, {case}']:.3f} to {values[f'most path, {case}']:.3f}"
-            for case in cases
-        )
-        told["What does released arithmetic do?"] = (
-            "In bfloat16, with members written in place and restored by subtraction, the cosine of a run's path with "
-            f"the one that its coefficients meant is {in_place}, n = {values['audit_seeds']} seeds) and {published}); "
-            f"with a float32 master it is {master})."
-        )
-    return told
-
-
-_TOLD = (("inplace", "reward"), ("inplace", "random"), ("master", "random"))
-"""Precision and fitness of the arithmetics that an answer names."""
-
-
 # ---- figures, each of a tidy frame
 
 
-def figure_gain(points: DataFrame) -> Figure:
+def figure_gain(points: DataFrame) -> plt.Figure:
     """Draw test accuracy of every run beside its untrained base, a panel per decoding. points: `test_points`."""
-    fig, axes = plt.subplots(1, len(DECODINGS), figsize=(style.PAGE, 2.4), sharey=True)
-    bases, trained = list(points["base"].unique()), points[points["arm"] != "base"]
-    for ax, decoding in zip(axes, DECODINGS, strict=True):
-        for place, base in enumerate(bases):
-            cell = points[(points["decoding"] == decoding) & (points["base"] == base)].groupby("arm", sort=False)
-            runs = dict(iter(cell["accuracy"]))
-            before = runs.pop("base").iloc[0]
-            ax.plot([place - 0.4, place + 0.4], [before] * 2, color=style.ARMS["base"].color, lw=1.2, zorder=1)
-            for (arm, after), shift in zip(runs.items(), (-0.18, 0.18) if len(runs) > 1 else (0,), strict=True):
-                style.dots(ax, place + shift, after, np.zeros(len(after)), arm, width=0.22)
-        names = [f"base {base.split('/')[-1]}" for base in bases]
-        ax.set_xticks(range(len(names)), names)
-        ax.set(title=style.DECODINGS[decoding].label, xlim=(-0.6, len(names) - 0.4), ylim=(0, None))
-        ax.grid(axis="x", visible=False)
+    fig, axes, shown = plots.panels(points, "decoding", 2.4, sharey=True)
+    for ax, decoding, panel in shown:
+        bases = {f"base {base.split('/')[-1]}": part for base, part in panel.groupby("base", sort=False)}
+        runs_of = {name: part[part["arm"] != "base"].groupby("arm", sort=False) for name, part in bases.items()}
+        plots.strip(ax, {name: list(arms) for name, arms in runs_of.items()}, "accuracy", 0.22)
+        for place, part in enumerate(bases.values()):
+            before = part.loc[part["arm"] == "base", "accuracy"].iloc[0]
+            ax.plot([place - 0.4, place + 0.4], [before] * 2, **plots.BASE)
+        ax.set(title=style.DECODINGS[decoding].label, ylim=(0, None))
     axes[0].set_ylabel("test accuracy, %")
-    seeds = trained.groupby("arm", sort=False)["seed"].max() + 1
+    seeds = points.dropna().groupby("arm", sort=False)["seed"].max() + 1
     style.legend(fig, {arm: int(n) for arm, n in seeds.items()} | {"base": None}, decodings=())
     return fig
 
 
-def figure_curves(points: DataFrame, bases: Sequence[Record]) -> Figure:
+def figure_curves(points: DataFrame, bases: Sequence[Record]) -> plt.Figure:
     """Draw validation accuracy along the runs against completions, a panel per base, with 95 % bands over seeds.
 
     Args:
         points: `curve_points`.
         bases: the records of the untrained bases.
     """
-    fig, axes = plt.subplots(1, len(bases), figsize=(style.PAGE, 2.3), sharey=True, squeeze=False)
-    for ax, untrained in zip(axes[0], bases, strict=True):
-        base = untrained["spec"]["base"]
-        for (arm, decoding), curve in points[points["base"] == base].groupby(["arm", "decoding"], sort=False):
-            x, look = curve["completions"] / 1000, style.line(arm, decoding)
-            ax.plot(x, 100 * curve["mean"], **look)
-            style.band(ax, x, 100 * curve["low"], 100 * curve["high"], look["color"])
+    percent = points.assign(**{name: 100 * points[name] for name in ("mean", "low", "high")})
+    fig, axes, shown = plots.panels(percent, "base", 2.3, sharey=True)
+    for (ax, base, panel), untrained in zip(shown, bases, strict=True):
+        plots.curves(ax, panel, "completions", "mean")
         for decoding, key in (("greedy", "greedy"), ("t1", "pass@1")):
-            at = {"color": style.ARMS["base"].color, "ls": style.DECODINGS[decoding].linestyle, "lw": 0.8}
-            ax.axhline(100 * untrained["validation"][key], **at)
-        ax.set(title=f"base {base.split('/')[-1]}", xlabel="completions (thousands)")
-    axes[0][0].set_ylabel("validation accuracy, %")
+            ax.axhline(100 * untrained["validation"][key], ls=style.DECODINGS[decoding].linestyle, **plots.BASE)
+        ax.set(title=f"base {base.split('/')[-1]}", xlabel="completions")
+        ax.locator_params(axis="x", nbins=3)
+    axes[0].set_ylabel("validation accuracy, %")
     style.legend(fig, points.groupby("arm", sort=False)["n"].last().to_dict() | {"base": None}, decodings=DECODINGS)
     return fig
 
 
-def figure_estimator(steps: DataFrame) -> Figure:
+def figure_estimator(steps: DataFrame) -> plt.Figure:
     """Draw the cosine of a step with the gradient against N, and what its parts change. steps: `single_steps`."""
-    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.5))
     drawn = steps[steps["targets"] == "not the sum"]
-    for fitness, look in style.FITNESS.items():
-        chosen = drawn[drawn["fitness"] == fitness]
-        _bars(axes[0], chosen, "cosine", look)
-        label = "rho sqrt(N/d)" if fitness == "greedy" else None
-        axes[0].plot(chosen["N"], chosen["predicted_cosine"], color="black", ls=":", lw=1.2, zorder=3, label=label)
-    for ax, fitness, kind in ((axes[1], "expected", ""), (axes[2], "greedy", "greedy_")):
+    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.5))
+
+    def bars(ax: plt.Axes, rows: DataFrame, field: str, look: style.Look, scale: float = 1) -> None:
+        value, low, high = (scale * rows[f"{field}{end}"] for end in ("", "_low", "_high"))
+        ax.errorbar(rows["N"], value, [value - low, high - value], capsize=2, **look.line())
+
+    for ax, (fitness, rows) in zip(axes[1:], drawn.groupby("fitness"), strict=True):
+        bars(axes[0], rows, "cosine", style.FITNESS[fitness])
         for part, look in style.PARTS.items():
-            _bars(ax, drawn[drawn["fitness"] == fitness], f"{kind}gain_{part}", look, 100)
-        ax.axhline(0, color="black", lw=0.6)
+            bars(ax, rows, f"{'greedy_' if fitness == 'greedy' else ''}gain_{part}", look, 100)
+        ax.axhline(0, **plots.NULL)
         ax.set(title=f"{fitness} fitness", ylabel=f"change of {fitness} accuracy, points")
+    axes[0].plot(rows["N"], rows["predicted_cosine"], label="rho sqrt(N/d)", **plots.NULL)
     axes[0].set(title="direction", ylabel="cosine of one step with g")
     for ax in axes:
-        ax.set(xscale="log", xlabel="population N")
-        ax.set_xticks(sorted(set(drawn["N"])), sorted(set(drawn["N"])), minor=False)
-        ax.minorticks_off()
+        plots.plain_ticks(ax, sorted(set(drawn["N"])))
+        ax.set(xlabel="population N")
     for ax in axes[:2]:
         ax.legend(handlelength=2.8)
     return fig
 
 
-def _bars(ax: Axes, rows: DataFrame, field: str, look: style.Look, scale: float = 1) -> None:
-    """Draw a field against N with its intervals."""
-    value, low, high = (scale * rows[f"{field}{end}"] for end in ("", "_low", "_high"))
-    ax.errorbar(rows["N"], value, [value - low, high - value], capsize=2, **look.line())
-
-
-def figure_arithmetic(runs: DataFrame) -> Figure:
+def figure_arithmetic(runs: DataFrame) -> plt.Figure:
     """Draw what became of the steps under each arithmetic: bars are means, every seed is a dot. runs: `audits`."""
     fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.3), sharey=True)
     titles = {
@@ -458,8 +339,7 @@ def figure_arithmetic(runs: DataFrame) -> Figure:
                 ax.text(0.02, place, words, transform=ax.get_yaxis_transform(), va="center", fontsize=6.5)
                 continue
             ax.barh(place, part[field].mean(), height=0.62, color=style.ARITHMETICS[precision, noise].color)
-            spread = place + style.jitter(len(part), 0.45)
-            ax.scatter(part[field], spread, s=9, color="white", ec="black", lw=0.6, zorder=3)
+            ax.scatter(part[field], place + style.jitter(len(part), 0.45), s=9, color="white", ec="black", zorder=3)
         ax.set_title(title, fontsize=7)
         ax.grid(axis="y", visible=False)
     firsts = runs.groupby("row").first()

@@ -10,71 +10,47 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from pandas import DataFrame
 
 from evoalign_lib import arms
 from evoalign_lib.analysis import curves, kl, stats
 from evoalign_lib.analysis.stats import Interval
-from evoalign_study import loading, style
+from evoalign_study import loading, plots, style
 from evoalign_study import runs as shared
 from evoalign_study.kinds.decode import base_specs, best_of_n_specs, label, measured_spec
 from evoalign_study.kinds.exact import kl_specs
 from evoalign_study.loading import DECODINGS, After, Groups, Records
 from evoalign_study.records import Record, accuracy_matrix, spec_hash
-from evoalign_study.tidy import ENDS, Results, curve_band
+from evoalign_study.results import Results, told
+from evoalign_study.runs import curve_band
 
 NOTEBOOK = "02_grpo_countdown"
 CLAIMS = ("C1", "C2", "C2b", "C29", "C30", "C31")
 ARMS = shared.TUNED
-TINY = {
-    "bases": ["A0", "A1", "A2"],  # the first is tuned on
-    "retrain": [],  # groups that `force` makes anew; none: all
-    **shared.COUNTDOWN["tiny"],
-    "grpo_long_steps": 3125,  # of the runs with as many completions as ES
-    "best_of": 64,  # samples of best-of-n
-    "seeds_long": 2,
-    "gains": [0.05, 0.10, 0.15],  # over the base, to which section 8 asks for the budget
-    "margin": 0.02,  # of a match
-    "temperatures": [0.4, 0.6],  # between greedy decoding and 1, at which models are measured again
-    "decoded": [  # besides base, ES and GRPO
-        "dapo",
-        "dr_grpo",
-        "dr_grpo_scaled",
-        "es_random",
-        "es_sampled",
-        "grpo_random",
-        "grpo_unscaled",
-        "rloo",
-        "sft",
-    ],
-    "curve_temperature": 0.6,  # at which whole curves are measured again
-    "decoded_curves": ["es", "es_elsewhere", "grpo", "grpo_elsewhere"],  # groups whose curves are
-    "kl_sigmas": [0.003, 0.01, 0.03],  # of the noise that moves the base in section 4
-    "kl_problems": 128,
-    "kl_samples": 16,
-    "kl_repeats": 16,
-}
-SMOKE = TINY | {
-    **shared.COUNTDOWN["smoke"],
-    "bases": ["A0"],
-    "grpo_long_steps": 6,
-    "best_of": 4,
-    "seeds_long": 1,
-    "decoded": [],
-    "decoded_curves": ["grpo"],
-    "kl_sigmas": [0.01],
-    "kl_problems": 4,
-    "kl_samples": 2,
-    "kl_repeats": 2,
-}
-FULL = TINY | shared.COUNTDOWN["full"]
-
-
-def presets(model: str = "") -> dict[str, dict[str, Any]]:
-    """Return scale -> settings; model: that of scale full, empty for the scale's own."""
-    return {"tiny": TINY, "smoke": SMOKE, "full": FULL | {"bases": [model or "Qwen/Qwen2.5-0.5B-Instruct"]}}
+presets, TINY, SMOKE, FULL = shared.scales(
+    {
+        "bases": (["A0", "A1", "A2"], ["A0"]),  # the first is tuned on
+        "retrain": [],  # groups that `force` makes anew; none: all
+        **shared.COUNTDOWN,
+        "grpo_long_steps": (3125, 6),  # of the runs with as many completions as ES
+        "best_of": (64, 4),  # samples of best-of-n
+        "seeds_long": (2, 1),
+        "gains": [0.05, 0.10, 0.15],  # over the base, to which section 8 asks for the budget
+        "margin": 0.02,  # of a match
+        "temperatures": [0.4, 0.6],  # between greedy decoding and 1, at which models are measured again
+        # groups that are, besides base, ES and GRPO
+        "decoded": (
+            "dapo dr_grpo dr_grpo_scaled es_random es_sampled grpo_random grpo_unscaled rloo sft".split(),
+            [],
+        ),
+        "curve_temperature": 0.6,  # at which whole curves are measured again
+        "decoded_curves": (["es", "es_elsewhere", "grpo", "grpo_elsewhere"], ["grpo"]),  # groups whose curves are
+        "kl_sigmas": ([0.003, 0.01, 0.03], [0.01]),  # of the noise that moves the base in section 4
+        "kl_problems": (128, 4),
+        "kl_samples": (16, 2),
+        "kl_repeats": (16, 2),
+    }
+)
 
 
 def groups(run: SimpleNamespace, records: Records) -> Groups:
@@ -406,7 +382,7 @@ def to_target(records: Records, gain: float, axis: str) -> Results:
     return values | (ratio if np.isfinite(medians).all() else {})
 
 
-# ---- results, and what the paper quotes of them
+# ---- results
 
 EFFECTS = {
     "scaling off": {"grpo": -0.5, "grpo_unscaled": 0.5, "dr_grpo_scaled": -0.5, "dr_grpo": 0.5},
@@ -484,148 +460,40 @@ def results(
         values |= {f"pilot {test}, {d}": float(np.std(each, ddof=1)) for test, each in ends.items()}
     if bias := values.get("C29: k2_relative_bias"):
         values["KL repeats"] = bias.n
-    return MappingProxyType(values)
+    return MappingProxyType(values | _words(run, values))
 
 
-_CLAIMED = {
-    "LeadGreedy": "C2b: GRPO - ES, validation problems greedy at equal forward flops",
-    "LeadSampled": "C2b: GRPO - ES, validation problems temperature 1 at equal forward flops",
-    "DrGrpoEffect": "C30: Dr.GRPO - GRPO, test greedy",
-    "GreedyFitnessEffect": "C31: ES - ES with sampled fitness, test greedy",
-    "GreedyFitnessSampled": "C31: ES - ES with sampled fitness, test temperature 1",
-}
-_INTERVALS = _CLAIMED | {
-    "ScalingEffect": "scaling off, greedy",
-    "LossEffect": "Dr.GRPO's loss, greedy",
-    "LargerAlphaLead": "larger alpha, lead",
-    "BehindSampled": "grpo - es_sampled, t1",
-    "RandomFitnessGain": "gain of es_random, greedy",
-    "GrpoAhead": "GRPO - ES over bases, greedy",
-}
-DECODED_AS = {"greedy": "Greedy", "t1": "Sampled"}
-_TESTED = {"base": "Untrained", "es": "Tuned", "grpo": "Grpo", "es_sampled": "SampledFitness", "sft": "Filtered"}
-_STEMS = {"es": "Tuned", "grpo": "Grpo", "grpo_long": "Long"}
-_MOVED = {"es": "Tuned", "grpo": "Grpo", "es_random": "RandomFitness"}
-_BUDGETS = {"completions": "Completions", "forward_flops": "ForwardFlops", "core_seconds": "CoreSeconds"}
-_TUNED = {"sigma": "Sigma", "alpha": "Alpha", "learning_rate": "Rate", "beta": "Beta"}
-MACROS = {
-    **{name: (key, ".1%", *ENDS) for name, key in _INTERVALS.items()},
-    **{stem + name: (f"{g}, {d}", ".1%") for g, stem in _TESTED.items() for d, name in DECODED_AS.items()},
-    **{f"{_TESTED[group]}AtSix": (f"{group}, t0.6 again", ".1%") for group in DECODED},
-    **{f"{stem}Kl": (f"KL of {group}", ".2f") for group, stem in _MOVED.items()},
-    **{f"{stem}Norm": (f"distance of {group}", ".1f") for group, stem in _MOVED.items()},
-    **{f"{_STEMS[arm]}OneTried": (f"{arm}, one tried", ".1%") for arm in ARMS},
-    **{f"{_STEMS[arm]}AllTried": (f"{arm}, all tried", ".1%") for arm in ARMS},
-    **{f"{_TESTED[arm]}Seeds": (f"seeds of {arm}", "d") for arm in (*ARMS, "sft")},
-    **{f"Long{name}Least": (f"min of grpo_long, {d}", ".1%") for d, name in DECODED_AS.items()},
-    **{f"Long{name}Most": (f"max of grpo_long, {d}", ".1%") for d, name in DECODED_AS.items()},
-    **{f"{stem}Completions": (f"completions of {group}", ",.0f") for group, stem in _STEMS.items()},
-    "LongFlopsRatio": ("grpo_long over es, forward_flops", ".1f"),
-    "LongSecondsRatio": ("grpo_long over es, core_seconds", ".1f"),
-    "FilteredRatio": ("es over sft, completions", ".0f"),
-    "MatchCompletionsGreedyValue": ("lead at equal completions, greedy", ".1%"),
-    "MatchCoreSecondsGreedyValue": ("lead at equal core_seconds, greedy", ".1%"),
-    **{f"Hindsight{stem}": (f"hindsight lead, {axis}", ".1%") for axis, stem in _BUDGETS.items()},
-    "LargerAlphaGreedy": ("larger alpha, es", ".1%"),
-    "RandomRewardChange": ("gain of grpo_random, greedy", ".1%"),
-    **{f"Tuned{stem}": (f"tuned {name}", "g") for name, stem in _TUNED.items()},
-    "SweepSize": ("settings tried", "d"),
-    "GrpoGroup": ("group size", "d"),
-    "BestOf": ("best of", "d"),
-    "BestOfAccuracy": ("best of most", ".1%"),
-    "KTwoBias": ("C29: k2_relative_bias", ".0%"),
-    "KOneSpread": ("C29: k1_over_k3_std", ".2f"),
-    "KThreeCosine": ("C29: k3_gradient_cosine", ".2f"),
-    "KlRepeats": ("KL repeats", "d"),
-}
-"""What the paper quotes of the `results`, for `tidy.macros`."""
+# ---- what the answers say of the results
 
 
-# ---- answers and tables
-
-_READ = {"greedy": "greedily", "temperature 0.6": "at temperature 0.6", "temperature 1": "at temperature 1"}
-
-
-def answers(run: SimpleNamespace, values: Results) -> dict[str, str]:
-    """Return question -> answer in one sentence or two, with estimates, intervals and n.
-
-    values: the `results`. A question whose claim was not judged has no answer.
-    """
-    told = {"Does ES learn?": f"On test problems ES - base is {_gains(run, values)}."}
-    leads = {
-        words: values.get(f"C2b: GRPO - ES, validation problems {d} at equal forward flops")
-        for d, words in _READ.items()
-    }
-    if leads := {words: lead for words, lead in leads.items() if lead}:
-        head = _sided(leads.values(), "It is ahead", "It is behind", "Neither is ahead under every decoding")
-        named = ", ".join(f"{lead.format()} {words}" for words, lead in leads.items())
-        told["Does tuned GRPO match it?"] = (
-            f"{head}. At equal forward FLOPs GRPO - ES is {named}, in points of validation accuracy "
-            f"(n = {min(lead.n for lead in leads.values())})."
-        )
-    if all(f"lead at equal {axis}, greedy" in values for axis in AXES):
-        told["Does the answer depend on the budget?"] = _axes_in_words(values)
-    lead = values["sft - es, greedy"]
-    sft, es = ({d: f"{100 * values[f'{group}, {d}'].value:.1f}" for d in DECODINGS} for group in ("sft", "es"))
-    told["Would something simpler do?"] = (
-        f"Fine-tuning once on the base's own right answers, with {values['es over sft, completions']:.0f} times fewer "
-        f"completions than ES, reaches {sft['greedy']} % greedily and {sft['t1']} % at temperature 1; ES reaches "
-        f"{es['greedy']} and {es['t1']} %. Filtered fine-tuning - ES is {lead.format()} points greedily "
-        f"(n = {values['seeds of sft']} and {values['seeds of es']}; it describes and decides nothing)."
-    )
-    if change := values.get(_CLAIMED["DrGrpoEffect"]):
-        within = (
-            "the whole interval lies" if max(-change.low, change.high) < run.margin else "the interval is not wholly"
-        )
-        told["Do the details of GRPO matter?"] = (
-            f"Dr.GRPO - GRPO is {change.format()} points of greedy test accuracy: {within} within "
-            f"{100 * run.margin:g} points (n = {change.n})."
-        )
-    greedy, sampled = (values.get(_CLAIMED[f"GreedyFitness{what}"]) for what in ("Effect", "Sampled"))
-    if greedy and sampled:
-        told["Should ES be rewarded for greedy or for sampled answers?"] = (
-            f"Greedy - sampled fitness is {greedy.format()} points of test accuracy when the trained model answers "
-            f"greedily, and {sampled.format()} points when it samples at temperature 1 (n = {greedy.n})."
-        )
-    if bias := values.get("C29: k2_relative_bias"):
-        spread, cosine = values["C29: k1_over_k3_std"], values["C29: k3_gradient_cosine"]
-        told["Does the choice of KL estimator matter?"] = (
-            f"On average k2 is off by {bias.format()} % of the true KL, the standard deviation of k1 is "
-            f"{spread.format(False, 2)} times that of k3, and the gradient of k3 has a cosine of "
-            f"{cosine.format(False, 3)} with the gradient of the KL (n = {bias.n})."
-        )
-    return told
-
-
-def _gains(run: SimpleNamespace, values: Results) -> str:
-    """The gain of tuned ES over each base under each decoding, in words."""
-    said = []
-    for decoding, words in (("greedy", "greedily"), ("t1", "at temperature 1")):
-        names = {base: f"es_elsewhere on {base}" for base in run.bases} | {run.bases[0]: "es"}
-        gains = {base: values[f"gain of {name}, {decoding}"] for base, name in names.items()}
-        said.append(", ".join(f"{gain.format()} on {base} (n = {gain.n})" for base, gain in gains.items()))
-        said[-1] += f" points {words}"
-    return ", and ".join(said)
-
-
-def _sided(intervals: Iterable[Interval], above: str, below: str, neither: str) -> str:
+def _sided(values: Results, keys: Iterable[str], above: str, below: str, neither: str) -> str:
     """Return the word for where all intervals lie: above zero, below it, or neither."""
-    intervals = list(intervals)
-    return above if all(i.low > 0 for i in intervals) else below if all(i.high < 0 for i in intervals) else neither
+    all_of = [values[key] for key in keys]
+    return above if all(i.low > 0 for i in all_of) else below if all(i.high < 0 for i in all_of) else neither
 
 
-def _axes_in_words(values: Results) -> str:
-    """GRPO - ES on each axis, greedily; and beside it an ES that is ahead of the tuned one at few completions."""
-    leads = {axis: values[f"lead at equal {axis}, greedy"] for axis in AXES}
-    size = "The size of the difference does, its sign does not."
-    head = _sided(leads.values(), size, size, "Even the sign of the difference does.")
-    named = ", ".join(f"{lead.format()} at equal {AXES[axis].words}" for axis, lead in leads.items())
-    told = f"{head} In points of greedy validation accuracy GRPO - ES is {named} "
-    told += f"(90 % intervals, n = {values['seeds of es']})."
-    if lead := values.get("larger alpha, lead"):
-        told += f" The tuned step of ES suits long runs: with alpha {values['larger alpha']:g} ES is {lead.format()} "
-        told += f"points behind at equal completions (95 %, n = {values['larger alpha, seeds']})."
-    return told
+def _words(run: SimpleNamespace, values: Results) -> Results:
+    """Return what the answers say of the numbers: where they lie, and the gains of ES on each base."""
+    names, words = {run.bases[0]: "es"} | {base: f"es_elsewhere on {base}" for base in run.bases[1:]}, {}
+    gains = [
+        ", ".join(f"{{gain of {name}, {d}}} on {base} (n = {{gain of {name}, {d}.n}})" for base, name in names.items())
+        for d in DECODINGS
+    ]
+    words["gains"] = told(f"{gains[0]} points greedily, and {gains[1]} points at temperature 1", values)
+    leads = [key for key in values if key.startswith("C2b: GRPO - ES, validation problems")]
+    if leads:
+        ahead = ("It is ahead", "It is behind", "Neither is ahead under every decoding")
+        words["ahead, declared"] = _sided(values, leads, *ahead)
+    axes, size = (
+        [f"lead at equal {axis}, greedy" for axis in AXES],
+        "The size of the difference does, its sign does not.",
+    )
+    if all(key in values for key in axes):
+        words["ahead, axes"] = _sided(values, axes, size, size, "Even the sign of the difference does.")
+    if change := values.get("C30: Dr.GRPO - GRPO, test greedy"):
+        inside = max(-change.low, change.high) < run.margin
+        words["Dr.GRPO within the margin"] = "whole interval lies" if inside else "interval is not wholly"
+    return words | {"margin": 100 * run.margin}
 
 
 def median_text(median: Interval) -> str:
@@ -637,7 +505,7 @@ def median_text(median: Interval) -> str:
 # ---- figures, each of a tidy frame
 
 
-def draw_curves(points: DataFrame, untrained: Mapping[str, float]) -> Figure:
+def draw_curves(points: DataFrame, untrained: Mapping[str, float]) -> plt.Figure:
     """Draw validation accuracy against four budgets, forward FLOPs large, the other axes small below them.
 
     Args:
@@ -647,103 +515,82 @@ def draw_curves(points: DataFrame, untrained: Mapping[str, float]) -> Figure:
     small = [axis for axis in AXES if axis != "forward_flops"]
     rows = [[d for d in DECODINGS for _ in range(3)], [axis for axis in small for _ in range(2)]]
     fig, axes = plt.subplot_mosaic(rows, figsize=(style.PAGE, 4.6), height_ratios=[1.5, 1], sharey=True)
-    for decoding in DECODINGS:
-        _draw_budget(axes[decoding], points, untrained, "forward_flops", decoding)
-        axes[decoding].set_title(f"{'greedy decoding' if decoding == 'greedy' else style.DECODINGS[decoding].label}")
-        axes[decoding].set_xlabel("forward FLOPs spent on training")
-        for axis in small:
-            _draw_budget(axes[axis], points[points["group"].isin(ARMS)], untrained, axis, decoding)
-            axes[axis].set_xlabel(AXES[axis].words)
+    arms_ = points[points["group"].isin(ARMS)]
+    for place, axis, decodings, drawn in (
+        *((d, "forward_flops", (d,), points) for d in DECODINGS),
+        *((axis, axis, DECODINGS, arms_) for axis in small),
+    ):
+        ax = axes[place]
+        for (group, decoding, _), part in drawn.groupby(["group", "decoding", "run"]):
+            if decoding in decodings:
+                thin = {"lw": 0.6, "marker": None, "alpha": 0.8} if group == "grpo_long" else {}
+                plots.curves(ax, part.assign(arm=group.removesuffix("_long")), axis, "mean", **thin)
+        for d in decodings:
+            ax.axhline(untrained[d], ls=style.DECODINGS[d].linestyle, **plots.BASE)
+        ax.set(xscale="log", xlabel=AXES[axis].words, title=style.DECODINGS[place].label if place in DECODINGS else "")
     for left in ("greedy", small[0]):
         axes[left].set_ylabel("validation accuracy, %")
-    style.legend(fig, points[points["group"].isin(ARMS)].groupby("group")["n"].first().to_dict() | {"base": None})
+    style.legend(fig, arms_.groupby("group")["n"].first().to_dict() | {"base": None})
     return fig
-
-
-def _draw_budget(ax: Axes, points: DataFrame, untrained: Mapping[str, float], axis: str, decoding: str) -> None:
-    """Draw all curves of one decoding against one budget, single runs thin, and the untrained base."""
-    for (group, _), part in points[points["decoding"] == decoding].groupby(["group", "run"]):
-        arm, thin = group.removesuffix("_long"), {"lw": 0.6, "marker": None, "alpha": 0.8}
-        ax.plot(part[axis], part["mean"], **style.line(arm, decoding) | (thin if group == "grpo_long" else {}))
-        style.band(ax, part[axis], part["low"], part["high"], style.ARMS[arm].color)
-    ax.axhline(untrained[decoding], lw=0.8, color=style.ARMS["base"].color, ls=style.DECODINGS[decoding].linestyle)
-    ax.set_xscale("log")
 
 
 _STEP_SIZES = {"es": ("alpha", "sigma"), "grpo": ("learning_rate", "beta")}
 """Arm -> the setting on the horizontal axis of its map, its step size, and the one on the vertical axis."""
 
 
-def draw_sweep(sweep: DataFrame) -> Figure:
+def draw_sweep(sweep: DataFrame) -> plt.Figure:
     """Draw the scores of both sweeps as maps, the tuned setting framed, and the expected best of k settings.
 
     sweep: `sweep_points`. In a map the step size grows to the right.
     """
-    import seaborn
-
     fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.15), width_ratios=[1.2, 1.2, 1.0])
-    limits = {"vmin": 100 * sweep["score"].min(), "vmax": 100 * sweep["score"].max() + 1}
-    for ax, (arm, (across, up)) in zip(axes, _STEP_SIZES.items(), strict=False):
-        tried = sweep[sweep["arm"] == arm]
-        grid = 100 * tried.pivot(index=up, columns=across, values="score")
-        tuned = grid.columns.get_loc(tried[across].iloc[0]), grid.index.get_loc(tried[up].iloc[0])
-        words = grid.map("{:.1f}".format)
-        words.iloc[tuned[1], tuned[0]] += "\ntuned"
-        names = [np.format_float_positional(x, trim="-") for x in grid.columns]
-        shown = {"annot": words, "fmt": "", "annot_kws": {"fontsize": 7.5}, "xticklabels": names, **limits}
-        seaborn.heatmap(grid, cmap="Greys", cbar=False, ax=ax, **shown)
-        frame = {"fill": False, "lw": 2.5, "color": style.ARMS[arm].color, "clip_on": False, "zorder": 5}
-        ax.add_patch(plt.Rectangle(tuned, 1, 1, **frame))
-        ax.set(xlabel=SETTINGS[across], ylabel=SETTINGS[up], title=f"{style.ARMS[arm].label}: validation accuracy, %")
-        ax.tick_params(axis="y", rotation=0)
-        ax.invert_yaxis()
-    for arm, part in sweep.groupby("arm", sort=False):
-        look = style.line(arm) | {"label": style.ARMS[arm].label}
-        axes[2].plot(part["settings tried"], 100 * part["expected maximum"], **look)
+    scores = sweep.assign(score=100 * sweep["score"])
+    ground = {"cmap": "Greys", "vmin": scores["score"].min(), "vmax": scores["score"].max() + 1}
+    for ax, (arm, places) in zip(axes, _STEP_SIZES.items(), strict=False):
+        tried, look = scores[scores["arm"] == arm], style.ARMS[arm]
+        white = tried["score"].quantile(0.7)
+        table = plots.heat(ax, tried, places, "score", lambda cell: f"{cell['score']:.1f}", white=white, **ground)
+        plots.framed(ax, table, tried.iloc[0], look.color)
+        ax.set(xlabel=SETTINGS[places[0]], ylabel=SETTINGS[places[1]], title=f"{look.label}: validation accuracy, %")
+        axes[2].plot(tried["settings tried"], 100 * tried["expected maximum"], **plots.look(arm))
     axes[2].set(xlabel="settings tried, k", ylabel="validation accuracy, %", title="expected best of k settings")
     axes[2].set_xticks(range(1, sweep["settings tried"].max() + 1, 2))
     axes[2].legend()
     return fig
 
 
-def draw_temperatures(points: DataFrame) -> Figure:
+def draw_temperatures(points: DataFrame) -> plt.Figure:
     """Draw test accuracy on one base against the temperature: ES and GRPO with their bands, other arms thin.
 
     points: of `by_temperature`. Groups of an arm that another group has, too, are left to the table.
     """
     fig, ax = plt.subplots(figsize=(style.COLUMN, 3.4))
     here = points[points["group"].isin(list(style.ARMS))]
-    for group, part in here.groupby("group", sort=False):
-        strong = {"lw": 1.8, "zorder": 3} if group in ARMS else {"lw": 0.8, "ms": 2.6, "zorder": 2}
-        look = style.line(group) | {"label": style.ARMS[group].label, "markevery": 1} | strong
-        ax.plot(part["temperature"], part["accuracy"], **look)
-        if group in ARMS:
-            style.band(ax, part["temperature"], part["low"], part["high"], style.ARMS[group].color)
+    strong, thin = {"lw": 1.8, "zorder": 3}, {"lw": 0.8, "ms": 2.6, "zorder": 2}
+    looks = {group: plots.look(group, **(strong if group in ARMS else thin)) for group in here["group"].unique()}
+    for wide in (True, False):
+        drawn = here[here["group"].isin(ARMS) == wide]
+        plots.lines(ax, drawn if wide else drawn.drop(columns="low"), "temperature", "accuracy", "group", looks)
     ax.set(xlabel="temperature (0: greedy)", ylabel="test accuracy, %", ylim=(0, None), xlim=(-0.03, 1.03))
     ax.set_xticks(sorted(here["temperature"].unique()))
-    fig.legend(loc="outside lower center", ncols=2, fontsize=6.5)
+    plots.key(fig, ax, 2, 6.5)
     return fig
 
 
-def draw_estimators(frame: DataFrame) -> Figure:
+def draw_estimators(frame: DataFrame) -> plt.Figure:
     """Draw `kl_frame`: bias, spread and direction of the gradient of each estimator."""
     fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.15))
     for name, part in frame.groupby("estimator"):
-        look, at, bias = style.KL_ESTIMATORS[name].line(), part["KL, nats per token"], part["bias / KL"]
-        ends = 100 * np.array([[b.value - b.low, b.high - b.value] for b in bias]).T
-        axes[0].errorbar(at, [100 * b.value for b in bias], ends, capsize=2, **look)
+        look, at = style.KL_ESTIMATORS[name].line(), part["KL, nats per token"]
+        bias = DataFrame([plots.ends(each, 100) for each in part["bias / KL"]])
+        plots.whiskers(axes[0], bias, at, capsize=2, **look)
         for level, fill in (("token", {}), ("sequence", {"mfc": "white"})):
             for ax, measure in zip(axes[1:], ("std / KL", "cosine"), strict=True):
-                ax.plot(at, part[f"{measure}, {level}"], **look | fill | {"label": None})
-    for text, face in (("tokens", "black"), ("sequences", "white")):
-        axes[1].plot([], [], "o", color="black", mfc=face, label=text)
+                ax.plot(at, part[f"{measure}, {level}"], **look | fill | {"label": f"{name}, {level}s"})
     words = ("bias, % of the KL", "standard deviation / KL", "cosine with the KL's gradient")
     for ax, text in zip(axes, words, strict=True):
         ax.set(xscale="log", xlabel="exact KL, nats per token", ylabel=text)
     axes[0].set_yscale("symlog", linthresh=10)
-    axes[0].axhline(0, lw=0.6, color="black")
     axes[1].set_yscale("log")
-    for ax in axes[:2]:
-        ax.yaxis.set_major_formatter("{x:g}")
-    fig.legend(loc="outside lower center", ncols=5)
+    plots.key(fig, axes[1], 6)
     return fig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import product
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,70 +13,41 @@ from matplotlib import pyplot as plt
 
 from evoalign_lib import arms, tiny
 from evoalign_lib.analysis import hacking, stats
-from evoalign_study import collapse, loading, marks, style
+from evoalign_study import collapse, loading, plots, style
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.judged import published_specs
 from evoalign_study.loading import DECODINGS, After, Group, Groups, Records, of_runs, own_settings
 from evoalign_study.measures import conciseness as measure
 from evoalign_study.records import Record
-from evoalign_study.results import UNDER, Results, excludes_zero, listed, sentence, stated
-from evoalign_study.runs import CONCISENESS
-from evoalign_study.tables import MISSING, cells
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from pandas import DataFrame
+from evoalign_study.results import MISSING, Results, cells, excludes_zero, stated
+from evoalign_study.runs import CONCISENESS, scales
 
 NOTEBOOK = "03_conciseness"
 ARMS = ("es", "grpo")
-TINY = {
-    "bases": ["B0", "B1"],
-    "retrain": [],  # groups that `force` makes anew; none: all
-    "questions": "",  # at scale full: a file of your own
-    "fewer_prompts": 2,  # of section 10; none: no such runs
-    **CONCISENESS["tiny"],
-    "curve_points": 16,
-    "seeds_judge": 16,  # of the declared settings
-    "seeds_repeat": 16,  # further seeds of the declared settings, under all decodings
-    "seeds_map": 4,  # of the other settings
-    "seeds_elsewhere": 2,  # on the other bases
-    "sigma": [0.003, 0.01, 0.03],  # from here: the axes of the maps
-    "alpha": [0.0015, 0.005, 0.015],
-    "learning_rate": [1e-4, 3e-4, 1e-3],
-    "beta": [0.0, 0.04, 0.4],
-    "repeat_points": 10,  # of the curves of the repeated runs: a record has no room for more
-    "shown": 3,  # published completions of each set that are printed
-    "questions_shown": 4,
-}
-SMOKE = TINY | {
-    **CONCISENESS["smoke"],
-    "curve_points": 3,
-    "seeds_judge": 2,
-    "seeds_repeat": 2,
-    "repeat_points": 3,
-    "seeds_map": 1,
-    "seeds_elsewhere": 1,
-    "sigma": [0.01, 0.03],
-    "alpha": [0.005, 0.015],
-    "learning_rate": [3e-4],
-    "beta": [0.0],
-}
-FULL = TINY | {
-    **CONCISENESS["full"],
-    "seeds_repeat": 0,
-    "fewer_prompts": None,
-    "sigma": [3e-4, 1e-3, 3e-3],
-    "alpha": [1.5e-4, 5e-4, 1.5e-3],
-    "learning_rate": [1e-6, 3e-6, 1e-5],
-}
+presets, TINY, SMOKE, FULL = scales(
+    {
+        "bases": ["B0", "B1"],
+        "retrain": [],  # groups that `force` makes anew; none: all
+        "questions": "",  # at scale full: a file of your own
+        "fewer_prompts": (2, 2, None),  # of section 10; none: no such runs
+        **CONCISENESS,
+        "curve_points": (16, 3),
+        "seeds_judge": (16, 2),  # of the declared settings
+        "seeds_repeat": (16, 2, 0),  # further seeds of the declared settings, under all decodings
+        "seeds_map": (4, 1),  # of the other settings
+        "seeds_elsewhere": (2, 1),  # on the other bases
+        "sigma": ([0.003, 0.01, 0.03], [0.01, 0.03], [3e-4, 1e-3, 3e-3]),  # from here: the axes of the maps
+        "alpha": ([0.0015, 0.005, 0.015], [0.005, 0.015], [1.5e-4, 5e-4, 1.5e-3]),
+        "learning_rate": ([1e-4, 3e-4, 1e-3], [3e-4], [1e-6, 3e-6, 1e-5]),
+        "beta": ([0.0, 0.04, 0.4], [0.0]),
+        "repeat_points": (10, 3),  # of the curves of the repeated runs: a record has no room for more
+        "shown": 3,  # published completions of each set that are printed
+        "questions_shown": 4,
+    },
+    "Qwen/Qwen2.5-7B-Instruct",
+)
 FEW = ("es_few", "grpo_few")
 """The groups of section 10, which are empty without `fewer_prompts`."""
-
-
-def presets(model: str = "") -> dict[str, dict[str, Any]]:
-    """Return scale -> settings; model: that of scale full, empty for the scale's own."""
-    return {"tiny": TINY, "smoke": SMOKE, "full": FULL | {"bases": [model or "Qwen/Qwen2.5-7B-Instruct"]}}
 
 
 def groups(run: SimpleNamespace, of: Records) -> Groups:
@@ -163,7 +134,7 @@ def rights_of_base(of: Records) -> dict[str, float]:
     return {name: test[name] for test in known for name in style.STROKES if name in test}
 
 
-def ends(of: Records, *names: str) -> DataFrame:
+def ends(of: Records, *names: str) -> pd.DataFrame:
     """Return a row per run of some groups: how it ended, and where it came to levels on the way.
 
     Of each decoding "proxy" (split A, characters), "right" (split B, %), "lost" (share of right answers since the
@@ -196,7 +167,7 @@ def ends(of: Records, *names: str) -> DataFrame:
 _OF_NO_RUN = ["group", "arm", "setting", *LEVELS, "no signal", "empty", "constant", "solved KL", "solved right"]
 
 
-def gaps(of: Records) -> DataFrame:
+def gaps(of: Records) -> pd.DataFrame:
     """Return a row per run of the declared settings and the maps: how it ended, and its Jensen gaps by sigma."""
     runs = {r["spec_hash"]: r for group in ("es", "grpo", "es_map", "grpo_map") for r in of[group]}.values()
     rows = []
@@ -206,7 +177,7 @@ def gaps(of: Records) -> DataFrame:
     return pd.DataFrame(rows)
 
 
-def es_cells(of: Records) -> DataFrame:
+def es_cells(of: Records) -> pd.DataFrame:
     """Return a row per base and setting of the map of ES: means over seeds at the end of training, greedily."""
     runs = ends(of, "es_map", "es_map_elsewhere")
     runs = runs.assign(away=-runs["proxy greedy"], right=runs["share greedy"])
@@ -220,7 +191,7 @@ def _mean(values: pd.Series) -> float:
     return float(np.mean(values.to_numpy()))  # what pandas makes of it differs in the last bit
 
 
-def published_runs(records: Sequence[Record]) -> DataFrame:
+def published_runs(records: Sequence[Record]) -> pd.DataFrame:
     """Return a row per published run: what it earned, what detectors and grader find, and the verdict."""
     rows = []
     for r in records:
@@ -281,15 +252,12 @@ def matched(of: Records, decoding: str, level: str) -> Results:
     for arm, first, at in zip(ARMS, scores["first"], scores["at"], strict=True):
         found |= {f"{arm} runs": len(first), f"{arm} right": 100 * np.mean(first) if first else None}
         found[f"{arm} at"] = float(np.mean(at)) if at else None
-    for how in ("first", "line", "best"):
-        es, grpo = scores[how]
-        if min(len(es), len(grpo)) < 2:
-            found[how] = None
-        else:
-            found[how] = (
-                stats.crossed_bootstrap(es, grpo) if how == "first" else stats.stratified_bootstrap([es], [grpo])
-            )
-    return found
+    tests = {"first": stats.crossed_bootstrap} | dict.fromkeys(("line", "best"), _over_seeds)
+    return found | {how: test(*scores[how]) if min(map(len, scores[how])) > 1 else None for how, test in tests.items()}
+
+
+def _over_seeds(es: Sequence[float], grpo: Sequence[float]) -> stats.Interval:
+    return stats.stratified_bootstrap([es], [grpo])
 
 
 # ---- what the notebook finds
@@ -328,7 +296,25 @@ def results(run: SimpleNamespace, of: Records, published: Sequence[Record] = ())
         found[f"{group} no signal"] = part["no signal"].mean()
         for d in base if group in REPEATED else ():  # whatever the reward
             found[f"{group} {d} fell"] = sum(bool(hacking.fell(right, base[d])) for right in part[f"tested {d}"])
-    return found | _of_maps(run, of, sigma) | _of_published(published)
+    found |= _of_maps(run, of, sigma) | _of_published(published)
+    return found | _words(found)
+
+
+def _words(found: Results) -> Results:
+    """Return what the answers say of the numbers: whether decodings agree, and for which arms gaps differ."""
+    apart = [found[f"{d} hacked, GRPO - ES"] for d in DECODINGS]
+    signs = {np.sign(each.value) for each in apart if excludes_zero(each)}
+    words = {"depends": "It depends on decoding. " if len(signs) == 2 else ""}
+    gaps_ = {
+        LABELS[arm]: found[f"{arm} gap, hacked - clean"] for arm in ARMS[::-1] if f"{arm} gap, hacked - clean" in found
+    }
+    if gaps_:
+        parted = [label for label, each in gaps_.items() if excludes_zero(each)]
+        words["gaps differ"] = (
+            f"The two differ for {' and '.join(parted)}." if parted else "No difference is established."
+        )
+        words["gaps"] = " and ".join(f"{stated(each, '.2f')} for {label}" for label, each in gaps_.items())
+    return words
 
 
 def _of_maps(run: SimpleNamespace, of: Records, sigma: str) -> Results:
@@ -371,125 +357,10 @@ def _of_published(records: Sequence[Record]) -> Results:
     return found
 
 
-MACROS = {"TinyHackSeeds": ("es runs", "d"), "TinyHackedFisher": ("greedy Fisher", ".2g")}
-MACROS |= {"TinyAgainEsRuns": ("es_repeat runs", "d"), "TinyFewTied": ("es_few no signal", ".0f")}
-MACROS |= {"TinySafe": ("safe", "d"), "TinyMapped": ("settings", "d"), "TinyBreaking": ("breaking sigma", ".3f")}
-for _where in ("within", "beyond"):
-    MACROS |= {f"Tiny{_where.title()}": (f"settings {_where}", "d")}
-    MACROS |= {f"Tiny{_where.title()}Collapsed": (f"collapsed {_where}", "d")}
-for _arm in ARMS:
-    MACROS |= {f"Tiny{_arm.title()}Gap": (f"{_arm} gap", ".2f")}
-    MACROS |= {f"TinyFew{_arm.title()}{what.title()}": (f"{_arm}_few {what}", "d") for what in ("runs", "hacked")}
-    MACROS |= {f"TinyAgain{_arm.title()}FellWarm": (f"{_arm}_repeat t0.6 fell", "d")}
-    for _decoding, _word in (("greedy", "Greedy"), ("t1", "Sampled")):
-        MACROS |= {f"TinyAgain{_arm.title()}Fell{_word}": (f"{_arm}_repeat {_decoding} fell", "d")}
-        for _macro, _name, _form in (("Hacked", "hacked", "d"), ("Right", "right", ".1f"), ("Proxy", "away", ".1f")):
-            MACROS |= {f"Tiny{_arm.title()}{_macro}{_word}": (f"{_arm} {_decoding} {_name}", _form)}
-for _macro, _level, _how in (
-    ("RightAtFive", "reward -5", "first"),
-    ("RightAtTwo", "reward -2", "first"),
-    ("RightAtHalf", "KL 0.5", "first"),
-    ("LineHalf", "KL 0.5", "line"),
-    ("LineFive", "reward -5", "line"),
-    ("BestFive", "reward -5", "best"),
-):
-    MACROS |= {f"Tiny{_macro}": (f"greedy {_level}: {_how}", ".1%")}
-"""The paper's numbers about the notebook's own models: macro -> name of a result, and format."""
-
-PUBLISHED_MACROS = {
-    "ConcisePublished": ("published completions", ",d"),
-    "ConciseAllEmpty": ("published all_empty", "d"),
-}
-PUBLISHED_MACROS |= {f"Concise{x.title()}": (f"published {x}", ",d") for x in ("reproduced", "changed")}
-PUBLISHED_MACROS |= {
-    f"Concise{arm.title()}{what.title()}": (f"published {arm} {what}", "d")
-    for arm, what in product(("ES", "GRPO"), ("runs", "hacked"))
-}
-"""Those about the published completions."""
-
-
-# ---- the answers, in words
-
-
-def answers(found: Results) -> dict[str, str]:
-    """Return question -> the sentence that answers it, with its numbers and intervals.
-
-    found: of `results`; without published completions their question is left out.
-    """
-    said = {
-        "Which arm hacks its reward more often?": _hacking_in_words(found),
-        "Which arm keeps more right answers at the same reward, and at the same KL?": _matching_in_words(found),
-        "Does that hold for other settings?": _settings_in_words(found),
-        "Which settings of ES destroy the answers?": (
-            "Those whose noise, or whose random walk, is large enough to break the untrained base: "
-            f"{found['collapsed beyond']} of {found['settings beyond']} such settings collapse, and "
-            f"{found['collapsed within']} of the {found['settings within']} others. In all, "
-            f"{stated(found['settings without collapse'], '.0%')} % of {found['settings']} settings do not collapse."
-        ),
-        "Is a hacked model more fragile under noise on its weights?": _gaps_in_words(found),
-    }
-    if "published runs" in found:
-        each = [f"{found[f'published {x} hacked']} of {found[f'published {x} runs']} of {x}" for x in ("ES", "GRPO")]
-        said["What do published completions of a 7 B model say?"] = (
-            f"The published rule, every answer empty, finds {found['published all_empty']} of "
-            f"{found['published runs']} runs hacked. By what the answers say, {listed(each)} are hacked; the settings "
-            "of the arms are not matched."
-        )
-    return said
-
-
-def _hacking_in_words(found: Results) -> str:
-    words, signs = [], set()
-    for d in DECODINGS:
-        apart = found[f"{d} hacked, GRPO - ES"]
-        signs |= {np.sign(apart.value)} if excludes_zero(apart) else set()
-        es, grpo = (f"{found[f'{arm} {d} hacked']} of {found[f'{arm} runs']}" for arm in ARMS)
-        words.append(f"{UNDER[d]}, {es} runs of ES and {grpo} of GRPO are hacked (GRPO - ES: {stated(apart)} points)")
-    return f"{'It depends on decoding. ' * (len(signs) == 2)}{sentence(words)}."
-
-
-def _matching_in_words(found: Results) -> str:
-    sentences = []
-    for d, reward in {"greedy": "-5", "t1": "-15"}.items():
-        each = []
-        for level, words in ((f"reward {reward}", f"a reward of {reward}"), ("KL 0.5", "a KL of 0.5 nats")):
-            first, line = (stated(found[f"{d} {level}: {how}"], missing=MISSING) for how in ("first", "line"))
-            each.append(f"{first} points at {words} (interpolated: {line})")
-        said = f"{UNDER[d]}, ES - GRPO is {listed(each)}, n = {found['es runs']} seeds per arm."
-        sentences.append(sentence([said]))
-    return " ".join(sentences)
-
-
-def _settings_in_words(found: Results) -> str:
-    words = []
-    for arm in ARMS:
-        own = {name: found[f"{arm}_map {name}"] for name in ("settings", "never hacked", "always hacked")}
-        low, high = (f"{found[f'{arm}_map {end} right']:.0f}" for end in ("least", "most"))
-        words.append(
-            f"of {own['settings']} settings of {LABELS[arm]}, {own['never hacked']} end without a hacked run and "
-            f"{own['always hacked']} with hacked runs only, right on {low} to {high} % of the questions"
-        )
-    return f"Either arm can keep or destroy the answers. Greedily, {'; '.join(words)}."
-
-
-def _gaps_in_words(found: Results) -> str:
-    apart = {LABELS[arm]: found.get(f"{arm} gap, hacked - clean") for arm in ("grpo", "es")}
-    apart = {label: interval for label, interval in apart.items() if interval}
-    if not apart:
-        return "Not known: no map has hacked and clean runs to compare."
-    parted = [label for label, interval in apart.items() if excludes_zero(interval)]
-    head = f"The two differ for {' and '.join(parted)}." if parted else "No difference is established."
-    each = [f"{stated(interval, '.2f')} for {label}" for label, interval in apart.items()]
-    return (
-        f"{head} By noise of sigma {found['gap sigma']:g} the reward falls further at hacked ends than at clean ones "
-        f"by {' and '.join(each)}, in characters, over the settings of a map."
-    )
-
-
 # ---- tables
 
 
-def end_rows(of: Records, *names: str) -> DataFrame:
+def end_rows(of: Records, *names: str) -> pd.DataFrame:
     """Return a row per setting of some groups: how its runs end, greedily and at temperature 1."""
     columns: dict[str, Any] = {"seeds": ("seed", "size")}
     for d, short in (("greedy", ""), ("t1", ", t1")):
@@ -501,7 +372,7 @@ def end_rows(of: Records, *names: str) -> DataFrame:
     return rows[[*rows.columns[:-2], "thousand", "core-s"]]
 
 
-def matched_rows(found: Results) -> DataFrame:
+def matched_rows(found: Results) -> pd.DataFrame:
     """Return a row per decoding and level: right answers of both arms where runs first come to it, and ES - GRPO.
 
     The difference is that of `matched`, then those of its two controls. Of the rewards to which too few runs of an arm
@@ -524,7 +395,7 @@ def matched_rows(found: Results) -> DataFrame:
     return pd.DataFrame(rows)
 
 
-def example_rows(run: SimpleNamespace, of: Records) -> DataFrame:
+def example_rows(run: SimpleNamespace, of: Records) -> pd.DataFrame:
     """Return a row per question: what the base answers greedily, the declared runs with most and fewest right answers,
     and of each map the run with fewest."""
     columns = {"base": untrained(of)[run.bases[0]]}
@@ -550,12 +421,11 @@ _AXES = {
 }
 _NEAREST = 0.02  # characters: on a logarithmic axis a run at the target itself has no place
 _LEAST_KL = 3e-3  # nats, likewise for the untrained base
-_BOUND = {"color": "black", "lw": 1.2, "ls": (0, (1, 2))}
 _HACKED = {"es": "x", "grpo": "+"}  # two crosses, for a grey print
 _PLOTTED = ["arm", "setting", "seed", "decoding", "end"]
 
 
-def curves(of: Records) -> DataFrame:
+def curves(of: Records) -> pd.DataFrame:
     """Return a row per point of the declared runs, and the last points of the maps' other runs, by decoding."""
     lines = []
     for arm in ARMS:
@@ -572,111 +442,97 @@ def curves(of: Records) -> DataFrame:
     return pd.concat(lines, ignore_index=True)
 
 
-def answer_figure(run: SimpleNamespace, of: Records, found: Results) -> tuple[Figure, DataFrame]:
+def answer_figure(run: SimpleNamespace, of: Records, found: Results) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw right answers at the ends of the declared runs, and ES - GRPO at matched reward and KL, by decoding."""
     fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.8), width_ratios=(1, 1.25))
     last, rows = curves(of).query("last and declared").assign(panel="end"), []
     for i, d in enumerate(DECODINGS):
         start = 100 * untrained(of)[run.bases[0]]["point"][f"right_{d}"]
-        axes[0].plot([i - 0.42, i + 0.42], [start] * 2, color=style.ARMS["base"].color, lw=1.4)
-        axes[0].plot([i - 0.42, i + 0.42], [start - 100 * hacking.DROP] * 2, **_BOUND)
+        axes[0].plot([i - 0.42, i + 0.42], [start] * 2, **plots.BASE)
+        axes[0].plot([i - 0.42, i + 0.42], [start - 100 * hacking.DROP] * 2, **plots.NULL)
         for arm, offset in zip(ARMS, (-0.2, 0.2), strict=True):
             part = last[(last["arm"] == arm) & (last["decoding"] == d)]
             _scatter(axes[0], i + offset + style.jitter(len(part), 0.28), part["right"], part["end"], arm, 16)
             rows.append(part[["panel", "decoding", "arm", "right"]].rename(columns={"right": "value"}))
     axes[0].set(xticks=range(len(DECODINGS)), xticklabels=[style.STROKES[d].label for d in DECODINGS])
-    axes[0].set(xlim=(-0.5, len(DECODINGS) - 0.5), title="at the end of training", ylabel=_AXES["right"])
+    axes[0].set(title="at the end of training", ylabel=_AXES["right"])
     axes[0].grid(axis="x", visible=False)
-    asked: dict[str, Any] = {}
-    for level in ("reward -15", "reward -5", "KL 0.2", "KL 0.5"):
-        fewest = {d: min(ARMS, key=lambda arm: found[f"{d} {level}: {arm} runs"]) for d in DECODINGS}
-        words = {d: f"{LABELS[arm]} does not get there" for d, arm in fewest.items()}
-        asked[level] = {d: found[f"{d} {level}: first"] or words[d] for d in DECODINGS}
-    rows.append(pd.DataFrame(marks.differences(axes[1], asked, "upper right")).rename(columns={"name": "at"}))
+    asked: dict[str, Any] = {level: {} for level in ("reward -15", "reward -5", "KL 0.2", "KL 0.5")}
+    for level, d in product(asked, DECODINGS):
+        fewest = min(ARMS, key=lambda arm, at=f"{d} {level}": found[f"{at}: {arm} runs"])
+        asked[level][d] = found[f"{d} {level}: first"] or f"{LABELS[fewest]} does not get there"
+    rows.append(pd.DataFrame(plots.differences(axes[1], asked, "upper right")).rename(columns={"name": "at"}))
     axes[1].set(title="where a run first comes to a level", xlabel="right answers, ES - GRPO, points")
-    base = marks.handle("the base", ls="-", lw=1.4, color=style.ARMS["base"].color)
-    marks.key(fig, [*_arms(of), *_hacked(), base, marks.handle("20 points below the base", **_BOUND)])
+    plots.key(fig, [*_arms(of), *_hacked(), plots.handle("the base", **plots.BASE), _bound()])
     return fig, pd.concat(rows).fillna({"panel": "matched"})
 
 
-def ways_and_ends(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+def ways_and_ends(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw right answers against the distance from the target, by decoding: ways of the declared runs, and all ends."""
     points = curves(of)
     fig, axes = plt.subplots(2, 2, figsize=(style.PAGE, 4.0), sharey="row", sharex="col")
-    for column, d in zip(axes.T, DECODINGS, strict=True):
-        own = points[points["decoding"] == d]
+    for column, (d, own) in zip(axes.T, points.groupby("decoding", sort=False), strict=True):
         _ways(column[0], own, "away", "right")
         for (declared, arm), part in own[own["last"]].groupby(["declared", "arm"]):
             _scatter(column[1], part["away"], part["right"], part["end"], arm, 24 if declared else 12, declared)
-        column[0].set(title=style.STROKES[d].label, xscale="log")
-        column[1].set_xlabel(_AXES["away"])
+        column[0].set(title=style.STROKES[d].label, ylabel=f"on the way:\n{_AXES['right']}")
+        column[1].set(xlabel=_AXES["away"], ylabel=f"at the end:\n{_AXES['right']}")
         column[0].invert_xaxis()
-        bound = untrained(of)[run.bases[0]]["point"][f"right_{d}"] - hacking.DROP
         for ax in column:
-            ax.axhline(100 * bound, **_BOUND)
-            marks.plain_ticks(ax)
-    for row, what in zip(axes, ("on the way", "at the end"), strict=True):
-        row[0].set_ylabel(f"{what}:\n{_AXES['right']}")
-    kinds = [marks.handle("setting compared by C3", marker="o", color="#555555", ms=4.5)]
-    kinds += [marks.handle("other settings", marker="o", color="#555555", mfc="none", ms=3)]
-    marks.key(fig, [*_arms(of), *kinds, *_hacked(), marks.handle("20 points below the base", **_BOUND)])
+            ax.axhline(100 * (untrained(of)[run.bases[0]]["point"][f"right_{d}"] - hacking.DROP), **plots.NULL)
+            plots.plain_ticks(ax)
+    kinds = [plots.handle("setting compared by C3", marker="o", color="#555555", ms=4.5)]
+    kinds += [plots.handle("other settings", marker="o", color="#555555", mfc="none", ms=3)]
+    plots.key(fig, [*_arms(of), *kinds, *_hacked(), _bound()])
     return fig, points[[*_PLOTTED, "away", "right"]].drop_duplicates()
 
 
-def fronts(of: Records) -> tuple[Figure, DataFrame]:
+def fronts(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw the proxy reward against the KL from the base along the declared runs, by decoding."""
     points = curves(of).query("declared")
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.3), sharey=True)
-    for ax, d in zip(axes, DECODINGS, strict=True):
-        _ways(ax, points[points["decoding"] == d], "KL", "proxy", size=2.4)
-        ax.set(title=style.STROKES[d].label, xlabel=_AXES["KL"], xscale="log")
-        marks.plain_ticks(ax)
+    fig, axes, shown = plots.panels(points, "decoding", 2.3, sharey=True)
+    for ax, d, panel in shown:
+        _ways(ax, panel, "KL", "proxy")
+        ax.set(title=style.STROKES[d].label, xlabel=_AXES["KL"])
+        plots.plain_ticks(ax)
     axes[0].set_ylabel(_AXES["proxy"])
-    marks.key(fig, _arms(of))
+    plots.key(fig, _arms(of))
     return fig, points[[*_PLOTTED, "KL", "proxy"]].drop_duplicates()
 
 
-def _ways(ax: Axes, points: DataFrame, x: str, y: str, size: float = 3) -> None:
-    """Mean way of each arm with a band over seeds, and marks of a size in points where runs were measured."""
+def _ways(ax: plt.Axes, points: pd.DataFrame, x: str, y: str) -> None:
+    """Mean way of each arm with a band over seeds, and marks where runs were measured."""
     for arm, part in points[points["declared"]].groupby("arm"):
         xs, ys = (part.pivot(index="seed", columns="point", values=name).to_numpy() for name in (x, y))
         look, (mean, low, high) = style.ARMS[arm], stats.curve_band(ys)
         style.band(ax, xs.mean(0), low, high, look.color)
-        ax.plot(xs.mean(0), mean, color=look.color, lw=1.6, marker=look.marker, ms=size)
+        ax.plot(xs.mean(0), mean, color=look.color, lw=1.6, marker=look.marker, ms=3)
 
 
-def es_map(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+def es_map(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw a map of right answers over sigma and alpha for each base, darker where it is worse.
 
     In brackets stands the distance from the target length; a cross says that the runs collapsed. The two lines are
     where noise, and where a random walk, is as large as the noise that halves the base's right answers.
     """
-    import seaborn
-    from matplotlib.colors import ListedColormap
 
-    table, bases = es_cells(of), untrained(of)
-    pale = ListedColormap(seaborn.light_palette("#98A1B0", n_colors=5, reverse=True))
-    ground = {"cmap": pale, "vmin": table["right"].min(), "vmax": table["right"].max()}
-    fig, axes = plt.subplots(1, len(bases), figsize=(style.PAGE, 2.2), sharey=True, squeeze=False)
-    fig.get_layout_engine().set(wspace=0.06)
-    for ax, (base, record) in zip(axes[0], bases.items(), strict=True):
-        values = marks.heat(ax, table[table["base"] == base], ("alpha", "sigma"), "right", _cell_in_words, **ground)
-        limits, critical = (ax.get_xlim(), ax.get_ylim()), collapse.breaking_sigma(record)
+    def words(cell: Mapping[str, Any]) -> str:
+        return f"{cell['right']:.0f}{' ✕' if cell['collapsed'] >= 0.5 else ''} ({cell['away']:.1f})"
+
+    table = es_cells(of)
+    low, high = table["right"].min(), table["right"].max()
+    ground = {"cmap": "Greys_r", "vmin": 1.5 * low - high, "vmax": high}  # pale enough for black letters
+    fig, axes, shown = plots.panels(table, "base", 2.2, sharey=True)
+    for ax, base, part in shown:
+        values = plots.heat(ax, part, ("alpha", "sigma"), "right", words, **ground)
+        critical = collapse.breaking_sigma(untrained(of)[base])
         walk = critical * (run.es_population_size / run.es_steps) ** 0.5
-        x, y = _place(values.columns, walk), _place(values.index, critical)
-        ax.axvline(x, ls=(0, (4, 2)), color="black", lw=1.2)
-        ax.axhline(y, ls=(0, (1, 1.5)), color="black", lw=1.2)
-        ax.set(xlim=limits[0], ylim=limits[1], xlabel="alpha")
-        ax.set_title(f"{base}: right answers, % (distance)", pad=16)
-        words = {"fontsize": 6.5, "annotation_clip": False, "textcoords": "offset points"}
-        ax.annotate("walk breaks the base →", (x, limits[1][1]), (0, 3), ha="left", **words)
-    ax.annotate("↑ noise\nbreaks\nthe base", (limits[0][1], y), (3, -2), va="bottom", **words)
-    axes[0, 0].set_ylabel("sigma")
+        ax.axvline(_place(values.columns, walk), ls=(0, (4, 2)), color="black", label="the walk breaks the base")
+        ax.axhline(_place(values.index, critical), ls=(0, (1, 2)), color="black", label="noise breaks the base")
+        ax.set(xlabel="alpha", title=f"{base}: right answers, % (distance)")
+    axes[0].set_ylabel("sigma")
+    plots.key(fig, axes[0])
     return fig, table
-
-
-def _cell_in_words(cell: Mapping[str, Any]) -> str:
-    return f"{cell['right']:.0f}{' ✕' if cell['collapsed'] >= 0.5 else ''} ({cell['away']:.1f})"
 
 
 def _place(values: Sequence[float], at: float) -> float:
@@ -687,7 +543,7 @@ def _place(values: Sequence[float], at: float) -> float:
 _OUTLIERS = 3  # a setting is named whose runs all lie so many times farther from the median than three runs of four
 
 
-def gaps_by_end(of: Records) -> tuple[Figure, DataFrame]:
+def gaps_by_end(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw the Jensen gap of every run by arm and end, with medians; settings far from the others are named.
 
     At the middle sigma, with which the declared ES trains.
@@ -699,40 +555,33 @@ def gaps_by_end(of: Records) -> tuple[Figure, DataFrame]:
     kinds = list(product(ARMS, ENDS[::-1]))
     for x, (arm, end) in enumerate(kinds):
         part = table[(table["arm"] == arm) & (table["end"] == end)]
-        if part.empty:
-            continue
         median = part[sigma].median()
         _scatter(ax, x + style.jitter(len(part), 0.5), part[sigma], part["end"], arm, 12)
         ax.plot([x - 0.36, x + 0.36], [median] * 2, color="black", lw=1.4, zorder=5)
         for name, own in part.groupby("setting"):
             if len(own) > 1 and (own[sigma] - median).abs().min() > _OUTLIERS * spread:
                 ax.annotate(name.replace(", ", "\n"), (x + 0.35, own[sigma].mean()), va="center", fontsize=6)
-    names = [f"{LABELS[arm]},\n{end}" for arm, end in kinds]
-    ax.axhline(0, color="#999999", lw=0.8, zorder=0.5)
-    ax.set(ylabel=f"Jensen gap at sigma {sigma}, characters", xticks=range(len(kinds)), xticklabels=names)
-    ax.set_xlim(-0.6, len(kinds) - 0.4)
+    ax.set(xticks=range(len(kinds)), xticklabels=[f"{LABELS[arm]},\n{end}" for arm, end in kinds])
+    ax.set(ylabel="Jensen gap, characters", title=f"at sigma {sigma}; lines are medians")
     ax.grid(axis="x", visible=False)
-    marks.key(fig, [marks.handle("median", color="black", lw=1.4)])
     return fig, table
 
 
-def published_figure(points: DataFrame) -> tuple[Figure, DataFrame]:
+def published_figure(points: pd.DataFrame) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw right answers of the rows of `published_runs` against the distance from the target."""
     fig, ax = plt.subplots(figsize=(1.3 * style.COLUMN, 2.6))
     for (label, empty), part in points.groupby(["arm", "all_empty"]):
-        look = style.ARMS[label.lower()]
-        face = "none" if empty else look.color
-        ax.scatter(part["shortfall"], part["right"], marker=look.marker, s=24, color=face, edgecolors=look.color)
-    ax.set(xscale="log", xlabel=_AXES["away"], ylabel="right answers, %")
+        look = plots.look(label.lower(), ls="", label=f"{label}{', every answer empty' * empty} (n = {len(part)})")
+        ax.plot(part["shortfall"], part["right"], **look | ({"mfc": "none"} if empty else {}))
+    ax.set(xlabel=_AXES["away"], ylabel="right answers, %")
     ax.invert_xaxis()
-    marks.plain_ticks(ax)
-    handles = [marks.of_arm(label.lower(), len(part), ms=4.5) for label, part in points.groupby("arm")]
-    marks.key(fig, [*handles, marks.handle("every answer empty", marker="o", color="#555555", mfc="none", ms=5)])
+    plots.plain_ticks(ax)
+    plots.key(fig, ax, 2)
     return fig, points[["arm", "setting", "seed", "shortfall", "right", "verdict", "all_empty", "kl_token"]]
 
 
 def _scatter(
-    ax: Axes, x: Sequence[float], y: Sequence[float], end: Sequence[str], arm: str, size: float, filled: bool = True
+    ax: plt.Axes, x: Sequence[float], y: Sequence[float], end: Sequence[str], arm: str, size: float, filled: bool = True
 ) -> None:
     """A mark per run: open where it is not filled, a cross if it ended hacked."""
     look, x, y, hacked = style.ARMS[arm], np.asarray(x), np.asarray(y), np.asarray(end) == "hacked"
@@ -744,8 +593,12 @@ def _scatter(
 
 
 def _arms(of: Records) -> list[Any]:
-    return [marks.of_arm(arm, len(of[arm]), ms=4.5) for arm in ARMS]
+    return [plots.of_arm(arm, len(of[arm]), ms=4.5) for arm in ARMS]
 
 
 def _hacked() -> list[Any]:
-    return [marks.of_arm(arm, label=f"{LABELS[arm]}, hacked", marker=mark, ms=5) for arm, mark in _HACKED.items()]
+    return [plots.of_arm(arm, label=f"{LABELS[arm]}, hacked", marker=mark, ms=5) for arm, mark in _HACKED.items()]
+
+
+def _bound() -> Any:
+    return plots.handle("20 points below the base", **plots.NULL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import product
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,18 +15,13 @@ from evoalign_lib import arms
 from evoalign_lib.analysis import overoptimisation, stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.tiny import scorers
-from evoalign_study import judge_models, loading, marks, parameters, style
+from evoalign_study import judge_models, loading, parameters, plots, style
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.judged import judgments_specs, tastes_spec, tournament_spec
 from evoalign_study.loading import DECODINGS, After, Group, Groups, Records, of_runs, own_settings
 from evoalign_study.records import Record
-from evoalign_study.results import UNDER, Results, listed, sentence, stated
-from evoalign_study.tables import MISSING
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from pandas import DataFrame
+from evoalign_study.results import MISSING, Results, stated
+from evoalign_study.runs import scales
 
 NOTEBOOK = "04_safety_judges"
 ARMS = ("es", "grpo")
@@ -39,108 +34,72 @@ TRUE = "true"
 """The curve of the true reward."""
 GAIN = 0.75
 """Spreads by which the training judge's score has risen where the claims compare the arms."""
-SHOWN = ("tournaments", "base", "es_sweep", "grpo_sweep", "sft_sweep", "es", "grpo", "sft", "es_random", "es_noise")
-SHOWN += ("grpo_noise", "es_random_noise", "es_sizes", "grpo_sizes", "tastes")
+SHOWN = tuple(
+    "tournaments base es_sweep grpo_sweep sft_sweep es grpo sft es_random es_noise grpo_noise es_random_noise es_sizes "
+    "grpo_sizes tastes".split()
+)
 """Groups that the notebook loads for sections 2 to 11; a tournament takes longest, so that it begins first."""
-TINY = {
-    "task": "safety",
-    "bases": ["C0"],
-    "retrain": [],  # groups that `force` makes anew; none: all
-    "training_judges": list(scorers.PROXIES),
-    "turned_judges": list(scorers.NOISY),  # of turned comparisons
-    "sized_judges": list(scorers.SIZES),  # of another width
-    "cost_weight": 2.0,  # lambda of reward - lambda * cost
-    "max_completion_length": 32,
-    "validation_problems": 160,  # split A
-    "test_problems": 160,  # split B
-    "curve_points": 12,
-    "null_points": 6,  # of the curves of random fitness
-    "curve_spacing": "log",
-    "seeds_judge": 8,  # of the declared settings on each proxy
-    "seeds_noise": 8,  # on each judge of turned comparisons
-    "seeds_null": 4,  # of random fitness, and of filtered fine-tuning
-    "seeds_size": 4,  # on each judge of another size: a map that describes
-    "tuned_on": "flipped 0",  # the judge of the sweeps: its annotators like nothing besides the truth
-    "sweep_size": 12,
-    "sweep_factors": {},
-    "sweep_points": 9,  # of their curves
-    "es_population_size": 30,
-    "es_prompts_per_step": 60,
-    "es_steps": 150,
-    "grpo_num_generations": 16,
-    "grpo_prompts_per_step": 16,
-    "grpo_steps": 150,
-    "sft_prompts": 2400,  # of each the best of sft_num_generations samples: as many completions as GRPO
-    "sft_num_generations": 16,
-    "sft_batch_size": 64,
-    "sft_epochs": 2,
-    "sft_learning_rate": [1e-4, 3e-4, 1e-3],  # that its sweep tries
-}
-SMOKE = TINY | {
-    "training_judges": ["length 1"],
-    "turned_judges": ["flipped 0.3"],
-    "sized_judges": [],
-    "validation_problems": 8,
-    "test_problems": 8,
-    "curve_points": 3,
-    "null_points": 3,
-    "seeds_judge": 2,
-    "seeds_noise": 1,
-    "seeds_null": 2,
-    "seeds_size": 1,
-    "sweep_size": 1,
-    "sweep_points": 3,
-    "es_population_size": 4,
-    "es_prompts_per_step": 4,
-    "es_steps": 2,
-    "grpo_num_generations": 4,
-    "grpo_prompts_per_step": 2,
-    "grpo_steps": 2,
-    "sft_prompts": 8,
-    "sft_num_generations": 4,
-    "sft_learning_rate": [1e-3],
-}
-FULL = {
-    "task": "safety",
-    "retrain": [],
-    "reward_model": "PKU-Alignment/beaver-7b-unified-reward",  # or a folder, or the address of evoalign serve-scorer
-    "cost_model": "PKU-Alignment/beaver-7b-unified-cost",
-    "reward_text": "",  # how a model that is loaded here reads a reply; one in Safe-RLHF's layout needs none
-    "cost_text": "",
-    "judge": "",  # held out, with commas between several: as reward_model, or a chat model: folder, Hub, .../v1#NAME
-    "judge_text": "",
-    "judge_tokens": 600,  # of an answer of a chat judge, at most: as published
-    "judge_problems": 50,  # replies that chat judges compare with the base's: as published
-    "scorer_device": "cpu",  # of models that are loaded here: such as cuda:1
-    "scorer_dtype": "",
-    "scorer_max_length": None,  # tokens that these read; None: what they can
-    "requests": "",  # a file of your own; else PKU-SafeRLHF from the Hub
-    "cost_rule": "fixed",  # or a weight that moves: "signed" as in Safe-RLHF's code, "published"
-    "cost_weight": 1.0,  # lambda; the first one where it moves
-    "cost_threshold": 0.0,
-    "cut_turns": False,  # score replies up to where they go on to another turn
-    "unique_prompts": 250,  # training requests
-    "max_completion_length": 512,
-    "validation_problems": 128,  # split A
-    "test_problems": 256,  # split B
-    "kl_requests": 8,  # of a point of the curve
-    "curve_points": 10,
-    "curve_spacing": "log",
-    "seeds_judge": 8,
-    "seeds_null": 4,
-    "es_population_size": 30,  # from here as published, but for GRPO's prompts in a step, of which nothing is
-    "es_prompts_per_step": 64,
-    "es_steps": 500,
-    "es_sigma": 1e-3,
-    "es_alpha": 5e-4,
-    "grpo_num_generations": 30,
-    "grpo_prompts_per_step": 2,
-    "grpo_steps": 500,
-    "grpo_learning_rate": 5e-6,
-    "grpo_beta": 0.01,
-    "micro_batch": 5,  # completions in a backward pass
-    "tensor_parallel": 1,  # GPUs that share a copy of the model
-}
+_, TINY, SMOKE, FULL = scales(
+    {
+        "task": "safety",
+        "bases": ["C0"],
+        "retrain": [],  # groups that `force` makes anew; none: all
+        "training_judges": (list(scorers.PROXIES), ["length 1"], ...),
+        "turned_judges": (list(scorers.NOISY), ["flipped 0.3"], ...),  # of turned comparisons
+        "sized_judges": (list(scorers.SIZES), [], ...),  # of another width
+        "cost_weight": (2.0, 2.0, 1.0),  # lambda of reward - lambda * cost; the first one where it moves
+        "max_completion_length": (32, 32, 512),
+        "validation_problems": (160, 8, 128),  # split A
+        "test_problems": (160, 8, 256),  # split B
+        "curve_points": (12, 3, 10),
+        "null_points": (6, 3, ...),  # of the curves of random fitness
+        "curve_spacing": "log",
+        "seeds_judge": (8, 2),  # of the declared settings on each proxy
+        "seeds_noise": (8, 1, ...),  # on each judge of turned comparisons
+        "seeds_null": (4, 2),  # of random fitness, and of filtered fine-tuning
+        "seeds_size": (4, 1, ...),  # on each judge of another size: a map that describes
+        "tuned_on": ("flipped 0", "flipped 0", ...),  # the judge of the sweeps: its annotators like the truth alone
+        "sweep_size": (12, 1, ...),
+        "sweep_factors": ({}, {}, ...),
+        "sweep_points": (9, 3, ...),  # of their curves
+        "es_population_size": (30, 4),  # at scale full as published, but for GRPO's prompts in a step
+        "es_prompts_per_step": (60, 4, 64),
+        "es_steps": (150, 2, 500),
+        "grpo_num_generations": (16, 4, 30),
+        "grpo_prompts_per_step": (16, 2, 2),
+        "grpo_steps": (150, 2, 500),
+        "sft_prompts": (2400, 8, ...),  # of each the best of sft_num_generations samples: as many completions as GRPO
+        "sft_num_generations": (16, 4, ...),
+        "sft_batch_size": (64, 64, ...),
+        "sft_epochs": (2, 2, ...),
+        "sft_learning_rate": ([1e-4, 3e-4, 1e-3], [1e-3], ...),  # that its sweep tries
+        # a folder or the address of evoalign serve-scorer, too
+        "reward_model": (..., ..., "PKU-Alignment/beaver-7b-unified-reward"),
+        "cost_model": (..., ..., "PKU-Alignment/beaver-7b-unified-cost"),
+        "reward_text": (..., ..., ""),  # how a model that is loaded here reads a reply; Safe-RLHF's layout needs none
+        "cost_text": (..., ..., ""),
+        # held out, with commas between several: as reward_model, or a chat model: folder, Hub, .../v1#NAME
+        "judge": (..., ..., ""),
+        "judge_text": (..., ..., ""),
+        "judge_tokens": (..., ..., 600),  # of an answer of a chat judge, at most: as published
+        "judge_problems": (..., ..., 50),  # replies that chat judges compare with the base's: as published
+        "scorer_device": (..., ..., "cpu"),  # of models that are loaded here: such as cuda:1
+        "scorer_dtype": (..., ..., ""),
+        "scorer_max_length": (..., ..., None),  # tokens that these read; None: what they can
+        "requests": (..., ..., ""),  # a file of your own; else PKU-SafeRLHF from the Hub
+        "cost_rule": (..., ..., "fixed"),  # or a weight that moves: "signed" as in Safe-RLHF's code, "published"
+        "cost_threshold": (..., ..., 0.0),
+        "cut_turns": (..., ..., False),  # score replies up to where they go on to another turn
+        "unique_prompts": (..., ..., 250),  # training requests
+        "kl_requests": (..., ..., 8),  # of a point of the curve
+        "es_sigma": (..., ..., 1e-3),
+        "es_alpha": (..., ..., 5e-4),
+        "grpo_learning_rate": (..., ..., 5e-6),
+        "grpo_beta": (..., ..., 0.01),
+        "micro_batch": (..., ..., 5),  # completions in a backward pass
+        "tensor_parallel": (..., ..., 1),  # GPUs that share a copy of the model
+    }
+)
 
 
 def presets(model: str = "") -> dict[str, dict[str, Any]]:
@@ -375,7 +334,7 @@ def explained(of: Records, arm: str, quantity: str, law: str) -> list[float]:
     return [overoptimisation.held_out(law, *each) for each in halves if all(each)]
 
 
-def games(tournaments: Sequence[Record]) -> DataFrame:
+def games(tournaments: Sequence[Record]) -> pd.DataFrame:
     """Return a row per kind of judge, arm and tournament: share of games "won", in %, and strengths in Elo "points".
 
     "wins" are those of each run; "asked" is how many judges were, of which those that have points are finite.
@@ -429,126 +388,10 @@ def results(of: Records) -> Results:
         found[f"{arm} {quantity} {law} worst"] = min(shares) if shares else None
     if of["tournaments"]:
         won = games(of["tournaments"]).groupby(["judged by", "arm"], sort=False)["won"].mean()
-        found |= {f"{arm} won by {what}": share for (what, arm), share in won.items()}
+        for what, part in won.groupby(level=0, sort=False):
+            order = sorted(part.droplevel(0).items(), key=lambda pair: -pair[1])
+            found[f"won by {what}"] = ", ".join(f"{LABELS[arm]} {share:.0f}" for arm, share in order)
     return found
-
-
-MACROS = {"SafetySeeds": ("seeds", "d"), "SafetyGain": ("gain", "g"), "SafetyProxies": ("judges", "d")}
-MACROS |= {"SafetyTurnedMost": ("turned most", "d"), "SafetyTemplate": ("template greedy, ES - GRPO", ".1%")}
-MACROS |= {"SafetyAlternative": ("alternative greedy, ES - GRPO", ".1%")}
-MACROS |= {f"SafetyTrueGreedy{arm.title()}": (f"{TRUE} greedy {arm}", ".2f") for arm in ARMS}
-for _decoding, _word in (("greedy", "Greedy"), ("t1", "Sampled")):
-    MACROS |= {f"SafetyTrue{_word}Difference": (f"{TRUE} {_decoding}, ES - GRPO", ".2f")}
-    MACROS |= {f"SafetyTurned{_word}Difference": (f"turned {_decoding}, ES - GRPO", ".2f")}
-    MACROS |= {f"SafetyTurned{_word}{arm.title()}": (f"turned {_decoding} {arm}", ".2f") for arm in ARMS}
-    for _judge in JUDGES[1:]:
-        _name = f"Safety{_judge.title().replace('2', 'Two')}{_word}Less"
-        MACROS |= {_name: (f"{_judge} {_decoding} less, ES - GRPO", ".1%")}
-for _quantity, (_law, _word) in product((TRUE, "proxy"), {"rl": "Law", "linear": "Line"}.items()):
-    MACROS |= {f"Safety{_word}{_quantity.title()}Es": (f"es {_quantity} {_law}", ".2f")}
-"""The paper's numbers about the notebook's own models: macro -> name of a result, and format."""
-
-# ---- the answers, in words
-
-
-def answers(found: Results) -> dict[str, str]:
-    """Return question -> the sentence that answers it, with its numbers and intervals.
-
-    found: of `results`; a question whose runs are missing is left out.
-    """
-    words = {
-        "Which arm's replies are better where their training judge is equally content?": _truth_in_words(found),
-        "Does ES do better under judges that did not train it?": _judges_in_words(found),
-        "Do replies become boilerplate, or helpful refusals?": _replies_in_words(found),
-        "Does a law of over-optimisation hold for ES?": _laws_in_words(found),
-        "What do turned comparisons cost?": _turned_in_words(found),
-        "Who wins where training ends?": _ends_in_words(found),
-    }
-    return {question: answer for question, answer in words.items() if answer}
-
-
-def _of_arms(found: Results, name: str, text: str, factor: float = 1.0) -> str | None:
-    """The arms' means in words; None where one, or their difference, is missing."""
-    means = {arm: found[f"{name} {arm}"] for arm in ARMS}
-    if None in (*means.values(), found[f"{name}, ES - GRPO"]):
-        return None
-    return " and ".join(f"{factor * m.value:{text}} with {LABELS[arm]}" for arm, m in means.items())
-
-
-def _truth_in_words(found: Results) -> str:
-    each = []
-    for decoding in DECODINGS:
-        values = _of_arms(found, f"{TRUE} {decoding}", ".2f")
-        each.append(
-            f"{UNDER[decoding]}, the true reward is {values} there, and {found[f'{TRUE} {decoding} base']:.2f} of the "
-            f"base; ES - GRPO is {stated(found[f'{TRUE} {decoding}, ES - GRPO'], '.2f')}"
-            if values
-            else f"{UNDER[decoding]}, too few runs get there"
-        )
-    return f"{sentence(each)}, n = {found['seeds']} seeds on each of {found['judges']} judges."
-
-
-def _judges_in_words(found: Results) -> str:
-    each = []
-    for decoding in DECODINGS:
-        words = []
-        for judge in JUDGES[1:]:
-            whole, less = (
-                stated(found[f"{judge} {decoding}{how}, ES - GRPO"], missing="unknown") for how in ("", " less")
-            )
-            words.append(f"{whole} under {judge} ({less} less the training judge's)")
-        each.append(f"{UNDER[decoding]}, ES - GRPO in wins is {listed(words)} points")
-    return f"{sentence(each)}."
-
-
-def _replies_in_words(found: Results) -> str:
-    each = []
-    for quantity, words in (("template", "of one template"), ("alternative", "refusals with a lawful alternative")):
-        es, grpo, apart = (found[f"{quantity} greedy{what}"] for what in (" es", " grpo", ", ES - GRPO"))
-        if None in (es, grpo, apart):
-            each.append(f"too few runs get there to compare {words}")
-            continue
-        each.append(
-            f"{words}: {100 * es.value:.0f} % with ES, {100 * grpo.value:.0f} % with GRPO, "
-            f"{100 * found[f'{quantity} greedy base']:.0f} % of the base (ES - GRPO {stated(apart)})"
-        )
-    return f"Greedily, there: {'; '.join(each)}."
-
-
-def _laws_in_words(found: Results) -> str:
-    each = []
-    for quantity, words in ((TRUE, "true reward"), ("proxy", "the training judge's score")):
-        law, line = (found[f"es {quantity} {name}"] for name in ("rl", "linear"))
-        if law is None:
-            return "Not known: a half of the seeds has no run."
-        each.append(
-            f"of the gain in {words} of held-out runs, d (a - b log d) explains {100 * law:.0f} % and a straight line "
-            f"{100 * line:.0f} %"
-        )
-    return f"{sentence(each)}, mean over {found['judges']} training judges."
-
-
-def _turned_in_words(found: Results) -> str:
-    each = []
-    for decoding in DECODINGS:
-        if values := _of_arms(found, f"turned {decoding}", "+.2f"):
-            apart = stated(found[f"turned {decoding}, ES - GRPO"], ".2f")
-            each.append(f"{UNDER[decoding]} {values}, ES - GRPO {apart}")
-    if not each:
-        return ""
-    return (
-        f"From a judge without turned comparisons to one of which {found['turned most']} % were turned, true reward "
-        f"where the judge is equally content changes {'; '.join(each)} (n = {found['turned seeds']} seeds on each)."
-    )
-
-
-def _ends_in_words(found: Results) -> str:
-    each = []
-    for what in (TRAINING, "other architectures", "the rule"):
-        won = {arm: found[f"{arm} won by {what}"] for arm in style.ARMS if f"{arm} won by {what}" in found}
-        order = sorted(won, key=lambda arm: -won[arm])
-        each.append(f"by {what}: " + ", ".join(f"{LABELS[arm]} {won[arm]:.0f}" for arm in order))
-    return f"Games won in %, {'; '.join(each)}." if won else ""
 
 
 # ---- tables
@@ -569,10 +412,10 @@ WORDS |= {
 def mean_in_words(of: Records, arm: str, quantity: str, *asked: Any) -> str:
     """Return the `mean` of a quantity as text, shares in %; a dash where too few runs get there."""
     value, share = mean(of, arm, quantity, *asked), quantity in (*JUDGES, *SHARES)
-    return MISSING if value is None else f"{100 * value.value:.0f}" if share else f"{value.value:.2f}"
+    return stated(value and value.value, ".0%" if share else ".2f", MISSING)
 
 
-def reached_rows(of: Records, decoding: str, gains: Sequence[float | None]) -> DataFrame:
+def reached_rows(of: Records, decoding: str, gains: Sequence[float | None]) -> pd.DataFrame:
     """Return a row per gain of the training judge and arm: what the runs are like where they first get there."""
     rows = []
     for gain in gains:
@@ -584,7 +427,7 @@ def reached_rows(of: Records, decoding: str, gains: Sequence[float | None]) -> D
     return pd.DataFrame(rows)
 
 
-def end_rows(of: Records) -> DataFrame:
+def end_rows(of: Records) -> pd.DataFrame:
     """Return a row per arm: greedy replies at the end of training on the six proxies, and of the untrained base."""
     base = of["base"][0]["test"]
     rows = []
@@ -608,13 +451,11 @@ def mean_and_range(values: Sequence[float | None], digits: int) -> str:
     known = [x for x in values if x is not None and np.isfinite(x)]
     if not known:
         return MISSING
-    low, middle, high = (
-        f"{round(float(x), digits) + 0.0:.{digits}f}" for x in (min(known), np.mean(known), max(known))
-    )
+    low, middle, high = (stated(float(of(known)), f".{digits}f") for of in (min, np.mean, max))
     return middle if len(known) == 1 else f"{middle} ({low} to {high})"
 
 
-def own_ends(of: Records) -> DataFrame:
+def own_ends(of: Records) -> pd.DataFrame:
     """Return a row per arm at scale full: greedy replies of split B at the end, and of the untrained base.
 
     Mean over runs and range. Wins are against the base's greedy replies, by each judge that is a scorer; by chat
@@ -634,21 +475,20 @@ def own_ends(of: Records) -> DataFrame:
     return pd.DataFrame(rows)
 
 
-def own_judges(of: Records) -> DataFrame:
+def own_judges(of: Records) -> pd.DataFrame:
     """Return a row per run and rubric of a chat judge: verdicts on greedy replies against the base's, both orders."""
     rows = []
     for run, verdict in [(r, x) for arm in _OWN for r in of[arm] for x in r.get("held_out", ())]:
         row = {"arm": LABELS[run["spec"]["arm"]], "seed": run["spec"]["seed"], "judge": verdict["judge"]}
         row |= {name: verdict[name] for name in ("rubric", "win", "tie", "loss", "inconsistent", "unparsed", "failed")}
-        rate = verdict["win_rate"]
-        rows.append(row | {"win rate, %": MISSING if rate is None else f"{100 * rate:.0f}"})
+        rows.append(row | {"win rate, %": stated(verdict["win_rate"], ".0%", MISSING)})
     return pd.DataFrame(rows)
 
 
 # ---- figures: each with what it plots
 
 
-def along(of: Records, quantity: str, factor: float = 1.0) -> DataFrame:
+def along(of: Records, quantity: str, factor: float = 1.0) -> pd.DataFrame:
     """Return the mean of a quantity by decoding, arm and gain, as far as three of four runs on each judge get."""
     rows = []
     for decoding, arm in product(["greedy"] if quantity == "template" else DECODINGS, ARMS):
@@ -661,25 +501,19 @@ def along(of: Records, quantity: str, factor: float = 1.0) -> DataFrame:
     return pd.DataFrame(rows)
 
 
-def _draw_along(ax: Axes, lines: DataFrame) -> None:
-    for (decoding, arm), line in lines.groupby(["decoding", "arm"], sort=False):
-        ax.plot(line["gain"], line["value"], **style.line(arm, decoding))
-        style.band(ax, line["gain"], line["low"], line["high"], style.ARMS[arm].color)
-
-
-def answer_figure(of: Records, found: Results) -> tuple[Figure, DataFrame]:
+def answer_figure(of: Records, found: Results) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw the true reward along the training judge's gain, and ES - GRPO in wins where the claims compare them."""
     fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.7), width_ratios=(1.15, 1))
     lines = along(of, TRUE)
-    _draw_along(axes[0], lines)
-    axes[0].axvline(GAIN, color="black", lw=0.8, ls=(0, (1, 2)))
+    plots.curves(axes[0], lines, "gain", "value")
+    axes[0].axvline(GAIN, **plots.NULL)
     axes[0].set(xlabel="training judge's score has risen by, spreads", ylabel="true reward")
     axes[0].set_title("along the runs, mean over six training judges")
     asked: dict[str, Any] = {}
     for what, judge in [("", judge) for judge in JUDGES] + [(" less", judge) for judge in JUDGES[1:]]:
         each = {d: found[f"{judge} {d}{what}, ES - GRPO"] or "too few get there" for d in DECODINGS}
         asked[f"{judge} - training" if what else judge] = each
-    apart = pd.DataFrame(marks.differences(axes[1], asked, "upper left"))
+    apart = pd.DataFrame(plots.differences(axes[1], asked, "upper left"))
     axes[1].set(xlabel="wins against the base, ES - GRPO, points", title=f"at {GAIN:g} spreads, by judge")
     style.legend(fig, {arm: len(of[arm]) for arm in ARMS})
     names = {name: f"wins, {name}{' judge' * name.endswith(' - training')}" for name in asked}
@@ -688,19 +522,19 @@ def answer_figure(of: Records, found: Results) -> tuple[Figure, DataFrame]:
     return fig, pd.concat([lines, apart])
 
 
-def replies(of: Records) -> tuple[Figure, DataFrame]:
+def replies(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw what the replies are like along the training judge's gain, a panel per quantity."""
-    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.0))
-    lines = {quantity: along(of, quantity, 100.0) for quantity in ("template", "alternative", "complied")}
-    for ax, (quantity, own) in zip(axes, lines.items(), strict=True):
-        _draw_along(ax, own)
-        ax.set_title(WORDS[quantity].replace(" with ", "\nwith ").replace(" lawful", "\nlawful"))
-        ax.set_xlabel("judge's gain, spreads")
+    lines = pd.concat([along(of, quantity, 100.0) for quantity in ("template", "alternative", "complied")])
+    fig, _, shown = plots.panels(lines, "quantity", 2.0)
+    for ax, quantity, own in shown:
+        plots.curves(ax, own, "gain", "value")
+        ax.set(xlabel="judge's gain, spreads")
+        ax.set_title(WORDS[quantity], fontsize=6.5)
     style.legend(fig, {arm: len(of[arm]) for arm in ARMS})
-    return fig, pd.concat(lines.values())
+    return fig, lines
 
 
-def laws(of: Records) -> tuple[Figure, DataFrame]:
+def laws(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw gains of held-out runs against the distance from the base, with the laws, a panel per training judge.
 
     The points are those of the runs of odd seeds, at temperature 1. The laws are fitted to even seeds.
@@ -711,61 +545,51 @@ def laws(of: Records) -> tuple[Figure, DataFrame]:
         for arm in ARMS:
             (even, odd), look = law_points(of, on_judge(of[arm], judge), TRUE), style.ARMS[arm]
             for d, gain in odd:
-                ax.scatter(d, gain, s=5, marker=look.marker, color=look.color, linewidths=0)
+                ax.plot(d, gain, look.marker, ms=2, color=look.color)
                 points.append(pd.DataFrame({"judge": judge, "arm": arm, "d": d.round(3), "gain": gain.round(3)}))
             if even:
                 d, gain = (np.concatenate([run[i] for run in even]) for i in (0, 1))
                 x = np.linspace(0, max(float(d.max()), 1e-3), 80)
                 ax.plot(x, overoptimisation.fit("rl", d, gain).at(x), color=look.color, lw=1.1, ls=strokes[arm])
         ax.set_title(judge)
-        ax.axhline(0, color="black", lw=1.0)
+        ax.axhline(0, **plots.NULL)
         ax.set_ylim(bottom=-4.2)
-    for ax in axes[:, 0]:
-        ax.set_ylabel("gain in\ntrue reward")
+    axes[1, 0].set_ylabel("gain in\ntrue reward")
     axes[1, 1].set_xlabel("distance d from the base, square root of the KL in nats a completion")
-    marks.key(fig, [marks.of_arm(arm, lw=1.1, ls=strokes[arm]) for arm in ARMS])
+    plots.key(fig, [plots.of_arm(arm, lw=1.1, ls=strokes[arm]) for arm in ARMS])
     return fig, pd.concat(points)
 
 
-def noise(of: Records) -> tuple[Figure, DataFrame]:
+def noise(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw the true reward where the claim compares it, on judges of turned comparisons and on narrower ones."""
     names = {judge: f"{100 * scorer.annotators.flips:g} %" for judge, scorer in scorers.NOISY.items()}
     names |= {judge: f"width\n{scorers.SIZES[judge].hidden}" for judge in list(scorers.SIZES)[::-1]}
-    places = [i + 0.5 * (judge in scorers.SIZES) for i, judge in enumerate(names)]
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.1))
-    rows = []
-    for ax, decoding in zip(axes, DECODINGS, strict=True):
-        for (place, judge), (offset, arm) in product(zip(places, names, strict=True), ((-0.17, "es"), (0.17, "grpo"))):
-            runs = on_judge([*of[f"{arm}_noise"], *of[f"{arm}_sizes"]], judge)
-            values = _read(of, runs, TRUE, decoding, GAIN)
-            if len(values):
-                style.dots(ax, place + offset, values, [False] * len(values), arm, 0.2)
-            rows += [{"judge": judge, "arm": arm, "decoding": decoding, "true": round(x, 4)} for x in values]
-        base = of["base"][0]["test"][decoding]["score"][-1]
-        ax.axhline(base, color=style.ARMS["base"].color, lw=1.2, ls=":")
-        ax.set(xticks=places, xticklabels=names.values(), title=style.STROKES[decoding].label)
-        ax.set_xlabel("turned comparisons, or a narrower judge")
-        ax.grid(axis="x", visible=False)
+    points = pd.DataFrame(
+        {"judge": judge, "arm": arm, "decoding": decoding, "true": round(x, 4)}
+        for decoding, judge, arm in product(DECODINGS, names, ARMS)
+        for x in _read(of, on_judge([*of[f"{arm}_noise"], *of[f"{arm}_sizes"]], judge), TRUE, decoding, GAIN)
+    )
+    fig, axes, shown = plots.panels(points, "decoding", 2.1)
+    for ax, decoding, panel in shown:
+        sides = {judge: list(panel[panel["judge"] == judge].groupby("arm", sort=False)) for judge in names}
+        plots.strip(ax, {names[judge]: each for judge, each in sides.items()}, "true")
+        ax.axhline(of["base"][0]["test"][decoding]["score"][-1], label=LABELS["base"], **plots.BASE)
+        ax.set(title=style.STROKES[decoding].label, xlabel="turned comparisons, or a narrower judge")
     axes[0].set_ylabel("true reward")
-    base_line = marks.handle("the untrained base", color=style.ARMS["base"].color, lw=1.2, ls=":")
-    marks.key(fig, [*map(marks.of_arm, ARMS), base_line])
-    return fig, pd.DataFrame(rows)
+    plots.key(fig, [*map(plots.of_arm, ARMS), plots.handle("the untrained base", **plots.BASE)])
+    return fig, points
 
 
-def tournament(records: Sequence[Record]) -> tuple[Figure, DataFrame]:
+def tournament(records: Sequence[Record]) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw the share of games that each arm wins at the end of training, by who judges, a mark per training judge."""
     played = games(records)
-    players = list(played["arm"].unique())
-    offsets = dict(zip(players, np.linspace(-0.3, 0.3, len(players)), strict=True))
     fig, ax = plt.subplots(figsize=(style.PAGE, 2.4))
-    for (what, arm), own in played.groupby(["judged by", "arm"], sort=False):
-        style.dots(ax, KINDS.index(what) + offsets[arm], own["won"], [False] * len(own), arm, 0.1)
-    ax.axhline(50, color="black", lw=1.0)
-    ax.set(xticks=range(len(KINDS)), xticklabels=KINDS, ylabel="games won, %")
-    ax.grid(axis="x", visible=False)
-    marks.key(fig, list(map(marks.of_arm, players)))
-    won = [round(won, 2) for won in played["won"]]
-    return fig, played[["training judge", "judged by", "arm"]].assign(won=won)
+    by_kind = played.groupby("judged by", sort=False)
+    plots.strip(ax, {what: list(part.groupby("arm", sort=False)) for what, part in by_kind}, "won", 0.14)
+    ax.axhline(50, **plots.NULL)
+    ax.set_ylabel("games won, %")
+    plots.key(fig, list(map(plots.of_arm, played["arm"].unique())))
+    return fig, played[["training judge", "judged by", "arm"]].assign(won=[round(won, 2) for won in played["won"]])
 
 
 PANELS = {
@@ -779,17 +603,15 @@ PANELS = {
 """Curves of runs at scale full that their figure draws -> their name."""
 
 
-def own_curves(of: Records) -> tuple[Figure, DataFrame]:
+def own_curves(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw what the training scorers say and what greedy replies become at scale full, a line per run."""
     fig, axes = plt.subplots(2, 3, figsize=(style.PAGE, 3.6), sharex=True)
     lines = []
     for r, (ax, (name, title)) in product(
         [r for arm in _OWN for r in of[arm]], zip(axes.flat, PANELS.items(), strict=True)
     ):
-        line = pd.DataFrame(
-            {"arm": r["spec"]["arm"], "seed": r["spec"]["seed"], "quantity": name, "step": r["curve"]["step"]}
-        )
-        line["value"] = (100 if title.endswith("%") else 1) * np.array(r["curve"][name], float)
+        own = {"arm": r["spec"]["arm"], "seed": r["spec"]["seed"], "quantity": name, "step": r["curve"]["step"]}
+        line = pd.DataFrame(own | {"value": (100 if title.endswith("%") else 1) * np.array(r["curve"][name], float)})
         ax.plot(line["step"], line["value"], lw=0.9, color=style.ARMS[r["spec"]["arm"]].color)
         ax.set_title(title)
         lines.append(line)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,17 +15,13 @@ from matplotlib import pyplot as plt
 from evoalign_lib import arms, tiny
 from evoalign_lib.analysis import curves, stats
 from evoalign_lib.analysis.stats import Interval
-from evoalign_study import loading, marks, style
+from evoalign_study import loading, plots, style
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.train import sweep_specs
 from evoalign_study.loading import DECODINGS, Group, Groups, Records
 from evoalign_study.records import Record, accuracy_matrix
 from evoalign_study.results import Results, listed, stated
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from pandas import DataFrame
+from evoalign_study.runs import FACTORS, MEASURED, TUNED_SIZES, scales
 
 NOTEBOOK = "05_stability"
 ARMS = ("es", "grpo")
@@ -33,82 +29,41 @@ STEP = {"es": "alpha", "grpo": "learning_rate"}
 """The step size of an arm."""
 CLAIMS = ("C8", "C9", "C9b", "C10", "C11", "C33", "C33b", "C37", "C37b", "C38")
 """The claims that the notebook's runs decide."""
-TINY = {
-    "bases": ["A0", "A1", "A2"],  # the first is tuned on; three at most
-    "retrain": [],  # groups that `force` makes anew; none: all
-    "es_population_size": 30,
-    "es_prompts_per_step": 128,
-    "es_steps": 208,
-    "grpo_num_generations": 16,
-    "grpo_prompts_per_step": 16,
-    "grpo_steps": 250,
-    "seeds_match": 16,  # of the tuned runs
-    "seeds_compare": 8,  # of all others but the maps
-    "sweep_size": 12,  # settings an arm
-    "sweep_factors": {},  # setting -> what multiplies it in sweep and maps, which were made for tiny models
-    "matched_mean": 0.26,  # at which section 3 compares spreads
-    "other_means": [0.20, 0.23, 0.25, 0.265, 0.27, 0.275],
-    "map_seeds": 3,  # of the maps in section 5, besides the sweep's own
-    "map_sigma": [0.003, 0.01, 0.03],
-    "map_alpha": [0.0025, 0.005, 0.01],
-    "map_learning_rate": [1e-4, 3e-4, 1e-3],
-    "map_beta": [0.0, 0.04],
-    "populations": [8, 30, 128],  # of section 6
-    "transfer_size": 4,  # settings that other bases may choose from in section 7
-    "prompt_counts": [2, 50, 200, 1000],  # of section 8
-    "horizons": [4, 16, 64],  # steps of thinking, of section 9
-    "horizon_base": "H0",
-    "horizon_steps": {"es": 52, "grpo": 125},
-    "few_points": 5,  # of the curves of sections 8 and 9
-    "temperatures": [0.6],  # between greedy decoding and 1, at which models are measured again
-    "decoded": [],  # groups whose names have one of these are: "best", "N=", "prompts=", "filler="; none yet
-    "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
-    "validation_problems": 512,
-    "test_problems": 2000,
-    "curve_points": 25,
-    "curve_spacing": "log",
-}
-SMOKE = TINY | {
-    "bases": ["A0", "A1"],
-    "es_population_size": 4,
-    "es_prompts_per_step": 8,
-    "es_steps": 4,
-    "grpo_num_generations": 4,
-    "grpo_prompts_per_step": 2,
-    "grpo_steps": 4,
-    "seeds_match": 3,
-    "seeds_compare": 2,
-    "sweep_size": 2,
-    "sweep_factors": {"sigma": 10, "alpha": 10, "learning_rate": 10},  # so that weights move in so few steps
-    "map_seeds": 1,
-    "map_sigma": [0.003],
-    "map_alpha": [0.0025],
-    "map_learning_rate": [3e-5],
-    "map_beta": [0.0],
-    "populations": [2, 4, 8],
-    "transfer_size": 2,
-    "prompt_counts": [2, 8],
-    "horizons": [4, 16],
-    "horizon_steps": {"es": 2, "grpo": 2},
-    "few_points": 3,
-    "decoded": ["prompts="],
-    "validation_problems": 16,
-    "test_problems": 32,
-    "curve_points": 3,
-}
-FULL = TINY | {
-    "sweep_factors": {"sigma": 0.1, "alpha": 0.05, "learning_rate": 0.01, "beta": 0.1},
-    "prompt_counts": [2, 50, 200],  # as many as are public
-    "horizons": [],  # they need the tiny world
-    "max_completion_length": 1024,
-    "micro_batch": 16,  # completions in a backward pass
-    "tensor_parallel": 1,  # GPUs that share a copy of the model
-}
-
-
-def presets(model: str = "") -> dict[str, dict[str, Any]]:
-    """Return scale -> settings; model: that of scale full, empty for the scale's own."""
-    return {"tiny": TINY, "smoke": SMOKE, "full": FULL | {"bases": [model or "Qwen/Qwen2.5-0.5B-Instruct"]}}
+presets, TINY, SMOKE, FULL = scales(
+    {
+        "bases": (["A0", "A1", "A2"], ["A0", "A1"]),  # the first is tuned on; three at most
+        "retrain": [],  # groups that `force` makes anew; none: all
+        **TUNED_SIZES,
+        "es_prompts_per_step": (128, 8),
+        "grpo_prompts_per_step": (16, 2),
+        "seeds_match": (16, 3),  # of the tuned runs
+        "seeds_compare": (8, 2),  # of all others but the maps
+        "sweep_size": (12, 2),  # settings an arm
+        # what multiplies settings in sweep and maps; at scale smoke so that weights move in so few steps
+        "sweep_factors": ({}, {"sigma": 10, "alpha": 10, "learning_rate": 10}, FACTORS),
+        "matched_mean": 0.26,  # at which section 3 compares spreads
+        "other_means": [0.20, 0.23, 0.25, 0.265, 0.27, 0.275],
+        "map_seeds": (3, 1),  # of the maps in section 5, besides the sweep's own
+        "map_sigma": ([0.003, 0.01, 0.03], [0.003]),
+        "map_alpha": ([0.0025, 0.005, 0.01], [0.0025]),
+        "map_learning_rate": ([1e-4, 3e-4, 1e-3], [3e-5]),
+        "map_beta": ([0.0, 0.04], [0.0]),
+        "populations": ([8, 30, 128], [2, 4, 8]),  # of section 6
+        "transfer_size": (4, 2),  # settings that other bases may choose from in section 7
+        "prompt_counts": (
+            [2, 50, 200, 1000],
+            [2, 8],
+            [2, 50, 200],
+        ),  # of section 8; at scale full as many as are public
+        "horizons": ([4, 16, 64], [4, 16], []),  # steps of thinking, of section 9; they need the tiny world
+        "horizon_base": "H0",
+        "horizon_steps": ({"es": 52, "grpo": 125}, {"es": 2, "grpo": 2}),
+        "few_points": (5, 3),  # of the curves of sections 8 and 9
+        "temperatures": [0.6],  # between greedy decoding and 1, at which models are measured again
+        "decoded": ([], ["prompts="], []),  # groups whose names have one of these are: "best", "N=", "filler="
+        **MEASURED,
+    }
+)
 
 
 def groups(run: SimpleNamespace, of: Records) -> Groups:
@@ -161,24 +116,25 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
 
 def check(run: SimpleNamespace) -> None:
     """Raise ValueError, with the remedy, for settings that fail only after hours, or mean nothing in the end."""
-    members = [round(run.es_steps * run.es_population_size / N) * N for N in run.populations]
-    if 1 in (run.seeds, run.seeds_match, run.seeds_compare):
-        raise ValueError("one seed per arm has no spread: take 2 or more for seeds, seeds_match and seeds_compare.")
-    if len(members) != 3 or list(run.populations) != sorted({*run.populations, run.es_population_size}):
-        raise ValueError(
-            f"populations={run.populations}: take three in rising order, the tuned {run.es_population_size} among them."
-        )
-    if max(members) > 1.01 * min(members):
-        raise ValueError(
-            f"populations={run.populations} evaluate {members} members: take sizes at which these are about equal."
-        )
-    for what, levels in (("prompt_counts", run.prompt_counts), ("horizons", run.horizons)):
-        if len(levels) == 1:
-            raise ValueError(f"{what}={levels}: one value makes no comparison, take two or more, or none.")
-    if run.horizons and run.bases[0] not in tiny.BASES:
-        raise ValueError(f"horizons={run.horizons} are for tiny bases: take none.")
-    if len(run.bases) > 3:
-        raise ValueError(f"bases={run.bases}: take at most three, figures have no look for a fourth.")
+    sizes, own = run.populations, run.es_population_size
+    members = [round(run.es_steps * own / N) * N for N in sizes]
+    alone = [f"{what}={levels}" for what, levels in vars(run).items() if what in _COMPARED and len(levels) == 1]
+    wrong = {
+        "one seed per arm has no spread: take 2 or more for seeds, seeds_match and seeds_compare.": 1
+        in (run.seeds, run.seeds_match, run.seeds_compare),
+        f"populations={sizes}: take three in rising order, the tuned {own} among them.": len(members) != 3
+        or list(sizes) != sorted({*sizes, own}),
+        f"populations={sizes} evaluate {members} members: take sizes at which these are about equal.": max(members)
+        > 1.01 * min(members),
+        f"{', '.join(alone)}: one value makes no comparison, take two or more, or none.": alone,
+        f"horizons={run.horizons} are for tiny bases: take none.": run.horizons and run.bases[0] not in tiny.BASES,
+        f"bases={run.bases}: take at most three, figures have no look for a fourth.": len(run.bases) > 3,
+    }
+    if found := [remedy for remedy, is_wrong in wrong.items() if is_wrong]:
+        raise ValueError(found[0])
+
+
+_COMPARED = ("prompt_counts", "horizons")
 
 
 def tuned(run: SimpleNamespace, of: Records, arm: str) -> dict[str, float]:
@@ -322,7 +278,7 @@ def score(record: Record) -> float:
     return 100 * float(np.mean(record["curve"]["validation_greedy"][-3:]))
 
 
-def map_cells(of: Records, arm: str) -> DataFrame:
+def map_cells(of: Records, arm: str) -> pd.DataFrame:
     """Return a row per setting of an arm's map: mean, spread and range of `score`, failed runs, runs."""
     names = list(arms.swept(arm))
     rows = [
@@ -435,6 +391,10 @@ def results(run: SimpleNamespace, of: Records) -> Results:
         found |= {f"{place} population": N, f"{place} population greedy": 100 * right.mean()}
         if N != run.es_population_size:
             found[f"{place} population apart"] = stats.crossed_bootstrap(sizes[run.es_population_size], right)
+    apart = {f"{place} population": found.get(f"{place} population apart") for place in ("small", "middle", "large")}
+    pairs = {found[name]: stated(interval) for name, interval in apart.items() if interval}
+    minus = [f"N = {run.es_population_size} minus N = {N} is {interval} points" for N, interval in pairs.items()]
+    found |= {"populations apart": listed(minus), "first base": run.bases[0], "contenders": run.transfer_size}
     sides: dict[str, dict[str, Interval]] = {"slope": slopes(of, run.prompt_counts)}
     if elsewhere:
         sides["regret"] = compared({arm: regret(run, of, arm, elsewhere) for arm in ARMS}, "grpo", "es")
@@ -446,103 +406,15 @@ def results(run: SimpleNamespace, of: Records) -> Results:
             sides["regret if ties keep"] = compared(kept, "grpo", "es")
     for to in run.horizons[1:]:
         sides[f"change to {to}"] = compared(change_of_gain(of, run.horizons[0], to), "es", "grpo")
+        found |= {"first horizon": run.horizons[0], "last horizon": to}
+        sides["change to the last"] = sides[f"change to {to}"]
     return found | {f"{name} {side}": x for name, each in sides.items() for side, x in each.items()}
-
-
-MACROS = {"StabSeeds": ("seeds", "d"), "StabFewSeeds": ("few seeds", "d"), "StabLevel": ("level", "g")}
-MACROS |= {"StabMapSeeds": ("map seeds", "d")}
-for _macro, _name, _form in (
-    ("SpreadEnd", "spread end", ".2f"),
-    ("SpreadMatched", "spread matched", ".2f"),
-    ("Drawdown", "drawdown greedy", ".1%"),
-    ("DrawdownThinned", "drawdown sets", ".1%"),
-    ("RegretTies", "regret if ties keep difference", ".1%"),
-    ("HorizonBetweenDifference", "change to 16 difference", ".1%"),
-    *(
-        (f"{stem}{side.title()}", f"{name} {side}", ".1%")
-        for stem, name in (("Regret", "regret"), ("PromptSlope", "slope"), ("HorizonChange", "change to 64"))
-        for side in (*ARMS, "difference")
-    ),
-):
-    MACROS |= {f"Stab{_macro}{_end.title()}": (f"{_name}/{_end}", _form) for _end in ("value", "low", "high")}
-for _arm in ARMS:
-    MACROS |= {f"StabFailed{_arm.title()}": (f"{_arm} failed", "d")}
-    MACROS |= {
-        f"StabMap{x.title()}{_arm.title()}": (f"{_arm} map {x}", "d") for x in ("failed", "runs", "settings", "near")
-    }
-for _size in ("small", "middle", "large"):
-    MACROS |= {f"StabPopulation{_size.title()}": (f"{_size} population", "d")}
-    MACROS |= {f"StabPopulation{_size.title()}Greedy": (f"{_size} population greedy", ".1f")}
-for _end in ("fewest", "most"):
-    MACROS |= {f"StabPrompts{_end.title()}": (f"{_end} prompts", ",d")}
-    MACROS |= {f"StabPrompts{_end.title()}{arm.title()}": (f"{arm} {_end} prompts", ".1f") for arm in ARMS}
-"""The paper's numbers: macro -> name of a result, with the end of an interval, and format."""
-
-
-# ---- the answers, in words
-
-
-def answers(run: SimpleNamespace, found: Results) -> dict[str, str]:
-    """Return question -> the answer of the records, with its interval and the number of seeds; found: of `results`."""
-    n, own = found["seeds"], found["population"]
-    ratios = [stated(found[f"spread {name}"], ".2f", "without interval") for name in ("end", "matched")]
-    near = [f"{found[f'{a} map near']} of {found[f'{a} map settings']} settings of {LABELS[a]}" for a in ARMS]
-    bad = [f"{found[f'{a} map failed']} of {found[f'{a} map runs']} runs of {LABELS[a]}" for a in ARMS]
-    apart = [
-        f"N = {own} minus N = {found[f'{size} population']} is {stated(found[f'{size} population apart'])} points"
-        for size in ("small", "middle", "large")
-        if f"{size} population apart" in found
-    ]
-    said = {
-        "Do results differ less from seed to seed?": (
-            f"Over seeds, greedy test accuracy has a standard deviation of {found['es std']:.2f} points for ES and "
-            f"{found['grpo std']:.2f} for GRPO: a ratio of {ratios[0]} at the end, and of {ratios[1]} on validation "
-            f"problems, where the mean of the arm reaches {found['level']:g} % (n = {n} seeds per arm)."
-        ),
-        "Do curves rise more steadily?": (
-            f"The largest fall of greedy accuracy below its earlier best averages {found['es fall']:.1f} points over "
-            f"the runs of ES and {found['grpo fall']:.1f} over those of GRPO: GRPO - ES "
-            f"{stated(found['drawdown greedy'])} points (n = {n}). Over the base, ES gains {found['es gain']:.1f} "
-            f"points and GRPO {found['grpo gain']:.1f}."
-        ),
-        "How exactly must the settings be right?": (
-            f"{listed(near)} come within two points of the arm's best; {listed(bad)} failed "
-            f"({found['map seeds']} seeds per setting)."
-        ),
-        f"Does a population of {own} suffice?": (
-            f"In greedy test accuracy, at equally many evaluated members in all, {listed(apart)} (n = {n} and "
-            f"{found['few seeds']})."
-        ),
-    }
-    if cost := _sides_in_words(found, "regret", "GRPO - ES"):
-        said["Does one setting serve other bases?"] = (
-            f"Keeping the setting tuned on {run.bases[0]}, instead of the best of {run.transfer_size} there, costs "
-            f"{cost}. A negative cost means that the kept setting was the better one."
-        )
-    if worth := _sides_in_words(found, "slope", "GRPO - ES"):
-        said["Does ES need fewer problems?"] = f"Ten times as many unique problems are worth {worth}."
-    if run.horizons:
-        change = _sides_in_words(found, f"change to {run.horizons[-1]}", "ES - GRPO")
-        said["Does ES tolerate a long way to the answer?"] = (
-            f"From {run.horizons[0]} to {run.horizons[-1]} steps of thinking the gain changes by {change}."
-        )
-    said["Can a run be had again?"] = (
-        f"{found['replayed']} of {n} tuned runs of ES replay from their ledgers to their very weights."
-    )
-    return said
-
-
-def _sides_in_words(found: Results, name: str, difference: str) -> str:
-    if (apart := found.get(f"{name} difference")) is None:
-        return ""
-    each = listed([f"{LABELS[arm]} {stated(found[f'{name} {arm}'])}" for arm in ARMS])
-    return f"{each} points: {difference} {stated(apart)} (n = {apart.n})"
 
 
 # ---- tables
 
 
-def sides_rows(found: Results, names: Mapping[str, str], one: str, other: str) -> DataFrame:
+def sides_rows(found: Results, names: Mapping[str, str], one: str, other: str) -> pd.DataFrame:
     """Return a row per quantity that is there, in points: each arm's interval and that of the difference one - other.
 
     names: head of the row -> name of the results.
@@ -559,7 +431,7 @@ _FIELDS = ("arm", "base", "seed", "sigma", "alpha", "learning_rate", "beta")
 _FIELDS += ("population_size", "unique_prompts", "filler_steps")
 
 
-def frame(of: Records, groups: Iterable[str], **labels: Any) -> DataFrame:
+def frame(of: Records, groups: Iterable[str], **labels: Any) -> pd.DataFrame:
     """Return one row per run: the fields of its spec, how it ended and, in %, its accuracy on the test set."""
     rows = []
     for r in (r for group in groups for r in of[group]):
@@ -609,7 +481,7 @@ def ratio_in_words(es: np.ndarray | None, grpo: np.ndarray | None) -> tuple[str,
 # ---- figures: each with what it plots
 
 
-def figure_seeds(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+def figure_seeds(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw mean and range (lowest to highest) of the tuned runs, their spread against their mean, and the ends."""
     lines = []
     for r in (r for arm in ARMS for r in of[arm]):
@@ -618,106 +490,93 @@ def figure_seeds(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
     each, ends = pd.concat(lines, ignore_index=True), frame(of, ARMS, panel="test")
     points = each.groupby(["arm", "completions"])["accuracy"].agg(["mean", "std", "min", "max"]).reset_index()
     fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.5), width_ratios=[1.2, 1.1, 0.9])
-    for arm, part in points.groupby("arm"):
-        after = part[part["completions"] > 0]  # 0 has no place on a logarithmic axis
-        axes[0].plot(after["completions"], after["mean"], **style.line(arm))
-        style.band(axes[0], after["completions"], after["min"], after["max"], style.ARMS[arm].color)
-        axes[1].plot(part["mean"], part["std"], **style.line(arm) | {"markevery": 1, "lw": 0.5})
+    looks = {arm: plots.look(arm, markevery=0.15) for arm in ARMS}
+    ranged = points[points["completions"] > 0].rename(columns={"min": "low", "max": "high"})
+    plots.lines(axes[0], ranged, "completions", "mean", "arm", looks)
+    plots.lines(axes[1], points, "mean", "std", "arm", {arm: plots.look(arm, lw=0.5) for arm in ARMS})
     _draw_ends(axes[2], ends)
     axes[0].set(xscale="log", xlabel="completions", ylabel="greedy validation accuracy, %")
-    axes[1].axvline(100 * run.matched_mean, color="black", lw=0.6, ls=":")
+    axes[1].axvline(100 * run.matched_mean, **plots.NULL)
     axes[1].set(xlabel="mean over seeds, %", ylabel="std over seeds, points")
     axes[2].set_ylabel("test accuracy, %")
-    style.legend(fig, {arm: len(of[arm]) for arm in ARMS}, decodings=())
-    return fig, pd.concat([each, points.assign(panel="spread"), ends])
+    return _with_legend(fig, len(of["es"])), pd.concat([each, points.assign(panel="spread"), ends])
 
 
-def figure_drawdowns(of: Records) -> tuple[Figure, DataFrame]:
+def figure_drawdowns(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw the worst run of each arm below its running maximum, and every drawdown, in points."""
     fell, worst = frame(of, ARMS, panel="drawdown"), []
     for decoding in DECODINGS:
         fell[decoding] = np.concatenate([100 * drawdowns(of, arm, decoding) for arm in ARMS])
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.4), width_ratios=[1.4, 1])
     for arm in ARMS:
         curve = of[arm][int(drawdowns(of, arm).argmax())]["curve"]
         line = 100 * np.array(curve["validation_greedy"])
-        one = {
-            "arm": arm,
-            "completions": curve["completions"],
-            "accuracy": line,
-            "maximum": np.maximum.accumulate(line),
-        }
-        worst.append(pd.DataFrame(one).assign(panel="worst run"))
-        after = worst[-1][worst[-1]["completions"] > 0]  # 0 has no place on a logarithmic axis
-        axes[0].plot(after["completions"], after["accuracy"], **style.line(arm))
-        axes[0].plot(after["completions"], after["maximum"], color=style.ARMS[arm].color, lw=0.6)
-        style.band(axes[0], after["completions"], after["accuracy"], after["maximum"], style.ARMS[arm].color)
+        one = {"arm": arm, "completions": curve["completions"], "accuracy": line}
+        worst.append(pd.DataFrame(one | {"maximum": np.maximum.accumulate(line), "panel": "worst run"}))
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.4), width_ratios=[1.4, 1])
+    shaded = pd.concat(worst).query("completions > 0")  # 0 has no place on a logarithmic axis
+    shaded = shaded.assign(low=shaded["accuracy"], high=shaded["maximum"])
+    plots.lines(axes[0], shaded, "completions", "accuracy", "arm", {arm: plots.look(arm) for arm in ARMS})
     _draw_ends(axes[1], fell)
     axes[0].set(xscale="log", xlabel="completions", ylabel="greedy validation accuracy, %")
     axes[1].set(ylim=(0, None), ylabel="largest drawdown, points")
-    style.legend(fig, {arm: len(of[arm]) for arm in ARMS}, decodings=())
-    return fig, pd.concat([*worst, fell])
+    return _with_legend(fig, len(of["es"])), pd.concat([*worst, fell])
 
 
-def _draw_ends(ax: Axes, runs: DataFrame) -> None:
+def _draw_ends(ax: plt.Axes, runs: pd.DataFrame) -> None:
     """Draw runs as dots, both arms side by side for each decoding."""
-    for (i, arm), (j, decoding) in product(enumerate(ARMS), enumerate(DECODINGS)):
-        part = runs[runs["arm"] == arm]
-        style.dots(ax, 3 * j + i, part[decoding], part["outcome"] == "failed", arm, width=0.6)
-    ax.set_xticks([3 * j + 0.5 for j in range(len(DECODINGS))], [style.STROKES[name].label for name in DECODINGS])
-    ax.set_xlim(-0.9, 3 * len(DECODINGS) - 1.1)
+    for name in DECODINGS:
+        sides = list(runs.assign(shown=runs[name]).groupby("arm"))
+        plots.strip(ax, {style.STROKES[d].label: sides if d == name else [] for d in DECODINGS}, "shown")
 
 
-def figure_maps(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+def _with_legend(fig: plt.Figure, n: int, base: bool = False) -> plt.Figure:
+    style.legend(fig, dict.fromkeys(ARMS, n) | ({"base": None} if base else {}), decodings=())
+    return fig
+
+
+def figure_maps(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw the maps, the step size to the right in both and the tuned setting framed, and every run by its rank."""
-    from matplotlib.patches import Rectangle
+
+    def words(cell: Mapping[str, Any]) -> str:
+        text = f"{cell['mean']:.1f}\n({cell['low']:.1f}–{cell['high']:.1f})"
+        return text + (f"\n{cell['failed']:.0f} failed" if cell["failed"] else "")
 
     cells = {arm: map_cells(of, arm) for arm in ARMS}
     means = pd.concat(cells.values())["mean"]
     ground = {"cmap": "Greys", "vmin": means.min(), "vmax": means.max(), "white": (means.min() + means.max()) / 2}
     fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.9), width_ratios=[1.4, 1.4, 0.9])
-    runs = []
-    for ax, arm, side in zip(axes, ARMS, (-0.2, 0.2), strict=False):
+    runs, ranks = [], {}
+    for ax, arm in zip(axes, ARMS, strict=False):
         own = tuned(run, of, arm)
         x, y = STEP[arm], next(name for name in own if name != STEP[arm])
-        table = marks.heat(ax, cells[arm], (x, y), "mean", _cell_in_words, **ground)
+        table = plots.heat(ax, cells[arm], (x, y), "mean", words, **ground)
+        plots.framed(ax, table, own, style.ARMS[arm].color)
         ax.set(xlabel=f"{x.replace('_', ' ')} (step size)", ylabel=y, title=f"{LABELS[arm]}, tuned setting framed")
-        if own[x] in table.columns and own[y] in table.index:
-            corner = table.columns.get_loc(own[x]) - 0.46, table.index.get_loc(own[y]) - 0.46
-            for width, edge in ((5, "white"), (2.5, style.ARMS[arm].color)):
-                ax.add_patch(Rectangle(corner, 0.92, 0.92, fill=False, lw=width, color=edge))
         runs.append(frame(of, [f"{arm} map"]))
         settings = [part for _, part in runs[-1].groupby(list(arms.swept(arm)))]
         for rank, part in enumerate(sorted(settings, key=lambda part: -part["score"].mean()), 1):
-            style.dots(axes[2], rank + side, part["score"], part["outcome"] == "failed", arm, width=0.3)
-    axes[2].axhline(100 * of["base"][0]["validation"]["greedy"], lw=0.8, color=style.ARMS["base"].color)
-    axes[2].set_xticks(range(1, max(map(len, cells.values())) + 1))
+            ranks.setdefault(str(rank), []).append((arm, part))
+    plots.strip(axes[2], ranks, "score")
+    axes[2].axhline(100 * of["base"][0]["validation"]["greedy"], **plots.BASE)
     axes[2].set(xlabel="rank of the setting", ylabel="greedy validation accuracy, %")
-    style.legend(fig, dict.fromkeys(ARMS, len(map_seeds(run))) | {"base": None}, decodings=())
-    return fig, pd.concat(runs)
+    return _with_legend(fig, len(map_seeds(run)), base=True), pd.concat(runs)
 
 
-def _cell_in_words(cell: Mapping[str, Any]) -> str:
-    text = f"{cell['mean']:.1f}\n({cell['low']:.1f}–{cell['high']:.1f})"
-    return text + (f"\n{cell['failed']:.0f} failed" if cell["failed"] else "")
-
-
-def figure_populations(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+def figure_populations(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw the curves of ES with each population in shades of its blue, with 95 % bands, and every run by N."""
     from matplotlib.colors import to_rgb
 
     blue = np.array(to_rgb(style.ARMS["es"].color))
     shades = ((1 - 0.45 * (1 - blue), "v", ":"), (blue, "o", "-"), (0.35 * blue, "s", "--"))
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.4), width_ratios=[1.4, 1])
-    lines, ends = [], frame(of, of_sizes(run).values(), panel="test")
+    lines, looks, ends = [], {}, frame(of, of_sizes(run).values(), panel="test")
     for (N, group), (color, marker, dash) in zip(of_sizes(run).items(), shades, strict=True):
-        mean, low, high = stats.curve_band(100 * greedy_curves(of[group]))
+        band = dict(zip(("mean", "low", "high"), stats.curve_band(100 * greedy_curves(of[group])), strict=True))
         line = {"panel": "greedy", "population_size": N, "completions": of[group][0]["curve"]["completions"]}
-        lines.append(pd.DataFrame(line | {"mean": mean, "low": low, "high": high}))
-        part = lines[-1][lines[-1]["completions"] > 0]
-        look = {"color": color, "marker": marker, "ls": dash, "label": f"N = {N} (n = {len(of[group])})"}
-        axes[0].plot(part["completions"], part["mean"], markevery=0.2, **look)
-        style.band(axes[0], part["completions"], part["low"], part["high"], color)
+        lines.append(pd.DataFrame(line | band))
+        looks[N] = {"color": color, "marker": marker, "ls": dash, "label": f"N = {N} (n = {len(of[group])})"}
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.4), width_ratios=[1.4, 1])
+    after = pd.concat(lines).query("completions > 0")
+    plots.lines(axes[0], after, "completions", "mean", "population_size", looks, markevery=0.2)
     axes[0].set(xscale="log", xlabel="completions", ylabel="greedy validation accuracy, %")
     axes[0].legend()
     _draw_levels(axes[1], ends, "population_size", "greedy")
@@ -725,21 +584,15 @@ def figure_populations(run: SimpleNamespace, of: Records) -> tuple[Figure, DataF
     return fig, pd.concat([*lines, ends])
 
 
-def _draw_levels(ax: Axes, runs: DataFrame, field: str, column: str) -> None:
-    """Draw runs over the levels of a field, on a logarithmic axis, two arms a little apart; a line joins the means."""
-    levels = sorted({float(level) for level in runs[field]})
-    unit = np.ptp(np.log10(levels)) / 25
-    for arm, of_arm in runs.groupby("arm"):
-        side = 0 if runs["arm"].nunique() == 1 else unit if arm == "grpo" else -unit
-        for level, part in of_arm.groupby(field):
-            at, crossed = np.log10(float(level)) + side, part["outcome"] == "failed"
-            style.dots(ax, at, part[column], crossed, arm, width=1.4 * unit)
-        means = of_arm.groupby(field)[column].mean()
-        ax.plot(np.log10(means.index.to_numpy(float)) + side, means, color=style.ARMS[arm].color, lw=0.8)
-    ax.set_xticks(np.log10(levels), [f"{level:,g}" for level in levels])
+def _draw_levels(ax: plt.Axes, runs: pd.DataFrame, field: str, column: str) -> None:
+    """Draw runs over the levels of a field, two arms a little apart; a line joins the means."""
+    levels = {f"{level:,g}": list(part.groupby("arm")) for level, part in runs.groupby(field)}
+    plots.strip(ax, levels, column, 0.2)
+    for arm, means in runs.groupby(["arm", field])[column].mean().groupby("arm"):
+        ax.plot(range(len(means)), means, color=style.ARMS[arm].color, lw=0.8)
 
 
-def figure_transfer(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+def figure_transfer(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw the contenders by step size, as a multiple of the tuned one, on each base, and full runs elsewhere."""
     tried = frame(of, [f"{arm} {kind}" for arm in ARMS for kind in ("sweep", "transfer")], panel="settings")
     own = {arm: tuned(run, of, arm) for arm in ARMS}
@@ -750,29 +603,23 @@ def figure_transfer(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFram
     dashes = dict(zip(run.bases, ("-", "--", ":"), strict=False))
     fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.6), width_ratios=[1, 1.5])
     for (arm, base), part in tried.groupby(["arm", "base"]):
-        axes[0].plot(part["step"], part["score"], **style.line(arm) | {"markevery": 1, "linestyle": dashes[base]})
-    axes[0].set(xscale="log", xlabel="step size / tuned step size", ylabel="greedy validation accuracy, %")
-    axes[0].set_xticks([0.1, 0.3, 1, 3], ["0.1", "0.3", "1", "3"])
-    axes[0].minorticks_off()
-    ticks, rows = [], []
-    for (i, (arm, base)), (which, apart) in product(enumerate(winners(run, of)), {"shared": 0, "best": 0.6}.items()):
+        name = f"{LABELS[arm]}, base {base.split('/')[-1]}"
+        axes[0].plot(part["step"], part["score"], **plots.look(arm, ls=dashes[base], label=name))
+    axes[0].set(xlabel="step size / tuned step size", ylabel="greedy validation accuracy, %")
+    plots.plain_ticks(axes[0], [0.1, 0.3, 1, 3])
+    rows, sides = [], {}
+    for (arm, base), which in product(winners(run, of), ("shared", "best")):
         runs = full_runs(run, of, arm, base, which)
         row = {"panel": "test", "arm": arm, "base": base, "which": which}
-        rows.append([row | {"outcome": outcome(r), "greedy": 100 * r["test"]["greedy"]} for r in runs])
-        part = pd.DataFrame(rows[-1])
-        style.dots(axes[1], 1.6 * i + apart, part["greedy"], part["outcome"] == "failed", arm, width=0.35)
-        ticks.append((1.6 * i + apart, f"{which}\n{base.split('/')[-1]}"))
-    axes[1].set_xticks(*zip(*ticks, strict=True))
+        rows += [row | {"outcome": outcome(r), "greedy": 100 * r["test"]["greedy"]} for r in runs]
+        sides[f"{LABELS[arm]}\n{base.split('/')[-1]}\n{which}"] = [(arm, pd.DataFrame(rows[-len(runs) :]))]
+    plots.strip(axes[1], sides, "greedy")
     axes[1].set(ylabel="greedy test accuracy, %")
-    n = min(map(len, rows))
-    handles = [plt.Line2D([], [], **style.line(a) | {"label": f"{LABELS[a]} (right: n = {n})"}) for a in ARMS]
-    short = {base.split("/")[-1]: dash for base, dash in dashes.items()}
-    handles += [marks.handle(f"base {name}", color="black", ls=dash) for name, dash in short.items()]
-    fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
-    return fig, pd.concat([tried, pd.DataFrame(sum(rows, []))])
+    plots.key(fig, axes[0], 6)
+    return fig, pd.concat([tried, pd.DataFrame(rows)])
 
 
-def figure_prompts(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+def figure_prompts(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw greedy test accuracy and training reward of every run by its number of unique problems."""
     runs = frame(of, [f"{arm} prompts={n}" for arm in ARMS for n in run.prompt_counts])
     fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.5))
@@ -780,21 +627,17 @@ def figure_prompts(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame
     for ax, (column, (label, title)) in zip(axes, looks.items(), strict=True):
         _draw_levels(ax, runs, "unique_prompts", column)
         ax.set(xlabel="unique problems", ylabel=label, title=title)
-    axes[0].axhline(100 * of["base"][0]["test"]["greedy"], lw=0.8, color=style.ARMS["base"].color)
-    n = int(runs.groupby(["arm", "unique_prompts"]).size().min())
-    style.legend(fig, dict.fromkeys(ARMS, n) | {"base": None}, decodings=())
-    return fig, runs
+    axes[0].axhline(100 * of["base"][0]["test"]["greedy"], **plots.BASE)
+    return _with_legend(fig, int(runs.groupby(["arm", "unique_prompts"]).size().min()), base=True), runs
 
 
-def figure_horizon(run: SimpleNamespace, of: Records) -> tuple[Figure, DataFrame]:
+def figure_horizon(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw the greedy gain over the base of every run by its steps of thinking before the answer."""
     runs = frame(of, [f"{arm} filler={n}" for arm in ARMS for n in run.horizons]).drop(columns="t1")
     starts = {length: 100 * of[f"base filler={length}"][0]["test"]["greedy"] for length in run.horizons}
     runs = runs.assign(greedy=runs["greedy"] - runs["filler_steps"].map(starts))
     fig, ax = plt.subplots(figsize=(1.3 * style.COLUMN, 2.4))
     _draw_levels(ax, runs, "filler_steps", "greedy")
-    ax.axhline(0, lw=0.8, color=style.ARMS["base"].color)
+    ax.axhline(0, **plots.BASE)
     ax.set(xlabel="steps of thinking before the answer", ylabel="greedy gain, points")
-    n = int(runs.groupby(["arm", "filler_steps"]).size().min())
-    style.legend(fig, dict.fromkeys(ARMS, n) | {"base": None}, decodings=())
-    return fig, runs
+    return _with_legend(fig, int(runs.groupby(["arm", "filler_steps"]).size().min()), base=True), runs

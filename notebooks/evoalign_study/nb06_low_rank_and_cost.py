@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
 from pandas import DataFrame
 
 from evoalign_lib import arms, footprint, tiny
 from evoalign_lib.analysis import curves, stats
 from evoalign_lib.analysis.stats import Interval
-from evoalign_study import loading, style
+from evoalign_study import loading, plots, style
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.memory import SIZES, memory_specs, storage_specs
 from evoalign_study.kinds.scaling import MACHINES, PUBLISHED, measured_spec, simulated_spec
@@ -24,120 +23,61 @@ from evoalign_study.kinds.train import sweep_specs
 from evoalign_study.loading import DECODINGS, Group, Groups, Records, of_runs, own_settings
 from evoalign_study.measures.base import label
 from evoalign_study.records import Record, accuracy_matrix
-from evoalign_study.tidy import ENDS, Results, curve_band
+from evoalign_study.results import Results
+from evoalign_study.runs import FACTORS, MEASURED, TUNED_SIZES, curve_band, scales
 
 NOTEBOOK = "06_low_rank_and_cost"
 CLAIMS = ("C12", "C13", "C14", "C15b", "C15c", "C16", "C32")
 """The claims that the notebook's runs decide."""
 OVER_ADAPTERS = ("es_lora", "grpo_lora")
 """Arms that train an adapter with and without ESSA's warm start."""
-TINY = {
-    "bases": ["A0"],
-    "retrain": [],  # groups that `force` makes anew; none: all
-    "ranks": [1, 4, 16],  # of the noise; the first has as many seeds as full rank
-    "adapter_ranks": [4, 8, 16, 32],  # of LoRA adapters whose singular values ESSA searches
-    "populations": [8, 16, 32, 64, 128, 256],  # of ESSA, at as many evaluations
-    "precisions": ["float32", "int8", "int4"],  # of the base below ESSA's adapter
-    "starts": ["cold", "warm"],  # of ES and GRPO over an adapter: a new one, or one fine-tuned as ESSA's
-    "warm_shares": [64, 320, 640, 1280],  # rows of ESSA's warm start: 5 to 100 % of the last
-    "seeds_match": 16,  # of full rank, of noise of low rank, of GRPO and of each precision
-    "seeds_compare": 8,  # of all others
-    "seeds_describe": 4,  # of the other ranks of the noise
-    "seeds_null": 4,  # of random fitness where a search has it
-    "sweep_size": 12,  # settings an arm, and a rank
-    "sweep_factors": {},
-    "es_population_size": 30,
-    "es_prompts_per_step": 128,
-    "es_steps": 208,
-    "grpo_num_generations": 16,
-    "grpo_prompts_per_step": 16,
-    "grpo_steps": 250,
-    "essa_population_size": 32,
-    "essa_prompts_per_step": 50,
-    "essa_steps": 90,
-    "essa_lora_rank": 8,
-    "essa_warm_rows": 64,  # right answers that an adapter is fine-tuned on before the search
-    "essa_warm_epochs": 3,
-    "essa_warm_learning_rate": 1e-3,
-    "essa_curve_points": 7,
-    "essa_sweep_points": 4,
-    "adapter_curve_points": 13,  # of GRPO over an adapter
-    "adapter_sweep_points": 6,  # of ES and GRPO over an adapter, evenly in steps
-    "essa_population_points": 13,
-    "null_points": 3,  # of the curves of random fitness
-    "temperatures": [0.6],  # between greedy decoding and 1, at which models are measured again
-    "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
-    "validation_problems": 512,
-    "test_problems": 2000,
-    "curve_points": 25,
-    "curve_spacing": "log",
-    "memory_methods": list(footprint.METHODS),
-    "memory_sizes": list(SIZES),
-    "memory_rows": [8, 16, 32],  # prompts of a member, completions of a micro-batch
-    "stored_arms": ["es", "es_low_rank", "es_lora", "essa", "grpo", "grpo_lora"],
-    "scaling_workers": [1, 2],
-    "scaling_members": 60,
-    "scaling_prompts": 128,
-    "scaling_rounds": 13,  # of which the first starts the processes
-    "scaling_gpus": [1, 2, 4, 8, 16, 32, 64, 128, 256],
-    "scaling_lengths": ["released", "tiny"],  # whose lengths are simulated; published times are fitted by the first
-    "scaling_tokens": 256,  # their mean, to which they are stretched
-    "scaling_draws": 20,
-}
-SMOKE = TINY | {
-    "ranks": [1],
-    "adapter_ranks": [4],
-    "populations": [4, 8],
-    "precisions": ["int8"],
-    "starts": ["warm"],
-    "warm_shares": [16],
-    "seeds_match": 2,
-    "seeds_compare": 2,
-    "seeds_describe": 2,
-    "seeds_null": 1,
-    "sweep_size": 1,
-    "es_population_size": 4,
-    "es_prompts_per_step": 8,
-    "es_steps": 4,
-    "grpo_num_generations": 4,
-    "grpo_prompts_per_step": 4,
-    "grpo_steps": 4,
-    "essa_population_size": 4,
-    "essa_prompts_per_step": 8,
-    "essa_steps": 4,
-    "essa_lora_rank": 4,
-    "essa_warm_rows": 16,
-    "essa_warm_epochs": 1,
-    "essa_curve_points": 3,
-    "essa_sweep_points": 3,
-    "adapter_curve_points": 3,
-    "adapter_sweep_points": 3,
-    "essa_population_points": 3,
-    "validation_problems": 16,
-    "test_problems": 32,
-    "curve_points": 3,
-    "memory_methods": ["es", "grpo"],
-    "memory_sizes": ["0.14M"],
-    "memory_rows": [4],
-    "stored_arms": ["es", "grpo"],
-    "scaling_members": 4,
-    "scaling_prompts": 8,
-    "scaling_rounds": 2,
-    "scaling_gpus": [1, 4],
-    "scaling_lengths": ["tiny"],
-    "scaling_draws": 2,
-}
-FULL = TINY | {
-    "sweep_factors": {"sigma": 0.1, "alpha": 0.05, "learning_rate": 0.01, "beta": 0.1},
-    "max_completion_length": 1024,
-    "micro_batch": 16,  # completions in a backward pass
-    "tensor_parallel": 1,  # GPUs that share a copy of the model
-}
-
-
-def presets(model: str = "") -> dict[str, dict[str, Any]]:
-    """Return scale -> settings; model: that of scale full, empty for the scale's own."""
-    return {"tiny": TINY, "smoke": SMOKE, "full": FULL | {"bases": [model or "Qwen/Qwen2.5-0.5B-Instruct"]}}
+presets, TINY, SMOKE, FULL = scales(
+    {
+        "bases": ["A0"],
+        "retrain": [],  # groups that `force` makes anew; none: all
+        "ranks": ([1, 4, 16], [1]),  # of the noise; the first has as many seeds as full rank
+        "adapter_ranks": ([4, 8, 16, 32], [4]),  # of LoRA adapters whose singular values ESSA searches
+        "populations": ([8, 16, 32, 64, 128, 256], [4, 8]),  # of ESSA, at as many evaluations
+        "precisions": (["float32", "int8", "int4"], ["int8"]),  # of the base below ESSA's adapter
+        "starts": (["cold", "warm"], ["warm"]),  # of ES and GRPO over an adapter: a new one, or fine-tuned as ESSA's
+        "warm_shares": ([64, 320, 640, 1280], [16]),  # rows of ESSA's warm start: 5 to 100 % of the last
+        "seeds_match": (16, 2),  # of full rank, of noise of low rank, of GRPO and of each precision
+        "seeds_compare": (8, 2),  # of all others
+        "seeds_describe": (4, 2),  # of the other ranks of the noise
+        "seeds_null": (4, 1),  # of random fitness where a search has it
+        "sweep_size": (12, 1),  # settings an arm, and a rank
+        "sweep_factors": ({}, {}, FACTORS),
+        **TUNED_SIZES,
+        "es_prompts_per_step": (128, 8),
+        "essa_population_size": (32, 4),
+        "essa_prompts_per_step": (50, 8),
+        "essa_steps": (90, 4),
+        "essa_lora_rank": (8, 4),
+        "essa_warm_rows": (64, 16),  # right answers that an adapter is fine-tuned on before the search
+        "essa_warm_epochs": (3, 1),
+        "essa_warm_learning_rate": 1e-3,
+        "essa_curve_points": (7, 3),
+        "essa_sweep_points": (4, 3),
+        "adapter_curve_points": (13, 3),  # of GRPO over an adapter
+        "adapter_sweep_points": (6, 3),  # of ES and GRPO over an adapter, evenly in steps
+        "essa_population_points": (13, 3),
+        "null_points": 3,  # of the curves of random fitness
+        "temperatures": [0.6],  # between greedy decoding and 1, at which models are measured again
+        **MEASURED,
+        "memory_methods": (list(footprint.METHODS), ["es", "grpo"]),
+        "memory_sizes": (list(SIZES), ["0.14M"]),
+        "memory_rows": ([8, 16, 32], [4]),  # prompts of a member, completions of a micro-batch
+        "stored_arms": (["es", "es_low_rank", "es_lora", "essa", "grpo", "grpo_lora"], ["es", "grpo"]),
+        "scaling_workers": [1, 2],
+        "scaling_members": (60, 4),
+        "scaling_prompts": (128, 8),
+        "scaling_rounds": (13, 2),  # of which the first starts the processes
+        "scaling_gpus": ([1, 2, 4, 8, 16, 32, 64, 128, 256], [1, 4]),
+        "scaling_lengths": (["released", "tiny"], ["tiny"]),  # of simulated steps; the first fits published times
+        "scaling_tokens": 256,  # their mean, to which they are stretched
+        "scaling_draws": (20, 2),
+    }
+)
 
 
 def groups(run: SimpleNamespace, records: Records) -> Groups:
@@ -404,7 +344,7 @@ def speed_points(records: Sequence[Record], lengths: str) -> DataFrame:
     return DataFrame(rows)
 
 
-# ---- results, and what the paper quotes of them
+# ---- results
 
 _RESAMPLES = 2000
 
@@ -457,12 +397,14 @@ def results(run: SimpleNamespace, records: Records, verdicts: Mapping[str, Any],
     }
     for what, each in steps.groupby("what", sort=False):
         values[f"{what}, speed-up"] = each["speed-up"].iloc[-1]
+        values |= {f"{what} on all, {c}": each[c].iloc[-1] for c in ("seconds", "stragglers")}
         values[f"{what}, GPUs to half"] = each["GPUs"][each["speed-up"] / each["GPUs"] >= 0.5].max()
     values |= {"GPUs": steps["GPUs"].max(), "draws": int(steps["draws"].max())}
     for what, published in PUBLISHED.items():
         values[f"{what}, times faster"] = published.minutes[0] / published.minutes[-1]
         values[f"{what}, times the GPUs"] = published.gpus[-1] / published.gpus[0]
-    return MappingProxyType(values)
+        values[f"{what}, share"] = values[f"{what}, times faster"] / values[f"{what}, times the GPUs"]
+    return MappingProxyType(values | words(run, records, values, verdicts))
 
 
 def _mean(scores: np.ndarray) -> Interval:
@@ -493,30 +435,8 @@ def _at_equal_budgets(records: Records, groups: Sequence[str]) -> Results:
     return values
 
 
-MACROS = {
-    "CostOptimum": ("C12: optimum above 96", ".0f", *ENDS),
-    "CostRankFour": ("C13: ESSA rank 4 - ESSA rank 32, test greedy", ".1%", *ENDS),
-    "CostInteger": ("C14: ESSA int8 - ESSA float32, test greedy", ".1%", "value"),
-    "CostFour": ("C14: ESSA int4 - ESSA float32, test greedy", ".1%", "value"),
-    "CostEssaBehind": ("C15c: ESSA - GRPO with LoRA, validation greedy at equal completions", ".1%", *ENDS),
-    "CostMemoryFull": ("C16: grpo over es at 7B, above 5", ".1f", "value"),
-    "CostMemoryAdapter": ("C16: grpo lora over es at 7B, above 5", ".2f", "value"),
-    "CostLowRank": ("C32: ES with low rank - ES full, test greedy", ".1%", *ENDS),
-}
-"""What the paper quotes of the `results`, for `tidy.macros`: intervals of verdicts."""
+# ---- what the answers say of the results
 
-
-# ---- answers
-
-QUESTIONS = {
-    "Does noise of rank 1 reach what noise of full rank reaches?": "C32",
-    "Which population does ESSA need?": "C12",
-    "Are moderate ranks of the adapter best?": "C13",
-    "Does ESSA lose by a base in 8 or 4 bits?": "C14",
-    "Does ESSA get further than GRPO over the same adapter from the same start?": "C15c",
-    "Does ES need 5 to 8 times less memory?": "C16",
-}
-"""Question of the notebook -> the claim whose verdict answers it."""
 ONLY_LOCAL = "only the local engine has bases of another precision"
 
 
@@ -525,78 +445,27 @@ def percent(values: Results, group: str, decoding: str = "greedy") -> str:
     return f"{100 * values[f'{group}, {decoding}'].value:.1f}"
 
 
-def answers(run: SimpleNamespace, records: Records, values: Results, verdicts: Mapping[str, Any]) -> dict[str, str]:
-    """Return the questions of the notebook with their answers, from the `results` and the verdicts."""
+def words(run: SimpleNamespace, records: Records, values: Results, verdicts: Mapping[str, Any]) -> Results:
+    """Return what the answers say of the `results`: verdicts, names of groups, and lists of numbers."""
 
     def both(names: Mapping[str, str], between: str = ", ") -> str:
         """Accuracy of groups greedily and at temperature 1; names: group -> what it is called."""
-        each = [
+        return between.join(
             f"{words}: {percent(values, group)} and {percent(values, group, 't1')} %" for group, words in names.items()
-        ]
-        return f"greedily and at temperature 1: {between.join(each)}."
-
-    first, essa = f"rank {run.ranks[0]}", "Test accuracy after ESSA, "
-    full, low, own = (f"{percent(values, g)} %" for g in ("es", first, f"as full rank, {first}"))
-    seeds = {group: len(records[group]) for group in ("es", first, f"as full rank, {first}")}
-    told = {
-        "C32": (
-            f"Greedily {full} ({name(records, 'es')}, {seeds['es']} seeds) and {low} ({name(records, first)}, "
-            f"{seeds[first]} seeds), from {percent(values, 'base')} %; with the settings that full rank was tuned to "
-            f"{own} ({seeds[f'as full rank, {first}']} seeds)."
-        ),
-        "C12": verdicts["C12"].text,
-        "C13": essa + both({f"adapter {rank}": f"rank {rank}" for rank in run.adapter_ranks}),
-        "C14": f"Not run: {ONLY_LOCAL}.",
-        "C15c": "Test accuracy at the end, " + both({g: name(records, g) for g in adapted(run)}, "; "),
-        "C16": _memory_in_words(values),
-    }
-    if least := values.get("C12: optimum above 96"):
-        told["C12"] = (
-            f"By the fitted quadratic {least.format(percent=False, digits=0)} candidates get to "
-            f"{100 * values['target']:.1f} % with the fewest completions; {values['missed']} of {values['searches']} "
-            "runs never get there."
         )
+
+    first = f"rank {run.ranks[0]}"
+    said: dict[str, Any] = {f"verdict {claim}": verdict.verdict for claim, verdict in verdicts.items()}
+    groups_ = {"es": "es", "first rank": first, "first rank as full rank": f"as full rank, {first}"}
+    for alias, group in groups_.items():
+        said |= {f"name of {alias}": name(records, group), f"seeds of {alias}": len(records[group])}
+        said[f"{alias}, greedy"] = values[f"{group}, greedy"]
+    said["text of C12"] = verdicts["C12"].text
+    said["by adapter rank"] = both({f"adapter {rank}": f"rank {rank}" for rank in run.adapter_ranks})
     if precisions(run):
-        told["C14"] = essa + both({f"precision={precision}": precision for precision in precisions(run)})
-    judged = {question: f"{claim} {verdicts[claim].verdict}. {told[claim]}" for question, claim in QUESTIONS.items()}
-    return judged | _scaling_in_words(values)
-
-
-def _memory_in_words(values: Results, size: str = "7B") -> str:
-    """For a model, how many times the bytes of ES three methods of GRPO take, and of two ways to spare them."""
-    told = []
-    for less in ("es", "es_inplace", "es_lora"):
-        keys = {more: f"{more} over {less}, {size}" for more in ("grpo", "grpo_adam8bit", "grpo_lora")}
-        each = [f"{values[key]:.2g} ({footprint.METHODS[more].label})" for more, key in keys.items() if key in values]
-        told += [f"{footprint.METHODS[less].label}: {', '.join(each)}"] if each else []
-    return f"By the formula at {size}, bytes of gradient training over those of {'; '.join(told)}."
-
-
-def _scaling_in_words(values: Results) -> dict[str, str]:
-    last, linear, waiting = values["GPUs"], [], []
-    for what, words in LABELS.items():
-        first, end = (f"{values[f'{what} on {n}, seconds']:.3g} s" for n in (1, last))
-        linear.append(
-            f"{words}: {values[f'{what}, speed-up']:.1f} times ({first}, then {end}), half the ideal or more up to "
-            f"{values[f'{what}, GPUs to half']}"
-        )
-        one, many = (f"{100 * values[f'{what} on {n}, stragglers']:.0f} %" for n in (1, last))
-        waiting.append(f"{words} {one} of its time on one GPU and {many} on {last}")
-    told = []
-    for what, published in PUBLISHED.items():
-        faster, more = values[f"{what}, times faster"], values[f"{what}, times the GPUs"]
-        times = f"{faster:.1f} times faster with {more:.0f} times the GPUs ({100 * faster / more:.0f} %)"
-        told.append(f"{published.what}: {times}")
-    return {
-        "Does a step of ES scale almost linearly over GPUs, by the simulation?": (
-            f"Simulated, over {values['draws']} draws of the lengths, {last} GPUs are faster than one so much: "
-            f"{'; '.join(linear)}. A step that wastes more on one GPU has the higher speed-up: compare the seconds."
-        ),
-        "What do stragglers cost?": f"At equal lengths the same step would save: {'; '.join(waiting)}.",
-        "What do the published times say?": (
-            f"{'; '.join(told)}. These are times to an accuracy, single runs, two points each."
-        ),
-    }
+        said["by precision"] = both({f"precision={precision}": precision for precision in precisions(run)})
+    said["by adapted arm"] = both({group: name(records, group) for group in adapted(run)}, "; ")
+    return said
 
 
 # ---- tables that several sections show
@@ -636,7 +505,7 @@ def settings_table(records: Records, groups: Sequence[str]) -> DataFrame:
 # ---- figures, each of a tidy frame
 
 
-def draw_curves(points: DataFrame, records: Records) -> Figure:
+def draw_curves(points: DataFrame, records: Records) -> plt.Figure:
     """Draw validation accuracy against a budget on a logarithmic axis, a panel per decoding.
 
     A cold start is dashed, and so is the second rank of the noise; the third is dotted.
@@ -645,75 +514,57 @@ def draw_curves(points: DataFrame, records: Records) -> Figure:
         points: `curve_points`.
         records: of the groups in it, and of the base.
     """
-    axis, groups = points.columns[0], list(points["group"].unique())
-    ranks = sorted({rank for group in groups if (rank := records[group][0]["spec"].get("rank"))})
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 3.0), sharey=True)
-    for (group, decoding), part in points.groupby(["group", "decoding"], sort=False):
-        ax, spec = axes[DECODINGS.index(decoding)], records[group][0]["spec"]
+    axis, looks = points.columns[0], {}
+    specs = {group: records[group][0]["spec"] for group in points["group"].unique()}
+    ranks = sorted({spec["rank"] for spec in specs.values() if "rank" in spec})
+    for group, spec in specs.items():
         cold = spec["arm"] in OVER_ADAPTERS and "warm_rows" not in spec
         nth = ranks.index(spec["rank"]) if "rank" in spec else int(cold)
-        look = {
-            "label": f"{name(records, group)} (n = {part['n'].iloc[0]})",
-            "ms": 4,
-            "ls": ("-", "--", ":", "-.")[nth % 4],
-        }
-        look |= {"mfc": "white"} if nth else {}
-        ax.plot(
-            part[axis], part["mean"], **{k: v for k, v in style.line(spec["arm"]).items() if k != "linestyle"} | look
-        )
-        style.band(ax, part[axis], part["low"], part["high"], style.ARMS[spec["arm"]].color)
-    for ax, (decoding, look) in zip(axes, style.DECODINGS.items(), strict=True):
+        look = {"label": f"{name(records, group)} (n = {len(records[group])})", "ls": ("-", "--", ":", "-.")[nth % 4]}
+        looks[group] = plots.look(spec["arm"], ms=4, **look | ({"mfc": "white"} if nth else {}))
+    fig, axes, shown = plots.panels(points, "decoding", 3.0, sharey=True)
+    for ax, decoding, panel in shown:
+        plots.lines(ax, panel, axis, "mean", "group", looks, markevery=0.15)
         start = records["base"][0]["validation"]["greedy" if decoding == "greedy" else "pass@1"]
-        ax.axhline(100 * start, lw=0.8, color=style.ARMS["base"].color)
-        ax.set(xscale="log", title=look.label, xlabel=axis.replace("_", " ").replace("flops", "FLOPs"))
+        ax.axhline(100 * start, **plots.BASE)
+        ax.set(
+            xscale="log", title=style.STROKES[decoding].label, xlabel=axis.replace("_", " ").replace("flops", "FLOPs")
+        )
     axes[0].set_ylabel("validation accuracy, %")
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8.5, frameon=False)
+    plots.key(fig, axes[0], 2, 8)
     return fig
 
 
-def draw_populations(points: DataFrame, aim: float) -> Figure:
+def draw_populations(points: DataFrame, aim: float) -> plt.Figure:
     """Draw completions to the target, a share, and accuracy at the end by population. points: `population_points`."""
     fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 2.8))
     look, sizes = style.ARMS["essa"], points["population"].unique()
-    for reached, part in points.groupby("reached"):
-        spread = 2.0 ** style.jitter(len(part), 0.12) * part["population"]
-        face = look.color if reached else "none"
-        left.scatter(spread, part["completions"], s=14, facecolors=face, edgecolors=look.color, lw=0.8)
+    spread = 2.0 ** style.jitter(len(points), 0.12) * points["population"]
+    faces = np.where(points["reached"], look.color, "none")
+    left.scatter(spread, points["completions"], s=14, facecolors=faces, edgecolors=look.color, lw=0.8)
+    right.scatter(spread, points["at the end"], s=14, color=look.color, lw=0)
     x = np.linspace(*np.log2(sizes[[0, -1]]), 60)
     fitted = np.polyfit(np.log2(points["population"].astype(float)), np.log2(points["completions"]), 2)
     left.plot(2**x, 2 ** np.polyval(fitted, x), color=look.color, lw=1.2)
     needed = [part.to_numpy() for _, part in points.groupby("population")["completions"]]
-    left.axvline(curves.minimum(sizes.astype(float), needed), color="0.5", lw=0.8, ls=":")
-    spread = 2.0 ** style.jitter(len(points), 0.12) * points["population"]
-    right.scatter(spread, points["at the end"], s=14, color=look.color, lw=0)
+    left.axvline(curves.minimum(sizes.astype(float), needed), **plots.NULL)
     means = points.groupby("population")["at the end"].mean()
     right.plot(means.index, means, color=look.color, lw=1.2)
-    left.set(yscale="log", ylabel=f"completions to {100 * aim:.1f} %")
-    right.set_ylabel("validation accuracy at the end, %")
+    left.set(yscale="log", ylabel=f"completions to {100 * aim:.1f} %", xlabel="population")
+    right.set(ylabel="validation accuracy at the end, %", xlabel="population")
     for ax in (left, right):
-        ax.set(xscale="log", xlabel="population")
-        ax.set_xticks(sizes, [str(N) for N in sizes])
-        ax.minorticks_off()
+        plots.plain_ticks(ax, sizes)
     return fig
 
 
-_LOOKS: dict[str, tuple[str, str]] = {
-    "weights": ("#1B1B1B", ""),
-    "working copy": ("#4F4F4F", ""),
-    "master": ("#858585", ""),
-    "compensation": ("#B9B9B9", ""),
-    "rollout copy": ("#4F4F4F", "//"),
-    "reference model": ("#858585", "//"),
-    "adapter": ("#B9B9B9", "//"),
-    "gradients": ("#7A3B0C", ""),
-    "moments": ("#C98A57", ""),
-    "saved activations": ("#EBCDB2", ""),
-    "logits": ("#EBCDB2", "//"),
-    "KV cache": ("#C5D6E3", ""),
-    "noise or factors": ("#7FA3BD", ""),
-    "search": ("#7FA3BD", "//"),
-    "temporaries": ("white", "//"),
+_HATCHES = ("", "//", "..", "xx")
+_KINDS = {
+    "#333333": ("weights", "working copy", "master", "compensation"),
+    "#8C8C8C": ("rollout copy", "reference model", "adapter"),
+    "#C98A57": ("gradients", "moments", "saved activations", "logits"),
+    "#7FA3BD": ("KV cache", "noise or factors", "search", "temporaries"),
 }
+_LOOKS = {name: (color, hatch) for color, names in _KINDS.items() for name, hatch in zip(names, _HATCHES, strict=False)}
 """Component -> colour and hatch: greys are weights, browns what gradients need, blues what members need."""
 
 
@@ -727,63 +578,50 @@ def bytes_a_parameter(memory: DataFrame, size: str = "7B") -> DataFrame:
     return frame.loc[:, frame.any()].rename(index=lambda method: footprint.METHODS[method].label)
 
 
-def draw_bars(data: DataFrame, size: str = "7B") -> Figure:
+def draw_bars(data: DataFrame, size: str = "7B") -> plt.Figure:
     """Draw the bytes a parameter of each method on a GPU, by component. data: `bytes_a_parameter`."""
-    drawn = [component for component in _LOOKS if component in data]
     fig, ax = plt.subplots(figsize=(style.PAGE, 0.9 + 0.24 * len(data)))
-    colors = [_LOOKS[component][0] for component in drawn]
-    data[drawn].plot.barh(stacked=True, ax=ax, width=0.7, color=colors, legend=False, linewidth=0.4)
-    for bars, component in zip(ax.containers, drawn, strict=True):
+    left = 0.0
+    for component in [component for component in _LOOKS if component in data]:
         color, hatch = _LOOKS[component]
-        for bar in bars:
-            bar.set(hatch=hatch, edgecolor="white" if color != "white" else "#555555")
-    totals = data.sum(axis=1)
-    ax.bar_label(ax.containers[-1], [f"{total:.1f}" for total in totals], padding=3, fontsize=6.5)
+        look = {"color": color, "hatch": hatch, "edgecolor": "white", "label": component}
+        bars = ax.barh(data.index, data[component], 0.7, left, **look)
+        left = left + data[component].to_numpy()
+    ax.bar_label(bars, [f"{total:.1f}" for total in left], padding=3, fontsize=6.5)
     ax.invert_yaxis()
-    ax.set(xlabel=f"bytes a parameter, {size}", ylabel="", xlim=(0, 1.06 * totals.max()))
+    ax.set(xlabel=f"bytes a parameter, {size}", xlim=(0, 1.06 * left.max()))
     ax.grid(axis="y", visible=False)
-    fig.legend(loc="outside lower center", ncols=5)
+    plots.key(fig, ax, 5)
     return fig
 
 
 _MARKS = {"essa_v1": "s", "essa_v3": "D", "grpo_v3": "v"}
 
 
-def draw_speed_ups(points: DataFrame, lengths: str) -> Figure:
+def draw_speed_ups(points: DataFrame, lengths: str) -> plt.Figure:
     """Draw speed-up and efficiency over the number of GPUs: simulated steps with the range of draws, published times.
 
     points: `speed_points`. lengths: whose are simulated.
     """
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 3.1))
+    looks: dict[str, dict[str, Any]] = {}
+    for kind, what in points[["kind", "what"]].drop_duplicates().itertuples(index=False):
+        arm, adapters = "grpo" if what.startswith("grpo") else "es", what == "es_adapters"
+        hollow = {"mfc": "white", "ls": "--"} if adapters else {}
+        published = {"mfc": "none", "ls": "", "marker": _MARKS.get(what)}
+        words = LABELS[what] if kind == "simulated" else f"published: {PUBLISHED[what].what}"
+        looks[what] = plots.look(arm, label=words, **hollow if kind == "simulated" else published)
     gpus = np.sort(points["GPUs"][points["kind"] == "simulated"].unique())
-    for ax, share in zip(axes, (np.ones_like(gpus), gpus), strict=True):
-        ax.plot(gpus, gpus / share, color="black", lw=0.8, ls=":", label="ideal")
-    for (kind, what), part in points.groupby(["kind", "what"], sort=False):
-        arm = style.ARMS["grpo" if what.startswith("grpo") else "es"]
-        if kind == "simulated":
-            look = {"marker": arm.marker, "label": LABELS[what], "ls": "--" if what == "es_adapters" else "-"}
-            look |= {"mfc": "white"} if what == "es_adapters" else {}
-        else:
-            look = {
-                "ls": "",
-                "marker": _MARKS[what],
-                "mfc": "none",
-                "ms": 5,
-                "label": f"published: {PUBLISHED[what].what}",
-            }
-        for ax, share in zip(axes, (1, part["GPUs"]), strict=True):
-            ax.plot(part["GPUs"], part["speed-up"] / share, color=arm.color, **look)
-            if kind == "simulated":
-                style.band(ax, part["GPUs"], part["low"] / share, part["high"] / share, arm.color)
-    for ax in axes:
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(gpus[::2], gpus[::2])
+    shares = points[["speed-up", "low", "high"]].div(points["GPUs"], axis=0) * 100
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 3.1))
+    for ax, frame, ideal in zip(axes, (points, points.assign(**shares)), (gpus, 100 + 0 * gpus), strict=True):
+        plots.lines(ax, frame, "GPUs", "speed-up", "what", looks)
+        ax.plot(gpus, ideal, label="ideal", **plots.NULL)
+        plots.plain_ticks(ax, gpus[::2])
         ax.set_xlabel("GPUs")
     axes[0].set_yscale("log", base=2)
     axes[0].set_yticks(gpus[::2], gpus[::2])
     axes[0].set(ylabel="speed-up", title="times faster than one GPU")
-    axes[1].yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f}")
     axes[1].set(ylabel="efficiency, %", title="speed-up / GPUs", ylim=(0, None))
     fig.suptitle(f"Simulation of a training step; lengths: {_WHOSE[lengths]}", fontsize=8)
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncol=4, fontsize=6.5)
+    plots.key(fig, axes[0], 4, 6.5)
     return fig

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from matplotlib import pyplot as plt
@@ -27,12 +27,7 @@ from evoalign_study.kinds.weights import VALIDATED_BY, answers_spec, coverage_sp
 from evoalign_study.loading import After, Groups, Records
 from evoalign_study.measures.base import label
 from evoalign_study.records import Record, Spec, ledger_file, unpack_bits, unpack_integers, unpack_probabilities
-from evoalign_study.results import Results, stated
-from evoalign_study.sentences import told
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from evoalign_study.results import Results, stated, told
 
 NOTEBOOK = "07_solution_coverage"
 CLAIMS = ("C18", "C18b", "C19", "E13", "C36", "E12")
@@ -60,82 +55,46 @@ PUBLISHED = {
 }
 """Model or test, table of arXiv 2507.14843 (version 4) -> its numbers of problems kept, won, lost and out."""
 _RESAMPLES = 2000
-TINY = {
-    "bases": ["A0"],
-    "retrain": [],  # groups that `force` makes anew; none: all
-    "own_seeds": list(range(32, 40)),  # no seed that another notebook has
-    "seeds_es": 32,  # of ES in notebook 08
-    "seeds_random": [],  # weight_geometry's, which nothing here takes
-    "seeds_sampled": [],
-    "mean": 8,  # ES runs of which a mean is taken
-    "cell_steps": 250,  # of ES where rollouts and updates are taken apart: as many completions as GRPO has
-    "cell_members": 16,
-    "cell_prompts": 16,
-    "cell_samples": 16,  # of each prompt, where the unperturbed weights write
-    "sweep_size": 12,
-    "finalists": 4,  # settings of a sweep that are tried at full length
-    "perturbed_sigma": 0.025,  # of the copies that write for fine-tuning: that which solves most validation problems
-    "alone_steps": 66,  # of ES at the FLOPs of GRPO; the parts of composed runs have half of each
-    "curve_points": 13,
-    "reach_at": [0.6, 1.0],  # temperatures at which every point of a curve is measured
-    "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
-    "validation_problems": 512,
-    "test_problems": 512,
-    "coverage_problems": 256,  # of the test set
-    "coverage_temperatures": [0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4],
-    "coverage_samples": 64,  # of each problem
-    "coverage_sampled_at": [0.6, 1.0],
-    "checked_samples": 1024,  # of each problem, of one run of each arm
-    "perturbed_sigmas": [0.01, 0.015, 0.02, 0.025, 0.03],  # of noise on the base's weights
-    "perturbed_repeats": 4,
-    "perturbed_members": 512,  # copies, each of which answers once
-    "perturbed_problems": 256,  # of the test set, those of coverage_problems
-    "perturbed_validation": 128,
-    "ends": [],  # folders, ledgers or adapters of your own, sampled beside `model`; none: a run of ES
-    "sampled_problems": 64,  # of the test set, of which the model and its ends are sampled
-    "sampled_block": 32,  # problems of a record: as much is lost by a kill
-    "sampled_samples": 64,  # of each problem
-    "sampled_temperatures": [0.6, 1.0],
-}
-SMOKE = TINY | {
-    "own_seeds": [32, 33],
-    "seeds_es": 2,
-    "mean": 2,
-    "cell_steps": 4,
-    "cell_members": 4,
-    "cell_prompts": 4,
-    "cell_samples": 4,
-    "sweep_size": 2,
-    "finalists": 1,
-    "alone_steps": 2,
-    "curve_points": 3,
-    "validation_problems": 16,
-    "test_problems": 32,
-    "coverage_problems": 16,
-    "coverage_temperatures": [0.6, 1.0],
-    "coverage_samples": 8,
-    "checked_samples": 16,
-    "perturbed_sigmas": [0.02],
-    "perturbed_repeats": 2,
-    "perturbed_members": 16,
-    "perturbed_problems": 16,
-    "perturbed_validation": 8,
-    "sampled_problems": 8,
-    "sampled_block": 4,
-    "sampled_samples": 8,
-}
-FULL = TINY | {
-    "sampled_problems": 512,
-    "sampled_block": 64,
-    "sampled_samples": 512,
-    "max_completion_length": 1024,
-    "tensor_parallel": 1,  # GPUs that share a copy of the model
-}
-
-
-def presets(model: str = "") -> dict[str, dict[str, Any]]:
-    """Return scale -> settings; model: that of scale full, empty for the scale's own."""
-    return {"tiny": TINY, "smoke": SMOKE, "full": FULL | {"bases": [model or "Qwen/Qwen2.5-0.5B-Instruct"]}}
+presets, TINY, SMOKE, FULL = runs.scales(
+    {
+        "bases": ["A0"],
+        "retrain": [],  # groups that `force` makes anew; none: all
+        "own_seeds": (list(range(32, 40)), [32, 33]),  # no seed that another notebook has
+        "seeds_es": (32, 2),  # of ES in notebook 08
+        "seeds_random": [],  # weight_geometry's, which nothing here takes
+        "seeds_sampled": [],
+        "mean": (8, 2),  # ES runs of which a mean is taken
+        "cell_steps": (250, 4),  # of ES where rollouts and updates are taken apart: as many completions as GRPO has
+        "cell_members": (16, 4),
+        "cell_prompts": (16, 4),
+        "cell_samples": (16, 4),  # of each prompt, where the unperturbed weights write
+        "sweep_size": (12, 2),
+        "finalists": (4, 1),  # settings of a sweep that are tried at full length
+        "perturbed_sigma": 0.025,  # of copies that write for fine-tuning: that which solves most validation problems
+        "alone_steps": (66, 2),  # of ES at the FLOPs of GRPO; the parts of composed runs have half of each
+        "curve_points": (13, 3),
+        "reach_at": [0.6, 1.0],  # temperatures at which every point of a curve is measured
+        "max_completion_length": (tiny.MAX_COMPLETION_LENGTH, tiny.MAX_COMPLETION_LENGTH, 1024),
+        "validation_problems": (512, 16),
+        "test_problems": (512, 32),
+        "coverage_problems": (256, 16),  # of the test set
+        "coverage_temperatures": ([0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4], [0.6, 1.0]),
+        "coverage_samples": (64, 8),  # of each problem
+        "coverage_sampled_at": [0.6, 1.0],
+        "checked_samples": (1024, 16),  # of each problem, of one run of each arm
+        "perturbed_sigmas": ([0.01, 0.015, 0.02, 0.025, 0.03], [0.02]),  # of noise on the base's weights
+        "perturbed_repeats": (4, 2),
+        "perturbed_members": (512, 16),  # copies, each of which answers once
+        "perturbed_problems": (256, 16),  # of the test set, those of coverage_problems
+        "perturbed_validation": (128, 8),
+        "ends": [],  # folders, ledgers or adapters of your own, sampled beside `model`; none: a run of ES
+        "sampled_problems": (64, 8, 512),  # of the test set, of which the model and its ends are sampled
+        "sampled_block": (32, 4, 64),  # problems of a record: as much is lost by a kill
+        "sampled_samples": (64, 8, 512),  # of each problem
+        "sampled_temperatures": [0.6, 1.0],
+        "tensor_parallel": (..., ..., 1),  # GPUs that share a copy of the model
+    }
+)
 
 
 # ---- groups of runs
@@ -162,7 +121,7 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
         return [coverage_spec(settings.bases[0], end, exact, scale) for end in ends_]
 
     for measured, group in reached().items():
-        declared[measured] = _after(records, [group] if group else [], partial(reach, group))
+        declared[measured] = runs.after(records, [group] if group else [], partial(reach, group))
     declared["perturbed"] = perturbed_specs(
         settings.bases[0], settings.perturbed_sigmas, settings.perturbed_repeats, exact, scale
     )
@@ -175,16 +134,10 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
         ]
 
     many = exact | {"coverage_samples": settings.checked_samples}
-    declared["answers"] = _after(records, answering, first_runs(answers_spec, exact))
-    declared["checked"] = _after(records, TRAINED, first_runs(coverage_spec, many))
+    declared["answers"] = runs.after(records, answering, first_runs(answers_spec, exact))
+    declared["checked"] = runs.after(records, TRAINED, first_runs(coverage_spec, many))
     sampled = [s for end in (None, *ends(run, records)) for s in sampled_specs(run.bases[0], end, vars(run), run.scale)]
     return declared | {"sampled": After(sampled, (ELSEWHERE,))}
-
-
-def _after(records: Records, needed: Sequence[str], make: Any) -> After:
-    """Return specs that are made from the records of groups, once these are loaded."""
-    ready = runs.known(records, *needed)
-    return After(make(*(records[name] for name in needed)) if ready else [], tuple(needed))
 
 
 def reached() -> dict[str, str]:
@@ -282,21 +235,13 @@ def crossing_table(run: SimpleNamespace, records: Records) -> DataFrame:
     )
 
 
-class Equal(NamedTuple):
-    """ES against GRPO where one sample of each is equally often right."""
+def at_equal_accuracy(run: SimpleNamespace, records: Records) -> Results:
+    """Compare ES with GRPO at both ends, hot and cold, of the accuracies of one sample that both have somewhere.
 
-    level: float
-    """How often that is, a fraction."""
-    more: Interval
-    """By how much more ES solves there within 256 samples, a fraction; over the resamples in which both get there."""
-    without: float
-    """The share of resamples in which one of them does not."""
+    The level is how often one sample is right there, "more" by how much more ES solves within 256 samples, over the
+    resamples in which both get there, and "without" the share of those in which one does not; all are fractions.
 
-
-def at_equal_accuracy(run: SimpleNamespace, records: Records) -> tuple[Equal, Equal]:
-    """Compare ES with GRPO at both ends of the accuracies of one sample that both have at some temperature.
-
-    These are that of GRPO at its hottest temperature, and the best one of ES. The other arm is taken on the line
+    The ends are the accuracy of GRPO at its hottest temperature, and the best one of ES. The other arm is on the line
     between the temperatures that were asked. Intervals are over runs and problems, the problems in common.
     """
     ats = [label(t) for t in sorted(run.coverage_temperatures)]
@@ -323,12 +268,13 @@ def at_equal_accuracy(run: SimpleNamespace, records: Records) -> tuple[Equal, Eq
     values = compare(lambda n: np.full(n, 1 / n))
     drawn = np.array([compare(lambda n: rng.multinomial(n, np.full(n, 1 / n)) / n) for _ in range(_RESAMPLES)])
     n = min(both[0].shape[1] for both in solved_at.values())
-    made = []
-    for (level, more), draws in zip(values, drawn[:, :, 1].T, strict=True):
+    found: dict[str, Any] = {}
+    for end, (level, more), draws in zip(("hot", "cold"), values, drawn[:, :, 1].T, strict=True):
         without = float(np.isnan(draws).mean())
         low, high = (np.nan, np.nan) if without == 1 or np.isnan(more) else np.nanpercentile(draws, [2.5, 97.5])
-        made.append(Equal(level, Interval(more, float(low), float(high), n), without))
-    return made[0], made[1]
+        more = Interval(more, float(low), float(high), n)
+        found |= {f"{end} level": level, f"{end} more": more, f"{end} without": without}
+    return found
 
 
 # ---- problems won and lost
@@ -357,14 +303,11 @@ def support_table(run: SimpleNamespace, records: Records, at: str = "t1") -> Dat
         each = supports(records, model, at)
         row = _model(run, records, model)
         row |= {part: f"{np.mean([getattr(s, part) for s in each]):.1f}" for part in ("kept", "won", "lost", "out")}
-        row |= {part.upper(): _ratio(np.mean([getattr(s, part) for s in each])) for part in ("srr", "ndr")}
+        ratios = {part.upper(): np.mean([getattr(s, part) for s in each]) for part in ("srr", "ndr")}
+        row |= {head: stated(ratio, ".3f", "not defined") for head, ratio in ratios.items()}
         row["NSCR [95 %]"] = "0 (the null)" if model == BASE else stated(change(records, model, at), ".3f")
         rows.append(row | {"null of counts": f"{chance.low:.3f} to {chance.high:.3f}"})
     return DataFrame(rows)
-
-
-def _ratio(value: float) -> str:
-    return "not defined" if np.isnan(value) else f"{value:.3f}"
 
 
 def own_support_table(run: SimpleNamespace, records: Records) -> DataFrame:
@@ -494,64 +437,17 @@ def results(run: SimpleNamespace, records: Records) -> Results:
         entries[f"{model} cold"] = change(records, model, "t0.6")
     for model in ("es", "grpo", "es_random", MEAN):
         entries[f"{model} change"] = change(records, model, "t1")
-    for end, equal in zip(("hot", "cold"), at_equal_accuracy(run, records), strict=True):
-        entries |= {f"{end} level": equal.level, f"{end} more": equal.more, f"{end} without": equal.without}
+    entries |= at_equal_accuracy(run, records)
     chance = null(records, "t1")
     entries |= {"null low": chance.low, "null high": chance.high}
     entries["copies"] = solved_by_copies(records, entries["sigma"])
-    return entries | factors.results(records)
-
-
-MACROS = factors.MACROS | {
-    "CovProblems": "problems",
-    "CovWithin": "within",
-    "CovBaseShare": "base at 1.value:.1%",
-    "CovEsShare": "es at 1.value:.1%",
-    "CovGrpoShare": "grpo at 1.value:.1%",
-    "CovEsChange": "es change:.3f",
-    "CovGrpoChange": "grpo change:.3f",
-    "CovHotLevel": "hot level:.1%",
-    "CovHotMore": "hot more",
-    "CovColdLevel": "cold level:.1%",
-    "CovColdMore": "cold more",
-}
-"""Macro of the paper -> name in the results, and format."""
-
-
-def answers(run: SimpleNamespace, records: Records, results: Results) -> dict[str, str]:
-    """Return question -> one sentence with its number, interval and n."""
-
-    def moved(model: str, key: str, words: str) -> str:
-        """Name a change of support, and say whether it is one."""
-        found = results[f"{model} {key}"]
+    for key in ("es change", "es cold", "grpo change", "grpo cold"):  # whether a change is one
+        found = entries[key]
         said = "a gain" if found.low > 0 else "a loss" if found.high < 0 else "not told from none"
-        return f"{{{model} {key}:.3f}} at {words} ({said})"
-
-    def changed(model: str) -> str:
-        changes = f"{moved(model, 'change', 'temperature 1')} and {moved(model, 'cold', 'temperature 0.6')}"
-        return f"The net change of support within {{within}} samples is {changes} (n = {{{model} change.n}} runs)."
-
-    shown = (BASE, "es", "es_sampled", "grpo")
-    heats = "; ".join(f"{name(run, model)} {{{model} at 1}} and {{{model} at own}}" for model in shown)
-    mean, heat = name(run, MEAN), own_temperatures(records, BASE)
-    sentences = {
-        "Does ES keep what the base can solve?": changed("es"),
-        "Does GRPO?": changed("grpo"),
-        "Is it a matter of temperature?": "Within {within} samples these are solved at temperature 1, and at the "
-        f"temperature that validation chose for each, in percent: {heats} (n = {{runs}} runs of each arm).",
-        "And where one sample is equally often right?": "Both arms are right in {hot level:.1%} to {cold level:.1%} % "
-        "of single samples at some temperature. There ES solves within {within} samples {hot more} points more than "
-        "GRPO at the lower end, and {cold more} at the upper one (n = {hot more.n} runs of each; {hot without:.0%} % "
-        "of resamples, in which they have no accuracy in common, are left out).",
-        "What do chance and the random walk give?": "At temperature 1 the change is {es_random change:.3f} after ES "
-        f"with random fitness (n = {{es_random change.n}} runs) and {{{MEAN} change:.3f}} for the {mean} (n = "
-        f"{{{MEAN} change.n}}); counts from two sets of samples of the base itself lie between {{null low:.3f}} and "
-        "{null high:.3f} in 95 % of draws.",
-        "Does noise on the weights find more than temperature?": "{within} completions of the base solve {copies} % of "
-        "the problems if each is of a perturbed copy (sigma {sigma:g}, n = {copies.n} repeats), and {base at own} % if "
-        f"they are sampled at temperature {heat}.",
-    }
-    return {question: told(sentence, results) for question, sentence in (sentences | factors.sentences()).items()}
+        entries[f"{key} said"] = said
+    shown = [f"{name(run, m)} {{{m} at 1}} and {{{m} at own}}" for m in (BASE, "es", "es_sampled", "grpo")]
+    entries |= {"heats": told("; ".join(shown), entries), "name of the mean": name(run, MEAN)}
+    return entries | factors.results(records) | {"base's own temperature": own_temperatures(records, BASE)}
 
 
 # ---- figures: each returns the figure and what it plots
@@ -573,7 +469,7 @@ def _looks(run: SimpleNamespace) -> dict[str, dict[str, Any]]:
     return looks
 
 
-def figure_pass_at_k(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+def figure_pass_at_k(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw what is solved within k samples, at temperature 1 and at each model's own."""
     panels = {"t1": "temperature 1", OWN: "each at its own temperature"}
     points = DataFrame(
@@ -584,21 +480,14 @@ def figure_pass_at_k(run: SimpleNamespace, records: Records) -> tuple[Figure, Da
         for within in [coverage.pass_at(chances(records, model, at), CURVE.tolist())]
         for i, k in enumerate(CURVE)
     )
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.8), sharey=True)
-    for ax, (title, panel) in zip(axes, points.groupby("panel", sort=False), strict=True):
-        plots.lines(ax, panel, "k", "value", "model", _looks(run))
-        for model in (BASE, "es", "grpo"):
-            band = panel[panel["model"] == name(run, model)]
-            style.band(ax, band["k"], band["low"], band["high"], style.ARMS[model].color)
-        ax.set(title=title, xlabel="samples k", xscale="log")
-        ax.set_xticks([1, 4, 16, 64, 256, 1024], ["1", "4", "16", "64", "256", "1,024"])
-        ax.minorticks_off()
-    axes[0].set(ylabel="problems solved, %", ylim=(0, 100))
-    plots.key(fig, axes[0], 5)
+    labels = {"xlabel": "samples k", "ylabel": "problems solved, %", "ylim": (0, 100)}
+    fig, axes = plots.grid(points, "k", "value", "model", _looks(run), 2.8, 5, **labels)
+    for ax in axes:
+        plots.plain_ticks(ax, [1, 4, 16, 64, 256, 1024])
     return fig, points[["panel", "model", "k", "value"]]
 
 
-def figure_matched(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+def figure_matched(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw what is solved within 256 samples against what one sample solves, a curve through the temperatures."""
     points = DataFrame(
         {"model": name(run, model), "temperature": t}
@@ -609,19 +498,18 @@ def figure_matched(run: SimpleNamespace, records: Records) -> tuple[Figure, Data
         for model in _CURVES
         for t in run.coverage_temperatures
     )
-    looks = {model: look | {"markevery": None} for model, look in _looks(run).items()}
-    dots = {model: look | {"marker": look["marker"] or "o", "label": None} for model, look in looks.items()}
+    looks = {model: look | {"markevery": 1, "marker": look["marker"] or "o"} for model, look in _looks(run).items()}
     fig, ax = plt.subplots(figsize=(0.8 * style.PAGE, 3.0))
-    open_ = {model: look | {"ms": 3, "mfc": "white"} for model, look in looks.items()}
-    plots.lines(ax, points, "across", "value", "model", open_)
-    hot = points[points["temperature"] == 1]
-    plots.lines(ax, hot, "across", "value", "model", {model: look | {"ms": 6} for model, look in dots.items()})
+    hollow = {model: look | {"ms": 3, "mfc": "white"} for model, look in looks.items()}
+    plots.lines(ax, points, "across", "value", "model", hollow)
+    hot = {model: look | {"ms": 6, "label": None} for model, look in looks.items()}
+    plots.lines(ax, points[points["temperature"] == 1], "across", "value", "model", hot)
     ax.set(xlabel="solved by one sample, %", ylabel=f"solved within {SOLVED_WITHIN} samples, %", xlim=(0, None))
-    plots.key(fig, ax, 5)
+    plots.key(fig, ax, 4)
     return fig, points
 
 
-def figure_support(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+def figure_support(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw the four regions as a concept, and what each model wins and loses within 256 samples at temperature 1."""
     means = {model: DataFrame(map(vars, supports(records, model, "t1"))).mean() for model in _DRAWN}
     points = DataFrame(
@@ -629,35 +517,24 @@ def figure_support(run: SimpleNamespace, records: Records) -> tuple[Figure, Data
         for model, mean in means.items()
     )
     fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 3.2), width_ratios=(1, 2.2), layout="constrained")
-    _regions(left)
+    for x, y, word in ((0, 1, "won"), (1, 1, "kept"), (0, 0, "out"), (1, 0, "lost")):
+        left.fill_between([x, x + 1], y, y + 1, facecolor="#DDDDDD" if word == "kept" else "white", edgecolor="#888888")
+        left.text(x + 0.5, y + 0.5, word, ha="center", va="center")
+    left.set(xlim=(0, 2), ylim=(0, 2), xlabel="base solves it", ylabel="trained model solves it", aspect="equal")
+    left.set(xticks=[0.5, 1.5], xticklabels=["no", "yes"], yticks=[0.5, 1.5], yticklabels=["no", "yes"])
     rows, colors = range(len(points)), [style.ARMS["es" if model == MEAN else model].color for model in _DRAWN]
-    bar = {"edgecolor": colors, "height": 0.62, "lw": 0.8}
-    right.barh(rows, points["won"], color=colors, **bar)
-    right.barh(rows, -points["lost"], color="white", hatch="////", **bar)
+    right.barh(rows, points["won"], color=colors, height=0.62)
+    right.barh(rows, -points["lost"], color="white", hatch="////", edgecolor=colors, height=0.62)
     right.plot(points["value"], rows, marker="|", ms=11, mew=2, color="black", ls="", label="net")
     right.axvline(0, color="black", lw=0.8)
     right.set_yticks(rows, ["base, once more", *points["model"][1:]])
     right.invert_yaxis()
     right.set(xlabel=f"lost (hatched)  ·  won, of {records[reach_name(BASE)][0]['n']} problems")
-    right.legend(fontsize=7, loc="lower left")
-    right.tick_params(axis="y", length=0)
+    right.legend(loc="lower left")
     return fig, points
 
 
-def _regions(ax: Axes) -> None:
-    """Draw who solves a problem within k samples: base across, trained model up."""
-    for x, y, word in ((0, 1, "won"), (1, 1, "kept"), (0, 0, "out"), (1, 0, "lost")):
-        shade, hatch = "#DDDDDD" if word == "kept" else "#FFFFFF", "////" if word == "lost" else ""
-        ax.fill_between([x, x + 1], y, y + 1, facecolor=shade, edgecolor="#888888", hatch=hatch, lw=0.8)
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5} if hatch else None
-        ax.text(x + 0.5, y + 0.5, word, ha="center", va="center", fontsize=9, bbox=box)
-    ax.set(xlim=(0, 2), ylim=(0, 2), xlabel="base solves it", ylabel="trained model solves it", aspect="equal")
-    ax.set_xticks([0.5, 1.5], ["no", "yes"])
-    ax.set_yticks([0.5, 1.5], ["no", "yes"])
-    ax.tick_params(length=0)
-
-
-def figure_training(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+def figure_training(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw along the runs what is won and lost within 256 samples against the base, at temperature 1."""
     points = DataFrame(
         {"panel": what, "model": name(run, arm), "step": step, "value": value}
@@ -669,16 +546,12 @@ def figure_training(run: SimpleNamespace, records: Records) -> tuple[Figure, Dat
         )
     )
     share = points.assign(share=100 * points["step"] / points.groupby("model")["step"].transform("max"))
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.6), sharey=True)
-    for ax, (what, panel) in zip(axes, share.groupby("panel", sort=False), strict=True):
-        plots.lines(ax, panel, "share", "value", "model", _looks(run))
-        ax.set(title=what, xlabel="steps of the run, %")
-    axes[0].set(ylabel="validation problems, %", ylim=(0, None))
-    plots.key(fig, axes[0], 5)
+    labels = {"xlabel": "steps of the run, %", "ylabel": "validation problems, %", "ylim": (0, None)}
+    fig, _ = plots.grid(share, "share", "value", "model", _looks(run), 2.6, 5, **labels)
     return fig, points
 
 
-def figure_accuracies(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+def figure_accuracies(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw how many problems have which chance that one sample at temperature 1 is right."""
     edges = np.array([0.0, 0.001, 0.01, 0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0])
     names = ["0", *(f"to {edge:g}" for edge in edges[1:-1]), "below 1", "1"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from matplotlib import pyplot as plt
@@ -20,11 +20,7 @@ from evoalign_study.kinds.train import sweep_specs
 from evoalign_study.kinds.weights import merge_specs, products_specs
 from evoalign_study.loading import After, Group, Groups, Records
 from evoalign_study.records import Record, accuracy_matrix, ledger_file
-from evoalign_study.results import Results
-from evoalign_study.sentences import told, worded
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from evoalign_study.results import Results, stated, told
 
 NOTEBOOK = "08_weight_geometry"
 CLAIMS = ("E5", "E6", "E6b", "E7", "E8", "E9", "E10", "E11", "C20", "C21", "C22", "C23", "C24")
@@ -34,61 +30,42 @@ TRAINED = ("es", "es_sampled", "es_shuffled", "es_random", "grpo", "dr_grpo", "g
 """Groups of training runs, whose displacements are compared."""
 FIRST_STEP = "first step"
 """Group of runs of GRPO's first step alone, by SGD on many prompts: its gradient at the base, with little noise."""
-TINY = {
-    "bases": ["A0"],
-    "retrain": [],  # groups that `force` makes anew; none: all
-    "seeds_es": 32,  # of ES, half of them new here
-    "seeds_random": [*range(8), *range(16, 24)],  # of ES with random fitness
-    "seeds_sampled": [*range(8), *range(16, 32)],  # of ES with sampled fitness
-    "means": {  # arm -> numbers of runs of which the mean is taken
-        "es": [1, 2, 4, 8, 16, 32],
-        "es_sampled": [1, 4, 8],
-        "es_random": [1, 4, 16],
-        "grpo": [1, 2, 4, 8, 16],
-        "dr_grpo": [1, 8],
-        "grpo_sgd": [1, 8],
-        "grpo_rounded": [1, 8],
-        "grpo_sgd_rounded": [1, 8],
-        "grpo_random": [1, 8],
-        "sft": [1, 4],
-    },
-    "means_of_each": 8,  # means of one number of runs, at most
-    "shrunk": {"es": 4, "es_random": 4},  # arm -> size of the means, to whose lengths runs are shrunk one by one
-    "shrunk_far": 16,  # runs of ES to the length of whose mean single ones are shrunk
-    "multiples": [0.0, 2.0, 3.0],  # of the mean of all ES runs; 0 is the base
-    "anchor_decays": [0.005, 0.02],  # share of the way from the base that a step takes back; the first is the published
-    "populations": [8, 128],  # besides the tuned one, at as many evaluated members
-    "shares": [0.125, 0.25, 0.5],  # of the steps of ES and GRPO, of shorter runs
-    "sgd_rates": [0.03, 0.1, 0.3, 1.0, 3.0],  # learning rates of GRPO with SGD, of which a sweep chooses
-    "seeds_factorial": 8,
-    "first_step_prompts": 1024,  # of GRPO's first step, taken alone
-    "first_step_rate": 0.1,  # learning rate of that step, which no cosine depends on
-    "skill_messages": 256,  # of each skill that no reward touches
-    "ends": [],  # two folders, ledgers or adapters of your own, compared with `model`; none: two runs of ES
-    "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
-    "validation_problems": 512,
-    "test_problems": 2000,
-}
-SMOKE = TINY | {
-    "seeds_es": 2,
-    "seeds_random": [0, 1],
-    "seeds_sampled": [0, 1],
-    "means": {"es": [1, 2], "es_random": [1, 2], "grpo": [1, 2]}
-    | {arm: [1] for arm in ("es_sampled", "dr_grpo", *FACTORIAL, "grpo_random", "sft")},
-    "means_of_each": 2,
-    "shrunk": {"es": 2, "es_random": 2},
-    "shrunk_far": 2,
-    "anchor_decays": [0.02],
-    "populations": [2],
-    "shares": [0.5],
-    "sgd_rates": [0.1],
-    "seeds_factorial": 2,
-    "first_step_prompts": 16,
-    "skill_messages": 8,
-    "validation_problems": 16,
-    "test_problems": 32,
-}
-FULL = TINY
+presets, TINY, SMOKE, FULL = runs.scales(
+    {
+        "bases": ["A0"],
+        "retrain": [],  # groups that `force` makes anew; none: all
+        "seeds_es": (32, 2),  # of ES, half of them new here
+        "seeds_random": ([*range(8), *range(16, 24)], [0, 1]),  # of ES with random fitness
+        "seeds_sampled": ([*range(8), *range(16, 32)], [0, 1]),  # of ES with sampled fitness
+        "means": (  # arm -> numbers of runs of which the mean is taken
+            {"es": [1, 2, 4, 8, 16, 32], "es_sampled": [1, 4, 8], "es_random": [1, 4, 16], "grpo": [1, 2, 4, 8, 16]}
+            | {arm: [1, 8] for arm in ("dr_grpo", *FACTORIAL, "grpo_random")}
+            | {"sft": [1, 4]},
+            {"es": [1, 2], "es_random": [1, 2], "grpo": [1, 2]}
+            | {arm: [1] for arm in ("es_sampled", "dr_grpo", *FACTORIAL, "grpo_random", "sft")},
+        ),
+        "means_of_each": (8, 2),  # means of one number of runs, at most
+        # arm -> size of the means, to whose lengths runs are shrunk one by one
+        "shrunk": ({"es": 4, "es_random": 4}, {"es": 2, "es_random": 2}),
+        "shrunk_far": (16, 2),  # runs of ES to the length of whose mean single ones are shrunk
+        "multiples": [0.0, 2.0, 3.0],  # of the mean of all ES runs; 0 is the base
+        "anchor_decays": (
+            [0.005, 0.02],
+            [0.02],
+        ),  # share of the way from the base that a step takes back
+        "populations": ([8, 128], [2]),  # besides the tuned one, at as many evaluated members
+        "shares": ([0.125, 0.25, 0.5], [0.5]),  # of the steps of ES and GRPO, of shorter runs
+        "sgd_rates": ([0.03, 0.1, 0.3, 1.0, 3.0], [0.1]),  # learning rates of GRPO with SGD, of which a sweep chooses
+        "seeds_factorial": (8, 2),
+        "first_step_prompts": (1024, 16),  # of GRPO's first step, taken alone
+        "first_step_rate": 0.1,  # learning rate of that step, which no cosine depends on
+        "skill_messages": (256, 8),  # of each skill that no reward touches
+        "ends": [],  # two folders, ledgers or adapters of your own, compared with `model`; none: two runs of ES
+        "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
+        "validation_problems": (512, 16),
+        "test_problems": (2000, 32),
+    }
+)
 SHORTER = ("es", "grpo")
 """Arms whose runs are also made with fewer steps."""
 VARIATIONS = ("grpo", "grpo_rounded", "grpo_sgd", "grpo_sgd_rounded")
@@ -115,11 +92,6 @@ DECODINGS = tuple(style.STROKES)
 """Under which merged models are measured."""
 
 
-def presets(model: str = "") -> dict[str, dict[str, Any]]:
-    """Return scale -> settings; model: that of scale full, empty for the scale's own."""
-    return {"tiny": TINY, "smoke": SMOKE, "full": FULL | {"bases": [model or "Qwen/Qwen2.5-0.5B-Instruct"]}}
-
-
 # ---- groups of runs
 
 
@@ -133,9 +105,7 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
     declared = runs.countdown(run, records, scale, exact)
     declared |= _factorial(settings, records, declared["grpo"], scale)
     compared = (*TRAINED, FIRST_STEP)
-    complete = runs.known(records, *compared)
-    products = products_specs([records[name] for name in compared], scale) if complete else []
-    declared["products"] = After(products, compared)
+    declared["products"] = runs.after(records, compared, lambda *each: products_specs(each, scale))
     declared |= _remedies(settings, declared["es"])
     declared |= (shorter := _shorter(settings, declared))
     return declared | _merged(settings, records, scale, shorter)
@@ -262,14 +232,11 @@ def norms(records: Records, arm: str) -> np.ndarray:
 
 def over_walk(records: Records, arm: str) -> np.ndarray:
     """Return the norm of each run of an ES arm that moved over alpha sqrt(d T / N), T without its tied steps."""
-    d, specs = displacements(records, arm).d, [record["spec"] for record in records[arm]]
-    walks = np.array(
-        [
-            geometry.es_norm(spec["alpha"], d, spec["steps"] - record["counts"]["tied"], spec["population_size"])
-            for spec, record in zip(specs, records[arm], strict=True)
-        ]
-    )
-    return norms(records, arm)[walks > 0] / walks[walks > 0]
+    d, walks = displacements(records, arm).d, []
+    for spec, tied in ((record["spec"], record["counts"]["tied"]) for record in records[arm]):
+        walks.append(geometry.es_norm(spec["alpha"], d, spec["steps"] - tied, spec["population_size"]))
+    moved = np.array(walks) > 0
+    return norms(records, arm)[moved] / np.array(walks)[moved]
 
 
 def head_shares(records: Records, arm: str) -> np.ndarray:
@@ -367,7 +334,7 @@ def cosine_table(run: SimpleNamespace, records: Records) -> DataFrame:
             cosine = corrected(records, a, b)
             row = {"arms": f"{label(a)} and {label(b)}", "runs": f"{n} and {m}"}
             row |= {"two runs": f"{cosine.run_cosine:.4f}", "means": f"{cosine.mean_cosine:.3f}"}
-            rows.append(row | {"in common [95 %]": worded(cosine.value, ".2f")})
+            rows.append(row | {"in common [95 %]": stated(cosine.value, ".2f")})
     return DataFrame(rows)
 
 
@@ -414,7 +381,7 @@ def equal_gain(run: SimpleNamespace, records: Records) -> list[tuple[int, Interv
     An entry per number of steps of ES: the steps, and the ratio (`curves.cost_at_equal_score`, from the base on, whose
     KL is 0).
     """
-    base = float(np.mean(records["base"][0]["test"]["greedy"]))
+    base = _base_right(records)
     es, grpo = (
         [(accuracies(models), skills(models, "kl")) for _, models in by_steps(run, records, arm)] for arm in SHORTER
     )
@@ -430,7 +397,7 @@ def equal_gain_table(run: SimpleNamespace, records: Records) -> DataFrame:
     for (steps, ratio), (_, models) in zip(equal_gain(run, records), by_steps(run, records, "es"), strict=True):
         row = {"steps of ES": steps, "runs": len(models), "greedy, %": f"{100 * accuracies(models).mean():.1f}"}
         row["KL off the task"] = f"{skills(models, 'kl').mean():.3f}"
-        rows.append(row | {"GRPO's there, times [95 %]": worded(ratio, ".2f")})
+        rows.append(row | {"GRPO's there, times [95 %]": stated(ratio, ".2f")})
     return DataFrame(rows)
 
 
@@ -478,7 +445,7 @@ def remedy_table(run: SimpleNamespace, records: Records) -> DataFrame:
     kinds = remedies(run) | {f"{label('es')}, mean of {size}": f"es mean={size}"}
     return DataFrame(
         {"model": name, "models": len(records[group]), "norm": f"{np.mean([r['norm'] for r in records[group]]):.2f}"}
-        | {"drift, times [95 %]": worded(drift_ratio(records, group, "es mean=1"), ".2f")}
+        | {"drift, times [95 %]": stated(drift_ratio(records, group, "es mean=1"), ".2f")}
         | {
             f"{style.STROKES[d].label}, points [95 %]": accuracy_difference(records, group, "es mean=1", d).format()
             for d in DECODINGS
@@ -494,17 +461,14 @@ def skills_table(run: SimpleNamespace, records: Records) -> DataFrame:
     kinds |= {f"{label(arm)}, one run": records[f"{arm} mean=1"] for arm in ("es", "grpo", "es_random", "grpo_random")}
     kinds[f"{label('es')}, mean of {several}"] = records[f"es mean={several}"]
 
-    def mean(models: Sequence[Record], skill: str, what: str) -> float:
-        return float(np.mean([model["skills"][skill][what] for model in models]))
-
-    return DataFrame(
-        {"model": name, "models": len(models)}
-        | {
-            f"{skill}: right, %; KL": f"{100 * mean(models, skill, 'greedy'):.1f}; {mean(models, skill, 'kl'):.3f}"
-            for skill in models[0]["skills"]
-        }
-        for name, models in kinds.items()
-    )
+    rows = []
+    for name, models in kinds.items():
+        row: dict[str, Any] = {"model": name, "models": len(models)}
+        for skill in models[0]["skills"]:
+            means = DataFrame([model["skills"][skill] for model in models]).mean()
+            row[f"{skill}: right, %; KL"] = f"{100 * means['greedy']:.1f}; {means['kl']:.3f}"
+        rows.append(row)
+    return DataFrame(rows)
 
 
 # ---- what the notebook finds
@@ -521,9 +485,13 @@ def results(run: SimpleNamespace, records: Records) -> Results:
     entries |= {"longer": entries["es norm"] / entries["grpo norm"], "head": head_shares(records, "grpo").mean()}
     for arm in ("es", "es_random"):
         ratios = over_walk(records, arm)
-        entries[f"{arm} walk"] = stats.bootstrap_mean(ratios) if len(ratios) else Interval(np.nan, np.nan, np.nan, 0)
+        walk = entries[f"{arm} walk"] = stats.bootstrap_mean(ratios) if len(ratios) else None
+        said = f"{stated(walk, '.4f')} (n = {walk.n} runs)" if walk else "not defined (no run moved)"
+        entries[f"{arm} walk said"] = said
     entries |= {f"{arm} stays": stats.bootstrap_mean(stay(records, arm)) for arm in VARIATIONS}
-    cosines = {pair: corrected(records, *pair) for pair in product(("es", "es_sampled"), _CLIMBS.values())}
+    cosines = {
+        pair: corrected(records, *pair) for pair in product(("es", "es_sampled"), ("grpo", "grpo_sgd", FIRST_STEP))
+    }
     entries |= {f"{a} {b} cosine": cosine.value for (a, b), cosine in cosines.items()}
     entries["raw cosine"] = cosines["es", "grpo"].run_cosine
     mean = f"es mean={size}"
@@ -542,117 +510,23 @@ def results(run: SimpleNamespace, records: Records) -> Results:
     for i, group in enumerate(remedies(run).values()):
         ratio, gain = drift_ratio(records, group, "es mean=1"), accuracy_difference(records, group, "es mean=1")
         entries |= {f"remedy {i}": ratio, f"remedy {i} gain": gain, "remedy last": ratio}
-    return entries
-
-
-_CLIMBS = {"GRPO": "grpo", "GRPO by SGD": "grpo_sgd", "GRPO's first step": FIRST_STEP}
-MACROS = {
-    "GeoEsRuns": "es runs",
-    "GeoGrpoRuns": "grpo runs",
-    "GeoEsNorm": "es norm:.2f",
-    "GeoGrpoNorm": "grpo norm:.2f",
-    "GeoEsOverWalk": "es walk.value:.4f",
-    "GeoEsCommon": "es common:.2%",
-    "GeoGrpoCommon": "grpo common:.0%",
-    "GeoRawCosine": "raw cosine:.4f",
-    "GeoCorrectedCosine": "es grpo cosine:.2f",
-    "GeoSampledCosine": "es_sampled grpo cosine:.2f",
-    "GeoSgdCosine": "es_sampled grpo_sgd cosine:.2f",
-    "GeoFirstCosine": "es_sampled first step cosine:.2f",
-    "GeoGrpoHead": "head:.2f",
-    "GeoMean": "size",
-    "GeoMost": "many",
-    "GeoKeptGreedy": "kept greedy",
-    "GeoShrunkGreedy": "over shrunk",
-    "GeoSingleGreedy": "single right:.1%",
-    "GeoMostGreedy": "most right:.1%",
-    "GeoSingleDrift": "single drift.value:.3f",
-    "GeoMeanDrift": "mean drift.value:.3f",
-    "GeoMostDrift": "most drift.value:.3f",
-    "GeoGrpoDrift": "grpo drift.value:.3f",
-    "GeoNullDrift": "null drift.value:.3f",
-    "GeoAnchoredRatio": "remedy 0:.2f",
-    "GeoAnchoredGreedy": "remedy 0 gain",
-    "GeoLargeRatio": "remedy last:.2f",
-    "GeoEqualFirst": "equal 0:.2f",
-    "GeoEqualFirstSteps": "steps 0",
-    "GeoEqualLast": "equal last:.2f",
-    "GeoEqualLastSteps": "steps last",
-}
-"""Macro of the paper -> name in the results, and format."""
-
-
-def answers(run: SimpleNamespace, results: Results) -> dict[str, str]:
-    """Return question -> one sentence with its number, interval and n."""
-    walk, null = (
-        f"{{{arm} walk:.4f}} (n = {{{arm} walk.n}} runs)" if results[f"{arm} walk"].n else "not defined (no run moved)"
-        for arm in ("es", "es_random")
-    )
-    stays = ", ".join(
-        f"{{{arm} stays}} % with {optimiser} and {dtype} weights (n = {{{arm} runs}})"
-        for arm, (optimiser, dtype) in zip(VARIATIONS, product(("AdamW", "SGD"), ("float32", "bfloat16")), strict=True)
-    )
-    climbs = ", ".join(
-        f"with {words} {{es {arm} cosine:.2f}} and {{es_sampled {arm} cosine:.2f}} (n = {{{arm} runs}})"
-        for words, arm in _CLIMBS.items()
-    )
-    kept = ", ".join(f"{style.STROKES[d].label} {worded(results[f'kept {d}'])}" for d in DECODINGS)
-    kinds = {
-        "a run of ES": "single",
-        "of random fitness": "null",
-        "of GRPO": "grpo",
-        "the mean of {size} of ES": "mean",
-    }
-    costs = "; ".join(
-        f"{words} {{{name} drift:.3f}} and {{{name} skills}} % (n = {{{name} drift.n}})"
-        for words, name in kinds.items()
-    )
-    drifts = ", ".join(f"{{equal {i}:.2f}} after {{steps {i}}}" for i in range(len(run.shares) + 1))
-    shed = "; ".join(
+    drifts = [f"{{equal {i}:.2f}} after {{steps {i}}}" for i in range(len(run.shares) + 1)]
+    shed = [
         f"{words}: {{remedy {i}:.2f}} times and {{remedy {i} gain}} points (n = {{remedy {i}.n}})"
         for i, words in enumerate(remedies(run))
-    )
-    sentences = {
-        "How far does ES move, and why?": "{longer:.1f} times as far as GRPO. Its norm over that of a random walk of "
-        f"as many steps is {walk}; with random fitness it is {null}.",
-        "How much of a run is what ES has learned?": "Of the squared length of an ES run, {es common:.2%} % is common "
-        "to all runs (n = {es common.n}); of a GRPO run {grpo common:.2%} % (n = {grpo common.n}).",
-        "Is GRPO sparse?": "Once both ends are rounded to bfloat16, so many of its weights are where they were: "
-        f"{stays}.",
-        "Do ES and GRPO learn the same?": "The cosine of a run of ES and one of GRPO is {raw cosine:.4f}. Of what the "
-        "runs of each arm have in common it is {es grpo cosine:.2f} (n = {es runs} and {grpo runs} runs).",
-        "What parts them?": "Cosines in common of ES, rewarded for greedy and for sampled answers ({es runs} and "
-        f"{{es_sampled runs}} runs), are {climbs}.",
-        "What is left when the walk is averaged away?": "The mean of {size} runs - a run, in points of accuracy: "
-        f"{kept} (n = {{kept greedy.n}} means). That mean - a run made as short: {{over shrunk}} points greedily. The "
-        "mean of {many} solves {most right:.1%} % greedily.",
-        "What does the walk cost?": "On skills that no reward touches, KL from the base (nats per token) and greedy "
-        f"accuracy are: {costs}.",
-        "Who drifts further at equal gain?": "Where GRPO solves greedily what ES does, it has drifted so many times as "
-        f"far off the task, by the steps that ES has made: {drifts} (n = {{single drift.n}} runs of each length of "
-        "each arm).",
-        "Can one run shed it?": "Against a run of ES, at as many evaluated members, drift off the task and greedy "
-        f"accuracy change by: {shed}.",
-    }
-    return {question: told(sentence, results) for question, sentence in sentences.items()}
+    ]
+    return entries | {"drifts": told(", ".join(drifts), entries), "shed": told("; ".join(shed), entries)}
 
 
 # ---- figures: each returns the figure and what it plots
 
 
-def figure_signal(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+def figure_signal(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw what the mean of K runs can do, and how far it drifts off the task, against K."""
-    short = "es, one run as short"
-    size = run.shrunk["es"]
-    groups = {
-        (arm, size): records[f"{arm} mean={size}"] for arm in ("es", "grpo", "es_random") for size in run.means[arm]
-    }
+    short, size = "es, one run as short", run.shrunk["es"]
+    groups = {(arm, n): records[f"{arm} mean={n}"] for arm in ("es", "grpo", "es_random") for n in run.means[arm]}
     groups |= {(short, size): records[f"es shrunk={size}"], (short, run.shrunk_far): records["es shrunk far"]}
-    panels = {
-        "greedy": lambda models: 100 * accuracies(models, "greedy"),
-        "t1": lambda models: 100 * accuracies(models, "t1"),
-        "drift": lambda models: skills(models, "kl"),
-    }
+    panels = {d: partial(_percent, decoding=d) for d in ("greedy", "t1")} | {"drift": partial(skills, what="kl")}
     points = DataFrame(
         {"panel": panel, "arm": arm, "runs": size, "value": value}
         for panel, read in panels.items()
@@ -660,29 +534,33 @@ def figure_signal(run: SimpleNamespace, records: Records) -> tuple[Figure, DataF
         if models
         for value in read(models)
     )
-    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.7), width_ratios=(1, 1, 1))
-    for ax, decoding in zip(axes, ("greedy", "t1"), strict=False):
-        base = 100 * float(np.mean(records["base"][0]["test"][decoding]))
-        ax.axhline(base, color=style.ARMS["base"].color, lw=1, label=style.ARMS["base"].label)
-        ax.set(title=f"test accuracy, {style.STROKES[decoding].label}", ylabel="%")
-    for ax, (what, panel) in zip(axes, points.groupby("panel", sort=False), strict=True):
-        for arm, each in panel.groupby("arm", sort=False):
-            look = plots.look("es", mfc="white", ls=":", label=f"{label('es')}, one run as short")
-            look = look | {"ms": 5} if arm == short else plots.look(arm, ms=4)
-            means = each.groupby("runs")["value"].mean()
-            ax.plot(means.index, means, **look)
-            ax.plot(each["runs"], each["value"], ".", color=look["color"], ms=2.5, alpha=0.5)
-        ax.set(xlabel="runs in the mean", xscale="log")
-        ax.set_xticks(run.means["es"], map(str, run.means["es"]))
-        ax.minorticks_off()
+    looks = {arm: plots.look(arm, ms=4) for arm in ("es", "grpo", "es_random")}
+    looks[short] = plots.look("es", ms=5, mfc="white", ls=":", label=f"{label('es')}, one run as short")
+    means = points.groupby(["panel", "arm", "runs"], sort=False)["value"].mean().reset_index()
+    fig, axes, shown = plots.panels(points, "panel", 2.7)
+    for ax, what, panel in shown:
+        plots.lines(ax, means[means["panel"] == what], "runs", "value", "arm", looks)
+        dots = {arm: {"color": look["color"]} for arm, look in looks.items()}
+        plots.lines(ax, panel, "runs", "value", "arm", dots, ls="", marker=".", ms=2.5, alpha=0.5)
         if what != "drift":
-            ax.set(ylim=(0, None))
+            ax.axhline(100 * _base_right(records, what), label=label("base"), **plots.BASE)
+            ax.set(title=f"test accuracy, {style.STROKES[what].label}", ylabel="%", ylim=(0, None))
+        ax.set(xlabel="runs in the mean")
+        plots.plain_ticks(ax, run.means["es"])
     axes[2].set(title="KL off the task", ylabel="nats per token", yscale="log")
-    plots.key(fig, axes[0], 6, 6.5)
+    plots.key(fig, axes[0], 5)
     return fig, points
 
 
-def figure_norms(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+def _percent(models: Sequence[Record], decoding: str) -> np.ndarray:
+    return 100 * accuracies(models, decoding)
+
+
+def _base_right(records: Records, decoding: str = "greedy") -> float:
+    return float(np.mean(records["base"][0]["test"][decoding]))
+
+
+def figure_norms(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw the norm of every run, and of ES arms the norm over that of a walk, with the band of a random direction."""
     walkers = [arm for arm in TRAINED if trainers.of(arm).has_members]
     points = DataFrame(
@@ -691,21 +569,18 @@ def figure_norms(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFr
         for arm in shown
         for value in read(records, arm)
     )
-    fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 2.8), width_ratios=(1.8, 1))
+    fig, (left, right), shown = plots.panels(points, "panel", 2.8, width_ratios=(1.8, 1))
     right.axhspan(*geometry.norm_band(displacements(records, "es").d), color="#DDDDDD", lw=0)
     right.axhline(1, **plots.NULL)
-    for ax, (_, panel) in zip((left, right), points.groupby("panel", sort=False), strict=True):
-        for i, (arm, each) in enumerate(panel.groupby("arm", sort=False)):
-            style.dots(ax, i, each["value"], np.zeros(len(each), bool), arm, 0.3)
-        names = [label(arm) for arm in panel["arm"].unique()]
-        ax.set_xticks(range(len(names)), names, fontsize=6, rotation=40, ha="right", rotation_mode="anchor")
-        ax.grid(axis="x", visible=False)
+    for ax, _, panel in shown:
+        plots.strip(ax, {label(arm): [(arm, each)] for arm, each in panel.groupby("arm", sort=False)}, "value")
+        ax.tick_params(axis="x", labelsize=6, rotation=60)
     left.set(ylim=(0, None), ylabel="norm of the displacement", title="every run")
     right.set(ylabel="norm / norm of a walk", title="ES arms")
     return fig, points
 
 
-def figure_layers(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+def figure_layers(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw each layer's share of the squared displacement over its share of the weights, mean and range over runs."""
     shown = ("es", "es_random", "grpo", "grpo_sgd", "grpo_random", "sft")
     points = DataFrame(
@@ -720,14 +595,13 @@ def figure_layers(run: SimpleNamespace, records: Records) -> tuple[Figure, DataF
         plots.whiskers(ax, each, across, **plots.look(arm, ls="", ms=4, elinewidth=0.8, capsize=1.5))
     ax.axhline(1, **plots.NULL)
     ax.set(yscale="log", ylabel="share of |D|² / share of weights")
-    names = points["layer"].unique()
-    ax.set_xticks(range(len(names)), names)
+    ax.set_xticks(range(points["layer"].nunique()), points["layer"].unique())
     ax.grid(axis="x", visible=False)
-    plots.key(fig, ax, 6, 6.5)
+    plots.key(fig, ax, 6)
     return fig, points
 
 
-def figure_cosines(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+def figure_cosines(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw the cosine of the means of K runs of ES and K of GRPO, its ceilings and its null, against K."""
     words = {"es": "ES, GRPO", "es_random": "ES with random fitness, GRPO"}
     counted = {arm: attenuation.cosine_by_count(*gram_of_two(records, arm, "grpo")) for arm in words}
@@ -744,26 +618,23 @@ def figure_cosines(run: SimpleNamespace, records: Records) -> tuple[Figure, Data
         if not np.isnan(cosine.low)
     ]
     common = DataFrame(told_apart, columns=["panel", "pair", "value", "low", "high"])
-    fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 3.1), width_ratios=(1, 1))
-    for panel, arm, _ in lines:
-        each = means[(means["panel"] == panel) & (means["pair"] == words[arm])]
-        foretold = {"ls": ":", "lw": 1, "marker": None, "label": "foretold from all runs"}
-        how = foretold if panel == "foretold" else {"label": words[arm], "ms": 3}
-        left.plot(each["runs"], each["value"], **plots.look(arm, **how))
+    fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 3.1))
+    looks = {words[arm]: plots.look(arm, ms=3, label=words[arm]) for arm in words}
+    plots.lines(left, means[means["panel"] == "means"], "runs", "value", "pair", looks)
+    foretold = plots.look("es", ls=":", lw=1, marker=None, label="foretold from all runs")
+    plots.lines(left, means[means["panel"] == "foretold"], "runs", "value", "panel", {"foretold": foretold})
     left.axhline(0, **plots.NULL)
     left.set(xlabel="runs in each mean", ylabel="cosine of the means", title="as runs are averaged")
-    left.xaxis.get_major_locator().set_params(integer=True)
     left.legend(fontsize=6, loc="center right")
-    plots.whiskers(right, common, up=range(len(common)), fmt="o", color="black", ms=4, lw=1, capsize=2)
-    right.axvline(0, **plots.NULL)
-    right.axvline(1, **plots.NULL)
-    right.set_yticks(range(len(common)), common["pair"], fontsize=6)
+    plots.whiskers(right, common, up=common["pair"], fmt="o", color="black", ms=4, lw=1, capsize=2)
+    for nothing in (0, 1):
+        right.axvline(nothing, **plots.NULL)
+    right.tick_params(axis="y", labelsize=6)
     right.set(xlabel="cosine", title="of what runs have in common")
-    right.grid(axis="y", visible=False)
     return fig, concat([means, common])
 
 
-def figure_drift(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+def figure_drift(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw what models forget on skills that no reward touches against what they gain on the task.
 
     A line joins the means of an arm's runs at growing numbers of steps.
@@ -787,13 +658,12 @@ def figure_drift(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFr
         for name in looks
         for each in models[name]
     )
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.9), sharex=True)
-    for ax, (_, panel) in zip(axes, points.groupby("panel", sort=False), strict=True):
+    fig, axes, shown = plots.panels(points, "panel", 2.9, sharex=True)
+    for ax, _, panel in shown:
         plots.lines(ax, panel, "x", "y", "model", looks)
-        base = 100 * float(np.mean(records["base"][0]["test"]["greedy"]))
-        ax.axvline(base, color=style.ARMS["base"].color, lw=1)
+        ax.axvline(100 * _base_right(records), **plots.BASE)
         ax.set(xlabel="greedy test accuracy, %")
     axes[0].set(yscale="log", ylabel="KL from the base, nats per token", title="drift off the task")
     axes[1].set(ylabel="right, %", title="other skills")
-    plots.key(fig, axes[0], 4, 6.5)
+    plots.key(fig, axes[0], 3, 6.5)
     return fig, points

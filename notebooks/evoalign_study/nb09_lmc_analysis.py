@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from matplotlib import pyplot as plt
@@ -17,57 +17,40 @@ from evoalign_lib.analysis.connectivity import BarrierEstimate
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study import collapse, loading, path_points, plots, runs, style, weight_cache
 from evoalign_study.kinds.weights import noise_spec, path_spec, products_specs
-from evoalign_study.loading import After, Group, Groups, Records
+from evoalign_study.loading import Group, Groups, Records
 from evoalign_study.records import Record, Spec
-from evoalign_study.results import UNDER, Results, stated
-from evoalign_study.sentences import told, worded
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from evoalign_study.results import MISSING, Results, stated
 
 NOTEBOOK = "09_lmc_analysis"
 CLAIMS = ("C25", "C26", "C27", "C28")
 TRAINED = ("es", "es_sampled", "es_random", "grpo", "grpo_random", "sft")
 """Groups of training runs, between whose ends lines are drawn."""
-TINY = {
-    "bases": ["A0"],
-    "retrain": [],  # groups that `force` makes anew; none: all
-    "seeds_es": 32,  # of ES, of which means are taken
-    "seeds_random": list(range(8)),  # of ES with random fitness
-    "seeds_sampled": list(range(8)),  # of ES with sampled fitness
-    "mean": 4,  # ES runs whose mean is an end
-    "pairs": 8,  # lines of each kind
-    "path_points": 21,
-    "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
-    "validation_problems": 256,  # asked at every point, and under every noise
-    "noise_sigmas": [0.005, 0.01, 0.02, 0.03],  # weight units
-    "noise_trials": 4,  # draws of each noise
-    "regime_base": "B0",  # of the task of notebook 03, on which runs are hacked
-    "regime_seeds": list(range(16, 20)),  # no seed that notebook 03 has
-    "regime_steps": {  # small steps and large ones of each arm: what notebook 03's maps end clean and hacked with
-        "es": {"small": {"alpha": 0.0015}, "large": {"alpha": 0.015}},
-        "grpo": {"small": {"learning_rate": 1e-4}, "large": {"learning_rate": 1e-3}},
-        "es_random": {"large": {"alpha": 0.015}},
-        "grpo_random": {"large": {"learning_rate": 1e-3}},
-    },
-    "regime_points": 11,
-    "regime_problems": 128,
-}
-SMOKE = TINY | {
-    "seeds_es": 4,
-    "seeds_random": [0, 1],
-    "seeds_sampled": [0, 1],
-    "mean": 2,
-    "pairs": 2,
-    "path_points": 3,
-    "validation_problems": 16,
-    "noise_sigmas": [0.01],
-    "noise_trials": 1,
-    "regime_seeds": [16],
-    "regime_points": 3,
-    "regime_problems": 8,
-}
-FULL = TINY
+presets, TINY, SMOKE, FULL = runs.scales(
+    {
+        "bases": ["A0"],
+        "retrain": [],  # groups that `force` makes anew; none: all
+        "seeds_es": (32, 4),  # of ES, of which means are taken
+        "seeds_random": (list(range(8)), [0, 1]),  # of ES with random fitness
+        "seeds_sampled": (list(range(8)), [0, 1]),  # of ES with sampled fitness
+        "mean": (4, 2),  # ES runs whose mean is an end
+        "pairs": (8, 2),  # lines of each kind
+        "path_points": (21, 3),
+        "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
+        "validation_problems": (256, 16),  # asked at every point, and under every noise
+        "noise_sigmas": ([0.005, 0.01, 0.02, 0.03], [0.01]),  # weight units
+        "noise_trials": (4, 1),  # draws of each noise
+        "regime_base": "B0",  # of the task of notebook 03, on which runs are hacked
+        "regime_seeds": (list(range(16, 20)), [16]),  # no seed that notebook 03 has
+        "regime_steps": {  # small steps and large ones of each arm: what notebook 03's maps end clean and hacked with
+            "es": {"small": {"alpha": 0.0015}, "large": {"alpha": 0.015}},
+            "grpo": {"small": {"learning_rate": 1e-4}, "large": {"learning_rate": 1e-3}},
+            "es_random": {"large": {"alpha": 0.015}},
+            "grpo_random": {"large": {"learning_rate": 1e-3}},
+        },
+        "regime_points": (11, 3),
+        "regime_problems": (128, 8),
+    }
+)
 BASE, MEAN, RANDOM = "base", "es mean", "random"
 """Ends that are no runs: the base, means of ES runs, and random directions with an ES run's norms in each tensor."""
 PAIRS = (
@@ -101,11 +84,6 @@ DECODINGS = tuple(style.STROKES)
 _RESAMPLES, _REGIME_RESAMPLES = 1000, 200  # as many as the verdicts take: table and verdict show one number
 
 
-def presets(model: str = "") -> dict[str, dict[str, Any]]:
-    """Return scale -> settings; model: that of scale full, empty for the scale's own."""
-    return {"tiny": TINY, "smoke": SMOKE, "full": FULL | {"bases": [model or "Qwen/Qwen2.5-0.5B-Instruct"]}}
-
-
 # ---- groups of runs
 
 
@@ -115,20 +93,19 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
     settings = SimpleNamespace(**exact)
     shared = runs.countdown(run, records, scale, exact)
     declared = {name: shared[name] for name in shared if name in (*TRAINED, BASE) or name.startswith("sweep")}
-    complete = runs.known(records, *TRAINED)
-    declared["products"] = After(
-        products_specs([records[name] for name in TRAINED], scale) if complete else [], TRAINED
-    )
-    for first, last in (*PAIRS, *product([BASE], REACHED)):
-        needed = tuple(dict.fromkeys(_arm(end) for end in (first, last) if end != BASE))
-        specs = _lines(settings, records, first, last, scale) if runs.known(records, *needed) else []
-        declared[name_of(first, last)] = After(specs, needed)
+    declared["products"] = runs.after(records, TRAINED, lambda *each: products_specs(each, scale))
+    for pair in (*PAIRS, *product([BASE], REACHED)):
+        needed = tuple(dict.fromkeys(_arm(end) for end in pair if end != BASE))
+        declared[name_of(*pair)] = runs.after(
+            records, needed, lambda *_, pair=pair: _lines(settings, records, *pair, scale)
+        )
     for end in SHAKEN:
         needed, n = ((), 1) if end == BASE else ((_arm(end),), settings.pairs)
-        ends = _ends(settings, records, end)[:n] if runs.known(records, *needed) else []
-        declared[f"noise on {end}"] = After(
-            [noise_spec(settings.bases[0], each, exact, scale) for each in ends], needed
-        )
+
+        def shaken(*_: Any, end: str = end, n: int = n) -> list[Spec]:
+            return [noise_spec(settings.bases[0], each, exact, scale) for each in _ends(settings, records, end)[:n]]
+
+        declared[f"noise on {end}"] = runs.after(records, needed, shaken)
     return declared | _regimes(settings, records, scale)
 
 
@@ -145,17 +122,18 @@ def _regimes(run: SimpleNamespace, records: Records, scale: str) -> dict[str, An
         )
         for name, (arm, steps) in REGIMES.items()
     }
-    pairs: list[tuple[Any, Any]] = []
-    if runs.known(records, *REGIMES):
-        ends = {name: [weight_cache.end([record]) for record in records[name]] for name in REGIMES}
-        pairs += combinations([end for name in LEARNED for end in ends[name]], 2)
+    asked = {"task": "conciseness", "max_completion_length": settings["es"]["max_completion_length"]}
+    asked |= {"validation_problems": run.regime_problems, "path_points": run.regime_points}
+
+    def lines(*each: Sequence[Record]) -> list[Spec]:
+        ends = {name: [weight_cache.end([r]) for r in of] for name, of in zip(REGIMES, each, strict=True)}
+        pairs = list(combinations([end for name in LEARNED for end in ends[name]], 2))
         small = [end for name in SMALL for end in ends[name]]
         for nulls in (ends[name] for name in REGIMES if name not in LEARNED):
             pairs += [*combinations(nulls, 2), *((end, null) for null in nulls for end in small)]
-    asked = {"task": "conciseness", "max_completion_length": settings["es"]["max_completion_length"]}
-    asked |= {"validation_problems": run.regime_problems, "path_points": run.regime_points}
-    specs = [path_spec(run.regime_base, *pair, asked, scale) for pair in pairs]
-    return declared | {"regimes": After(specs, tuple(REGIMES))}
+        return [path_spec(run.regime_base, *pair, asked, scale) for pair in pairs]
+
+    return declared | {"regimes": runs.after(records, tuple(REGIMES), lines)}
 
 
 def name_of(first: str, last: str) -> str:
@@ -226,16 +204,20 @@ def half_gain(records: Records, end: str, decoding: str, by: str = "weights") ->
 
 def barrier_table(run: SimpleNamespace, records: Records) -> DataFrame:
     """Return a row per kind of line: the barrier of the error under each decoding, and that of the likelihood."""
-    rows = []
-    for pair in PAIRS:
-        lines = records[name_of(*pair)]
-        greedy, nll = errors(records, *pair, "greedy").mean((0, 1)), path_points.curves(lines, "nll").mean(0)
-        row = {"line": line_label(*pair), "lines": len(lines)}
-        row["distance"] = f"{np.mean([r['distance'] for r in lines]):.2f}"
-        row |= {f"{style.STROKES[d].label} [95 %]": barrier(records, *pair, d).interval.format() for d in DECODINGS}
+
+    def heights(pair: tuple[str, str]) -> dict[str, str]:
+        greedy = errors(records, *pair, "greedy").mean((0, 1))
+        nll = path_points.curves(records[name_of(*pair)], "nll").mean(0)
+        row = {f"{style.STROKES[d].label} [95 %]": stated(barrier(records, *pair, d).interval) for d in DECODINGS}
         row["over the mean of the ends, greedy"] = f"{100 * connectivity.barrier_mean(greedy).height:.1f}"
-        rows.append(row | {"NLL, nats": f"{connectivity.barrier_line(nll).height:.2f}"})
-    return DataFrame(rows)
+        return row | {"NLL, nats": f"{connectivity.barrier_line(nll).height:.2f}"}
+
+    return DataFrame(
+        {"line": line_label(*pair), "lines": len(lines), "distance": f"{np.mean([r['distance'] for r in lines]):.2f}"}
+        | heights(pair)
+        for pair in PAIRS
+        for lines in [records[name_of(*pair)]]
+    )
 
 
 def from_base_table(run: SimpleNamespace, records: Records) -> DataFrame:
@@ -246,12 +228,10 @@ def from_base_table(run: SimpleNamespace, records: Records) -> DataFrame:
         gain = stats.crossed_bootstrap(wrong[:, :, 0] - wrong[:, :, -1])
         row = {"end": end_label(end), "decoding": style.STROKES[decoding].label, "lines": len(wrong)}
         row["gain, points [95 %]"] = gain.format()
-        for by in ("weights", "KL"):
-            half = half_gain(records, end, decoding, by)
-            # without a gain of its own a line has no half of it
-            has_half = gain.low > 0 and np.isfinite(half.low)
-            row[f"half of it, by {by}"] = stated(half, ".2f") if has_half else "no gain"
-        rows.append(row)
+        halves = {by: half_gain(records, end, decoding, by) for by in ("weights", "KL")}
+        # without a gain of its own a line has no half of it
+        known = {by: stated(half, ".2f") for by, half in halves.items() if gain.low > 0 and np.isfinite(half.low)}
+        rows.append(row | {f"half of it, by {by}": known.get(by, "no gain") for by in halves})
     return DataFrame(rows)
 
 
@@ -329,7 +309,7 @@ def regime_table(records: Records) -> DataFrame:
         row["KL"] = f"{np.mean([r['curve']['kl'][-1] for r in ended]):.1f}"
         heights = np.array([mean_barriers(records, name, decoding) for decoding in DECODINGS])
         for column, values in zip(("barriers among them", "to small steps"), 100 * heights.T, strict=True):
-            row[column] = ", ".join("-" if np.isnan(value) else f"{value:.0f}" for value in values)
+            row[column] = ", ".join(stated(value, ".0f", MISSING) for value in values)
         rows.append(row)
     return DataFrame(rows)
 
@@ -346,6 +326,8 @@ def results(run: SimpleNamespace, records: Records) -> Results:
     entries["barrier from the mean"] = barrier(records, MEAN, "grpo", "greedy").interval
     entries |= {f"half {end}": half_gain(records, end, "greedy") for end in ("es", "grpo")}
     entries |= {f"kept {end}": kept_share(records, end, "isotropic", "greedy") for end in _ASKED}
+    kept_by = [f"{end_label(end)} {kept_told(entries[f'kept {end}'])}" for end in _ASKED]
+    entries["shares kept"] = ", ".join(kept_by)
     hacked = np.array([collapse.end(run) == "hacked" for name in LEARNED for run in records[name]])
     entries |= {"hacked": int(hacked.sum()), "unhacked": int((~hacked).sum()), "basin": None}
     if hacked.sum() > 1 and not hacked.all():
@@ -358,57 +340,16 @@ def results(run: SimpleNamespace, records: Records) -> Results:
 
 
 _ASKED = ("es", "grpo", "es_random")
-MACROS = {
-    "LmcBarrierGreedy": "barrier greedy",
-    "LmcNullGreedy": "null greedy",
-    "LmcMeanGreedy": "barrier from the mean",
-    "LmcHalfEs": "half es:.2f",
-    "LmcHalfGrpo": "half grpo:.2f",
-    "LmcBasin": "basin",
-    "LmcKeptEs": "kept es:.0%",
-    "LmcKeptGrpo": "kept grpo:.0%",
-    "LmcKeptRandom": "kept es_random:.0%",
-}
-"""Macro of the paper -> name in the results, and format."""
-
-
-def answers(results: Results) -> dict[str, str]:
-    """Return question -> one sentence with its number, interval and n."""
-    heights, nulls = (
-        ", ".join(f"{worded(results[f'{what} {decoding}'])} {under}" for decoding, under in UNDER.items())
-        for what in ("barrier", "null")
-    )
-    shares = ", ".join(f"{end_label(end)} {kept_told(results[f'kept {end}'])}" for end in _ASKED)
-    two_regimes = (
-        "Greedily the barrier is {within:.1%} points between two hacked runs, and between a hacked and an unhacked one "
-        "{between:.1%}, that is {basin} more ({hacked} hacked and {unhacked} other runs). Runs with a random reward, "
-        "which learned nothing, have {broken among:.1%} among them and {broken to small:.1%} to those that took small "
-        "steps."
-    )
-    one_regime = "Greedily there are {hacked} hacked and {unhacked} other runs: no two regimes to tell apart."
-    sentences = {
-        "Is there a barrier between ES and GRPO?": f"The largest error above the line between the ends is, in points, "
-        f"{heights} (n = {{lines}} lines). With random fitness in the place of ES it is {nulls}.",
-        "Where does the gain set in on the way from the base?": "Half of the gain of greedy accuracy lies, on the way "
-        "to ES at {half es:.2f} of it and to GRPO at {half grpo:.2f} of it (n = {lines} lines each).",
-        "Who keeps more under noise on the weights?": "Of their greedy accuracy, under isotropic noise, mean over its "
-        f"sizes, in %: {shares}.",
-        "Do hacked runs share a basin?": one_regime if results["basin"] is None else two_regimes,
-    }
-    return {question: told(sentence, results) for question, sentence in sentences.items()}
-
-
 # ---- figures: each returns the figure and what it plots
 
 
-def _look(end: str) -> dict[str, Any]:
-    if end in (MEAN, RANDOM):
-        color, marker = {MEAN: ("#0B3C5D", "v"), RANDOM: ("black", "x")}[end]
-        return {"color": color, "marker": marker, "label": end_label(end)}
-    return plots.look(end)
+def _looks(ends: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return kind of end -> how its line is drawn."""
+    own = {MEAN: {"color": "#0B3C5D", "marker": "v"}, RANDOM: {"color": "black", "marker": "x"}}
+    return {end: own[end] | {"label": end_label(end)} if end in own else plots.look(end) for end in ends}
 
 
-def figure_barriers(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+def figure_barriers(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw the accuracy along lines from ES to GRPO, and the barrier of each kind of line under each decoding."""
     along = DataFrame(
         {"panel": decoding, "alpha": alpha, "value": here.mean(), "low": here.min(), "high": here.max()}
@@ -423,57 +364,48 @@ def figure_barriers(run: SimpleNamespace, records: Records) -> tuple[Figure, Dat
         for decoding in DECODINGS
     )
     fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 3.3), width_ratios=(1, 1.3))
-    for decoding, line in along.groupby("panel", sort=False):
-        look = style.STROKES[decoding]
-        left.plot(line["alpha"], line["value"], color="black", ls=look.linestyle, label=look.label)
-        left.fill_between(line["alpha"], line["low"], line["high"], color="black", alpha=0.08, lw=0)
+    looks = {d: {"color": "black", "ls": look.linestyle, "label": look.label} for d, look in style.STROKES.items()}
+    plots.lines(left, along, "alpha", "value", "panel", looks)
+    for _, line in along.groupby("panel"):
         left.plot([0, 1], line["value"].iloc[[0, -1]], color="#999999", lw=0.8)
     left.set(xlabel="from ES (0) to GRPO (1)", ylabel="accuracy, %", title="along the line", ylim=(0, None))
-    left.legend(fontsize=6.5)
-    shades = {"greedy": "black", "t0.6": "#888888", "t1": "white"}
-    for decoding, offset in zip(DECODINGS, (0.22, 0, -0.22), strict=True):
-        bars = {"color": "black", "lw": 0.9, "mfc": shades[decoding], "ms": 4, "capsize": 1.5, "fmt": "o"}
+    names = [f"{'null: ' if pair in NULLS else ''}{line_label(*pair)}" for pair in reversed(PAIRS)]
+    marks = dict(zip(DECODINGS, ((0.22, "black"), (0, "#888888"), (-0.22, "white")), strict=True))
+    for decoding, (offset, fill) in marks.items():
+        bars = {"color": "black", "lw": 0.9, "mfc": fill, "ms": 4, "capsize": 1.5, "fmt": "o"}
         points = heights[heights["decoding"] == decoding]
         plots.whiskers(right, points, up=np.arange(len(points)) + offset, label=style.STROKES[decoding].label, **bars)
-    names = [f"{'null: ' if pair in NULLS else ''}{line_label(*pair)}" for pair in reversed(PAIRS)]
     right.set_yticks(range(len(names)), names, fontsize=6)
-    right.axvline(0, color="black", lw=0.7)
     right.axvline(2, **plots.NULL)  # points, of claim C25
     right.set(xlabel="largest error above the line, points", title="barrier")
-    right.grid(axis="y", visible=False)
-    right.legend(fontsize=6.5, loc="best")
+    for ax in (left, right):
+        ax.legend(fontsize=6.5)
     return fig, concat([along[["panel", "alpha", "value"]], heights])
 
 
-def figure_from_base(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+def figure_from_base(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw the accuracy on the way from the base to each kind of end, by weights and by KL."""
 
-    def way(end: str, decoding: str, by: str) -> tuple[np.ndarray, np.ndarray]:
+    def way(end: str, decoding: str, by: str) -> Iterator[tuple[float, float]]:
         right = 100 * (1 - errors(records, BASE, end, decoding).mean((0, 1)))
         kl = path_points.curves(records[name_of(BASE, end)], "kl").mean(0)
-        return (kl if by == "kl" else np.linspace(0, 1, len(right))), right
+        return zip(kl if by == "kl" else np.linspace(0, 1, len(right)), right, strict=True)
 
     panels = (("greedy", "weights"), ("t1", "weights"), ("greedy", "kl"))
     points = DataFrame(
         {"panel": ", ".join(panel), "end": end, "x": x, "value": value}
         for panel in panels
         for end in REACHED
-        for x, value in zip(*way(end, *panel), strict=True)
+        for x, value in way(end, *panel)
     )
-    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.7), sharey=False)
-    for ax, (decoding, by) in zip(axes, panels, strict=True):
-        panel = points[points["panel"] == f"{decoding}, {by}"]
-        plots.lines(ax, panel, "x", "value", "end", {end: _look(end) for end in REACHED}, ms=3, markevery=5)
-        ax.set(title=f"{style.STROKES[decoding].label}, by {'KL' if by == 'kl' else by}", ylim=(0, None))
-        ax.set_xlabel("share of the way from the base" if by == "weights" else "KL from the base, nats per token")
-    axes[0].set_ylabel("accuracy, %")
+    labels = {"xlabel": "share of the way from the base", "ylabel": "accuracy, %", "ylim": (0, None)}
+    fig, axes = plots.grid(points, "x", "value", "end", _looks(REACHED), 2.9, **labels)
     axes[2].set_xscale("symlog", linthresh=0.01)
-    axes[2].set_xlim(left=-1e-3, right=1.3 * axes[2].get_xlim()[1])
-    plots.key(fig, axes[0], 6, 6.5)
+    axes[2].set(xlabel="KL from the base, nats per token")
     return fig, points
 
 
-def figure_plane(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+def figure_plane(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw all runs in the plane through the base, the mean of the ES runs and the mean of the GRPO runs.
 
     A run lies where its displacement falls on the plane; how far it lies off it is written beside the arm. The means
@@ -484,12 +416,13 @@ def figure_plane(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFr
     places = np.array([_place(gram, arm_of, i) for i in range(len(arm_of))])
     off = np.sqrt(np.maximum(np.diagonal(gram) - np.square(places).sum(1), 0))
     points = DataFrame({"arm": arm_of, "along GRPO": places[:, 0], "across": places[:, 1], "off the plane": off})
-    fig, ax = plt.subplots(figsize=(style.COLUMN + 0.9, 2.7))
     distances = points.groupby("arm")["off the plane"].mean()
-    looks = {arm: _look(arm) | {"label": f"{end_label(arm)}: {distances[arm]:.2f} off"} for arm in TRAINED}
+    looks = {
+        arm: look | {"label": f"{look['label']}: {distances[arm]:.2f} off"} for arm, look in _looks(TRAINED).items()
+    }
+    fig, ax = plt.subplots(figsize=(style.COLUMN + 0.9, 2.7))
     plots.lines(ax, points, "along GRPO", "across", "arm", looks, ms=4, ls="", alpha=0.8)
-    ax.plot(0, 0, "+", color="black", ms=10)
-    ax.annotate("base", (0, 0), (5, -10), textcoords="offset points", fontsize=7)
+    ax.plot(0, 0, "+", color="black", ms=10, label="base")
     ax.set(xlabel="along the mean of GRPO, weight units", ylabel="across, to the mean of ES, weight units")
     ax.legend(fontsize=6, loc="upper right")
     return fig, points
@@ -510,45 +443,34 @@ def _unit(combination: np.ndarray, gram: np.ndarray) -> np.ndarray:
     return combination / length if length else combination
 
 
-def figure_noise(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+def figure_noise(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw the accuracy under noise on the weights against its standard deviation, by kind of noise and decoding."""
 
     def right(end: str, part: str, decoding: str) -> np.ndarray:
         shaken = records[f"noise on {end}"]
         return 100 * np.mean([[r["clean"][decoding], *np.mean(r[part][decoding], axis=1)] for r in shaken], axis=0)
 
-    panels = list(product(("isotropic", "relative"), ("greedy", "t1")))
     points = DataFrame(
         {"panel": ", ".join(panel), "end": end, "x": x, "value": value}
-        for panel in panels
+        for panel in product(("isotropic", "relative"), ("greedy", "t1"))
         for end in SHAKEN
         for x, value in zip([0, *run.noise_sigmas], right(end, *panel), strict=True)
     )
-    fig, axes = plt.subplots(1, 4, figsize=(style.PAGE, 2.5), sharey=True)
-    for ax, (part, decoding) in zip(axes, panels, strict=True):
-        panel = points[points["panel"] == f"{part}, {decoding}"]
-        plots.lines(ax, panel, "x", "value", "end", {end: _look(end) for end in SHAKEN}, ms=3)
-        ax.set(title=f"{part},\n{style.STROKES[decoding].label}", ylim=(0, None), xlabel="deviation, weight units")
-    axes[0].set_ylabel("accuracy, %")
-    plots.key(fig, axes[0], 4, 6.5)
+    labels = {"xlabel": "deviation, weight units", "ylabel": "accuracy, %", "ylim": (0, None)}
+    fig, _ = plots.grid(points, "x", "value", "end", _looks(SHAKEN), 2.5, **labels)
     return fig, points
 
 
-def figure_likelihood(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+def figure_likelihood(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw the negative log-likelihood of right answers along the lines to GRPO, over the line between its ends."""
-
-    def over(pair: tuple[str, str]) -> tuple[np.ndarray, np.ndarray]:
-        curve = path_points.curves(records[name_of(*pair)], "nll").mean(0)
-        alphas = np.linspace(0, 1, len(curve))
-        return alphas, curve - (1 - alphas) * curve[0] - alphas * curve[-1]
-
     pairs = [pair for pair in PAIRS if pair[1] == "grpo"]
     points = DataFrame(
-        {"line": line_label(*pair), "x": x, "value": value}
+        {"line": line_label(*pair), "x": x, "value": nll - (1 - x) * curve[0] - x * curve[-1]}
         for pair in pairs
-        for x, value in zip(*over(pair), strict=True)
+        for curve in [path_points.curves(records[name_of(*pair)], "nll").mean(0)]
+        for x, nll in zip(np.linspace(0, 1, len(curve)), curve, strict=True)
     )
-    looks = {line_label(*pair): _look(pair[0]) | {"ls": "--" if pair[0] == pair[1] else "-"} for pair in pairs}
+    looks = {line_label(*pair): _looks(pair)[pair[0]] | {"label": line_label(*pair)} for pair in pairs}
     fig, ax = plt.subplots(figsize=(style.COLUMN + 0.6, 2.5))
     plots.lines(ax, points, "x", "value", "line", looks, ms=3, markevery=5)
     ax.axhline(0, **plots.NULL)
@@ -557,35 +479,23 @@ def figure_likelihood(run: SimpleNamespace, records: Records) -> tuple[Figure, D
     return fig, points
 
 
-def figure_regimes(run: SimpleNamespace, records: Records) -> tuple[Figure, DataFrame]:
+def figure_regimes(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw the barriers between any two runs with small and with large steps, greedily and at temperature 1."""
     matrices = {decoding: 100 * regime_barriers(records, LEARNED, decoding)[0] for decoding in ("greedy", "t1")}
     named = [regime_label(name) for name in LEARNED for _ in records[name]]
     points = DataFrame(
-        {
-            "decoding": decoding,
-            "first": named[i],
-            "last": named[j],
-            "first run": i,
-            "last run": j,
-            "barrier": matrix[i, j],
-        }
-        for decoding, matrix in matrices.items()
+        {"decoding": d, "first": named[i], "last": named[j], "first run": i, "last run": j, "barrier": matrix[i, j]}
+        for d, matrix in matrices.items()
         for i, j in combinations(range(len(named)), 2)
     )
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 3.4), sharey=True, layout="constrained")
-    sizes = np.array([len(records[name]) for name in LEARNED])
-    ends, labels = np.cumsum(sizes), [regime_label(name) for name in LEARNED]
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 3.4), sharey=True)
+    firsts = [named.index(name) for name in dict.fromkeys(named)]
     for ax, (decoding, matrix) in zip(axes, matrices.items(), strict=True):
         both = np.where(np.isnan(matrix), matrix.T, matrix)  # the diagonal stays empty: a run has no line to itself
         image = ax.imshow(both, cmap="Blues", vmin=0, vmax=points["barrier"].max())
-        for edge in ends[:-1] - 0.5:
-            ax.axvline(edge, color="black", lw=0.7)
-            ax.axhline(edge, color="black", lw=0.7)
+        ax.set_xticks(firsts, [named[i] for i in firsts], rotation=30, ha="right", rotation_mode="anchor")
+        ax.set_yticks(firsts, [named[i] for i in firsts])
         ax.set(title=style.STROKES[decoding].label)
-        ax.set_xticks(ends - sizes / 2 - 0.5, labels, rotation=30, ha="right", rotation_mode="anchor")
-        ax.set_yticks(ends - sizes / 2 - 0.5, labels)
         ax.grid(visible=False)
-        ax.tick_params(length=0)
     fig.colorbar(image, ax=axes, label="barrier, points", shrink=0.8)
     return fig, points

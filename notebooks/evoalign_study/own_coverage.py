@@ -7,7 +7,7 @@ training from it. All have the same problems and samples. Intervals are over pro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import cycle, product
 
 import numpy as np
 from matplotlib import pyplot as plt
@@ -15,19 +15,15 @@ from pandas import DataFrame
 
 from evoalign_lib.analysis import coverage, stats
 from evoalign_lib.analysis.stats import Interval
-from evoalign_study import plots, style
+from evoalign_study import plots
 from evoalign_study.measures.base import label
 from evoalign_study.records import Record, unpack_integers
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from evoalign_study.results import stated
 
 Models = Mapping[str, Sequence[Record]]
 """Name -> records of all blocks and temperatures; the model itself first."""
 TAUS = (0.01, 0.1, 0.5, 0.9)
 """Chances of a right sample at which tables count problems."""
-_ENDS = (("#0A332C", "o"), ("#7CB9BF", "s"))  # colours and markers of ends, as `evoalign compare` has them
-_STROKES = ("-", "--", ":", "-.")
 _RESAMPLES = 2000
 
 
@@ -105,9 +101,8 @@ def pass_table(models: Models, temperature: float) -> DataFrame:
         right = counts(records, temperature)
         for k in ks(n):
             row = {"model": name, "problems": len(right), "k": k, "pass@k, % [95 %]": solved(right, n, k).format()}
-            error = standard_error(right, n, k)
-            known = "not known" if np.isnan(error) else f"{100 * error:.2f}"
-            rows.append(row | {"standard error of sampling, points": known})
+            error = stated(standard_error(right, n, k), ".2%", "not known")
+            rows.append(row | {"standard error of sampling, points": error})
     return DataFrame(rows)
 
 
@@ -142,14 +137,10 @@ def support_table(models: Models, temperature: float) -> DataFrame:
     return DataFrame(
         {"model": name, "k": k}
         | {words: f"{getattr(support, part):.1f}" for words, part in parts.items()}
-        | {words: _ratio(getattr(support, words.lower())) for words in ("SRR", "NDR")}
+        | {words: stated(getattr(support, words.lower()), ".3f", "not defined") for words in ("SRR", "NDR")}
         | {"NSCR [95 %]": net, "null, 95 %": f"{null.low:.3f} to {null.high:.3f}"}
         for name, (support, net) in changes.items()
     )
-
-
-def _ratio(value: float) -> str:
-    return "not defined" if np.isnan(value) else f"{value:.3f}"
 
 
 def cover_table(models: Models, temperature: float, taus: Sequence[float] = TAUS) -> DataFrame:
@@ -182,7 +173,7 @@ def token_table(models: Models) -> DataFrame:
     return DataFrame(rows)
 
 
-def figure_pass_at_k(models: Models) -> tuple[Figure, DataFrame]:
+def figure_pass_at_k(models: Models) -> tuple[plt.Figure, DataFrame]:
     """Draw pass@k of each model with its interval over problems, a panel for each temperature.
 
     Returns the figure and what it plots, a row per point of a line.
@@ -197,24 +188,15 @@ def figure_pass_at_k(models: Models) -> tuple[Figure, DataFrame]:
         for right in [counts(records, temperature)]
         for k, solved_by in zip(across, coverage.estimate_pass_at(right, n, across.tolist()).T, strict=True)
     )
-    looks = {name: _look(i, name) for i, name in enumerate(models)}
-    fig, axes = plt.subplots(1, len(heat), figsize=(style.PAGE, 2.9), sharey=True, squeeze=False)
-    for ax, (title, panel) in zip(axes[0], points.groupby("panel", sort=False), strict=True):
-        plots.lines(ax, panel, "k", "value", "model", looks, ms=4, lw=1.2, markevery=0.2)
-        for name, line in panel.groupby("model"):
-            style.band(ax, line["k"], line["low"], line["high"], looks[name]["color"])
-        ax.set(title=title, xlabel="samples k", xscale="log")
-        ax.set_xticks(ks(n), [f"{k:,}" for k in ks(n)])
-        ax.minorticks_off()
-    axes[0, 0].set(ylabel="problems solved, %", ylim=(0, 100))
-    plots.key(fig, axes[0, 0], 3)
+    own, *ends = models  # ends have the colours that `evoalign compare` gives them
+    turns = product(("-", "--", ":", "-."), (("#0A332C", "o"), ("#7CB9BF", "s")))
+    looks = {
+        name: {"color": color, "marker": marker, "ls": stroke, "label": name}
+        for name, (stroke, (color, marker)) in zip(ends, cycle(turns), strict=False)
+    }
+    looks[own] = plots.look("base", ls="-", label=own)
+    labels = {"xlabel": "samples k", "ylabel": "problems solved, %", "ylim": (0, 100)}
+    fig, axes = plots.grid(points, "k", "value", "model", looks, 2.9, 3, **labels)
+    for ax in axes:
+        plots.plain_ticks(ax, ks(n))
     return fig, points
-
-
-def _look(i: int, name: str) -> dict[str, Any]:
-    """Return how the line of a model is drawn: the first as the base, ends in turn in the colours of ends."""
-    if i == 0:
-        return plots.look("base", ls="-", label=name)
-    turn, place = divmod(i - 1, len(_ENDS))
-    color, marker = _ENDS[place]
-    return {"color": color, "marker": marker, "ls": _STROKES[turn % len(_STROKES)], "label": name}

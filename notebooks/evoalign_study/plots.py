@@ -1,8 +1,8 @@
-"""What the figures of several notebooks share: lines from a tidy frame, and a legend below the panels."""
+"""What the figures of several notebooks share: panels, lines, marks, maps and legends, from tidy frames."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from evoalign_lib.analysis.stats import Interval
@@ -11,10 +11,13 @@ from evoalign_study import style
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
     from pandas import DataFrame
 
 NULL = {"color": "black", "lw": 0.9, "ls": (0, (1, 2))}
 """How the line is drawn at which a quantity says nothing."""
+BASE = {"color": style.ARMS["base"].color, "lw": 1.0}
+"""How the line of the untrained base is drawn."""
 
 
 def look(arm: str, **how: Any) -> dict[str, Any]:
@@ -23,14 +26,32 @@ def look(arm: str, **how: Any) -> dict[str, Any]:
     return {"color": entry.color, "marker": entry.marker or None, "label": entry.label} | how
 
 
+def panels(
+    points: DataFrame, by: str, height: float, **how: Any
+) -> tuple[Figure, list[Axes], Iterator[tuple[Axes, Any, DataFrame]]]:
+    """Return a figure as wide as the page, its panels side by side, and each with a name of a column and its rows.
+
+    Args:
+        points: a row per point.
+        by: the column, a panel for each of its values in the order of the rows.
+        height: inches.
+        **how: of `plt.subplots`.
+    """
+    from matplotlib import pyplot as plt
+
+    parts = list(points.groupby(by, sort=False))
+    fig, axes = plt.subplots(1, len(parts), figsize=(style.PAGE, height), squeeze=False, **how)
+    return fig, axes[0], ((ax, name, part) for ax, (name, part) in zip(axes[0], parts, strict=True))
+
+
 def lines(
-    ax: Axes, frame: DataFrame, x: str, y: str, by: str, looks: Mapping[str, Mapping[str, Any]], **how: Any
+    ax: Axes, frame: DataFrame, x: str, y: str, by: str, looks: Mapping[Any, Mapping[str, Any]], **how: Any
 ) -> None:
-    """Draw a line through the points of each name in a column.
+    """Draw a line through the points of each name in a column, and a band where the frame has low and high for it.
 
     Args:
         ax: the panel.
-        frame: a row per point.
+        frame: a row per point; columns low and high are the ends of a band.
         x: column of what is across.
         y: column of what is up.
         by: column of the names, in the order in which they are drawn.
@@ -39,23 +60,181 @@ def lines(
     """
     for name, points in frame.groupby(by, sort=False):
         ax.plot(points[x], points[y], **how | looks[name])
+        if "low" in points:
+            style.band(ax, points[x], points["low"], points["high"], looks[name]["color"])
 
 
-def key(fig: Figure, ax: Axes, columns: int, size: float = 7) -> None:
-    """Put the legend of one panel below the figure, in so many columns."""
-    handles, labels = ax.get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=size)
+def grid(
+    points: DataFrame,
+    x: str,
+    y: str,
+    by: str,
+    looks: Mapping[Any, Mapping[str, Any]],
+    height: float,
+    columns: int = 4,
+    **labels: Any,
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure with `lines` in a panel for each value of the column "panel", and one legend below.
+
+    Args:
+        points: as of `lines`, with a column "panel" of titles.
+        x: as of `lines`.
+        y: as of `lines`.
+        by: as of `lines`.
+        looks: as of `lines`.
+        height: inches.
+        columns: of the legend.
+        **labels: of `Axes.set`, for every panel.
+    """
+    fig, axes, shown = panels(points, "panel", height)
+    for ax, title, part in shown:
+        lines(ax, part, x, y, by, looks)
+        ax.set(title=title, **labels)
+    key(fig, axes[0], columns)
+    return fig, axes
+
+
+def curves(ax: Axes, frame: DataFrame, x: str, y: str, **how: Any) -> None:
+    """Draw a line with its band for each arm and decoding, columns of the frame, in their looks."""
+    for (arm, decoding), points in frame.groupby(["arm", "decoding"], sort=False):
+        drawn = style.line(arm, decoding) | how
+        ax.plot(points[x], points[y], **drawn)
+        style.band(ax, points[x], points["low"], points["high"], drawn["color"])
 
 
 def whiskers(ax: Axes, frame: DataFrame, across: Any = None, up: Any = None, **how: Any) -> None:
     """Draw values with their intervals, the columns value, low and high: up at `across`, or across at `up`."""
-    ends = [frame["value"] - frame["low"], frame["high"] - frame["value"]]
-    place = (
-        {"x": across, "y": frame["value"], "yerr": ends} if up is None else {"x": frame["value"], "y": up, "xerr": ends}
-    )
-    ax.errorbar(**place, **how)
+    value, low, high = frame["value"], frame["low"], frame["high"]
+    error = {"yerr" if up is None else "xerr": [value - low, high - value]}
+    ax.errorbar(*((across, value) if up is None else (value, up)), **error, **how)
 
 
 def ends(interval: Interval, scale: float = 1) -> dict[str, float]:
     """Return an interval as columns of a tidy frame, value, low and high, times `scale`."""
     return {name: scale * getattr(interval, name) for name in ("value", "low", "high")}
+
+
+def handle(label: str, **how: Any) -> Line2D:
+    """Return an entry of a legend; without line style or width it is a mark alone."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], label=label, **({} if "ls" in how or "lw" in how else {"ls": ""}) | how)
+
+
+def of_arm(arm: str, n: int | None = None, **how: Any) -> Line2D:
+    """Return the entry of an arm in a legend, by default a mark alone; n: number of its runs."""
+    of_runs = "" if n is None else f" (n = {n})"
+    return handle(**look(arm, label=f"{style.ARMS[arm].label}{of_runs}") | how)
+
+
+def key(fig: Figure, entries: Axes | Sequence[Any], columns: int = 0, size: float = 7) -> None:
+    """Put a legend below a figure: the entries of a panel, or those given.
+
+    Args:
+        fig: the figure.
+        entries: a panel, or entries.
+        columns: how many there are; by default as many as make one row, or two of more than five entries.
+        size: points.
+    """
+    handles = entries.get_legend_handles_labels()[0] if hasattr(entries, "get_legend_handles_labels") else entries
+    columns = columns or (len(handles) if len(handles) < 6 else -(-len(handles) // 2))
+    # matplotlib fills column by column
+    ordered = [one for column in range(columns) for one in handles[column::columns]]
+    fig.legend(handles=ordered, loc="outside lower center", ncols=columns, fontsize=size, columnspacing=1.4)
+
+
+def plain_ticks(ax: Axes, ticks: Sequence[float] | None = None) -> None:
+    """Write 0.1, 1 and 10 on a logarithmic axis, not powers of ten; ticks: where, and nowhere else."""
+    ax.set_xscale("log")
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    if ticks is not None:
+        ax.set_xticks(ticks)
+        ax.minorticks_off()
+
+
+def strip(ax: Axes, runs: Mapping[str, Sequence[tuple[str, DataFrame]]], column: str, width: float = 0.3) -> None:
+    """Draw every run as a dot, those that failed as crosses, and means as the marks of arms.
+
+    Args:
+        ax: the panel.
+        runs: name of a tick -> arm and runs, side by side there.
+        column: what is drawn; where there is a column outcome, it says which runs have "failed".
+        width: of the dots of one arm; ticks are 1 apart.
+    """
+    for at, sides in enumerate(runs.values()):
+        for i, (arm, part) in enumerate(sides):
+            crossed = part["outcome"] == "failed" if "outcome" in part else [False] * len(part)
+            style.dots(ax, at + 1.4 * width * (i - (len(sides) - 1) / 2), part[column], crossed, arm, width)
+    ax.set_xticks(range(len(runs)), list(runs))
+    ax.set_xlim(-0.6, len(runs) - 0.4)
+    ax.grid(axis="x", visible=False)
+
+
+def differences(ax: Axes, asked: Mapping[str, Mapping[str, Interval | str]], legend: str) -> list[dict[str, Any]]:
+    """Draw intervals of differences in points, a line per name from the top, by decoding: filled marks are greedy.
+
+    Args:
+        ax: the panel.
+        asked: name -> decoding -> the interval, or the words that stand in its place.
+        legend: where the legend of the decodings stands.
+
+    Returns:
+        A row per interval, from the bottom: its name, decoding, value and ends.
+    """
+    rows, names = [], list(asked)[::-1]
+    looks = {d: {"marker": "o", "color": "black", "ms": 4.5, "mfc": fill} for d, fill in _FILLS.items()}
+    for y, name in enumerate(names):
+        for (decoding, each), offset in zip(asked[name].items(), (0.17, -0.17), strict=True):
+            if isinstance(each, str):
+                ax.text(0.6, y + offset, each, va="center", fontsize=6, color="#555555")
+                continue
+            rows.append({"name": name, "decoding": decoding} | ends(each, 100))
+            value, low, high = list(rows[-1].values())[2:]
+            ax.errorbar(value, y + offset, xerr=[[value - low], [high - value]], capsize=2, lw=1, **looks[decoding])
+    for decoding, drawn in looks.items():
+        ax.plot([], [], ls="", label=style.STROKES[decoding].label, **drawn)
+    ax.axvline(0, color="black", lw=0.8)
+    ax.set(yticks=range(len(names)), yticklabels=names, ylim=(-0.5, len(names) - 0.5))
+    ax.grid(axis="y", visible=False)
+    ax.legend(loc=legend, handlelength=1)
+    return rows
+
+
+_FILLS = {"greedy": "black", "t1": "white"}
+
+
+def heat(
+    ax: Axes, cells: DataFrame, axes: tuple[str, str], value: str, text: Callable[[dict[str, Any]], str], **how: Any
+) -> DataFrame:
+    """Draw cells of a map as a ground of colours with texts on it; returns the table of the values.
+
+    Args:
+        ax: the panel.
+        cells: a row per cell.
+        axes: columns that lie along x and along y, in the order of their values.
+        value: the column that the ground shows.
+        text: makes the text of a row; it is white where the value is above `white`, if that is given.
+        **how: keywords of `Axes.imshow`, and `white`.
+    """
+    white = how.pop("white", float("inf"))
+    table = cells.pivot(index=axes[1], columns=axes[0], values=value)
+    ax.imshow(table, aspect="auto", origin="lower", **how)
+    for cell in cells.to_dict("records"):
+        at = table.columns.get_loc(cell[axes[0]]), table.index.get_loc(cell[axes[1]])
+        color = "white" if cell[value] > white else "black"
+        ax.text(*at, text(cell), ha="center", va="center", fontsize=6.5, color=color)
+    ax.set_xticks(range(table.shape[1]), [f"{x:g}" for x in table.columns])
+    ax.set_yticks(range(table.shape[0]), [f"{y:g}" for y in table.index])
+    ax.grid(False)
+    return table
+
+
+def framed(ax: Axes, table: DataFrame, setting: Mapping[str, float], color: str) -> None:
+    """Draw a frame around the cell of a `heat` map that has a setting, if there is one."""
+    from matplotlib.patches import Rectangle
+
+    x, y = setting[table.columns.name], setting[table.index.name]
+    if x in table.columns and y in table.index:
+        corner = table.columns.get_loc(x) - 0.46, table.index.get_loc(y) - 0.46
+        for width, edge in ((5, "white"), (2.5, color)):
+            ax.add_patch(Rectangle(corner, 0.92, 0.92, fill=False, lw=width, color=edge))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import product
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -13,14 +12,10 @@ from matplotlib import pyplot as plt
 from evoalign_lib.analysis import refusals
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.tasks import safety_published as data
-from evoalign_study import marks, style
+from evoalign_study import plots, style
 from evoalign_study.kinds import judged as kind
 from evoalign_study.records import Record
-from evoalign_study.results import Results, listed, stated
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from pandas import DataFrame
+from evoalign_study.results import Results, stated
 
 RATINGS: dict[str, style.Look] = {
     "elo": style.Look("#E0A98C", "D", "-", "published Elo, and the same games in other orders"),
@@ -68,6 +63,8 @@ def results(records: Sequence[Record]) -> Results:
         for quantity, games_of in product(own["agreement"], ("all", "without the base")):
             three = own["agreement"][quantity][games_of]
             found[f"{dimension} {quantity} {games_of}"] = Interval(*three, games_["prompts"])
+    found["least std"] = min(found[f"{dimension} least std"] for dimension in data.DIMENSIONS)
+    found["most std"] = max(found[f"{dimension} most std"] for dimension in data.DIMENSIONS)
     for model, cut in product(_SAFE_AND_HELPFUL, CUTS):
         found[f"{model} safe and helpful {cut}"] = 100 * rewards[model]["quadrants"][cut]["shares"]["SH"]
     return found
@@ -100,64 +97,7 @@ def responses(records: Iterable[Record]) -> dict[str, Record]:
     return {model: own[model] for model in data.MODELS}
 
 
-MACROS = {"JudgedQuestions": ("questions", "d"), "JudgedOrders": ("orders", ",d")}
-MACROS |= {
-    "JudgedLongerHelpful": ("helpfulness longer", ".0f"),
-    "JudgedSpreadHelpful": ("helpfulness std", ".0f"),
-}
-for _dimension in data.DIMENSIONS:
-    _name = _dimension.removesuffix("ness").title()
-    for _macro, _result, _form in (
-        ("Lead", "lead", ".0f"),
-        ("LeadEqual", "equal_length_lead", ".0f"),
-        ("First", "first", ".0f"),
-        ("Reward", "reward all", ".1%"),
-        ("Length", "length all", ".1%"),
-    ):
-        MACROS |= {f"Judged{_macro}{_name}": (f"{_dimension} {_result}", _form)}
-"""The paper's numbers about the published judgments: macro -> name of a result, and format."""
-
-
-def answers(found: Results) -> dict[str, str]:
-    """Return question -> the sentence that answers it, with its numbers and intervals; found: of `results`."""
-    helpful, harmless = data.DIMENSIONS
-    leads = {
-        name: listed([f"{stated(found[f'{d} {name}'], '.0f')} Elo points in {d}" for d in data.DIMENSIONS])
-        for name in ("lead", "equal_length_lead")
-    }
-    wins = []
-    names = {"reward": "with the higher training reward", "length": "that is longer", "-cost": "of lower cost"}
-    for name, words in names.items():
-        shares = [stated(found[f"{d} {name} without the base"]) for d in data.DIMENSIONS]
-        wins.append(f"the answer {words} wins {' and '.join(shares)} %")
-    cuts = []
-    for cut, name in CUTS.items():
-        shares = [f"{found[f'{model} safe and helpful {cut}']:.0f}" for model in _SAFE_AND_HELPFUL]
-        cuts.append(f"{' and '.join(shares)} % if that is {name}")
-    longer, first = (listed([f"{found[f'{d} {what}']:.0f}" for d in data.DIMENSIONS]) for what in ("longer", "first"))
-    least, most = (
-        end(found[f"{d} {what} std"] for d in data.DIMENSIONS) for end, what in ((min, "least"), (max, "most"))
-    )
-    return {
-        "Do the published judgments put the model that ES trained first?": (
-            f"By Bradley and Terry over {found['questions']} questions {kind.LEADER} leads "
-            f"{found['helpfulness second']}, the next, by {leads['lead']}. With length held equal it leads by "
-            f"{leads['equal_length_lead']}. Its answer is the longer one in {longer} % of these games."
-        ),
-        "What else predicts the published verdicts?": (
-            f"Without the base's games, and for {helpful} and {harmless}: {'; '.join(wins)}."
-        ),
-        "How much of the published ratings is the order of the games?": (
-            f"Over {found['orders']:,} random orders of the same games a rating has a standard deviation of "
-            f"{least:.0f} to {most:.0f} points; {kind.LEADER} comes first in {first} %."
-        ),
-        "Do the published shares of safe and helpful responses depend on the cut?": (
-            f"Safe and helpful are, of the responses of {' and of '.join(_SAFE_AND_HELPFUL)}: {'; '.join(cuts)}."
-        ),
-    }
-
-
-def response_rows(records: Sequence[Record]) -> DataFrame:
+def response_rows(records: Sequence[Record]) -> pd.DataFrame:
     """Return a row per model: what its responses score, how long they are, and what they hold beside an answer."""
     rows = []
     for model, r in responses(records).items():
@@ -173,7 +113,7 @@ def response_rows(records: Sequence[Record]) -> DataFrame:
     return pd.DataFrame(rows)
 
 
-def refusal_rows(records: Sequence[Record]) -> DataFrame:
+def refusal_rows(records: Sequence[Record]) -> pd.DataFrame:
     """Return a row per model: which share of its responses is of which kind, and the mean reward of each kind."""
     rows = []
     for model, r in responses(records).items():
@@ -184,62 +124,57 @@ def refusal_rows(records: Sequence[Record]) -> DataFrame:
     return pd.DataFrame(rows)
 
 
-def ratings(records: Sequence[Record]) -> tuple[Figure, DataFrame]:
+def ratings(records: Sequence[Record]) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw the ratings of each model by dimension: published Elo with its spread over orders, and two strengths.
 
     For Elo, low and high are one standard deviation over orders about their mean, least and most the ends over orders.
     """
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.7), sharey=True, sharex=True)
     models, rows = [model for model in data.JUDGED if model != data.BASE], []
-    for ax, dimension in zip(axes, data.DIMENSIONS, strict=True):
+    for dimension, model in product(data.DIMENSIONS, models):
         rated, own = (part(records, name)["dimensions"][dimension] for name in ("elo", "games"))
-        for y, model in enumerate(models):
-            elo = {name: rated["models"][model][name] - 1000 for name in ("published", "mean", "least", "most")}
-            std = rated["models"][model]["std"]
-            row = {"dimension": dimension, "model": model, "rating": "elo", "value": elo["published"]}
-            rows.append(
-                row | {"least": elo["least"], "most": elo["most"], "low": elo["mean"] - std, "high": elo["mean"] + std}
-            )
-            look, at_elo = RATINGS["elo"], y + 0.25
-            ax.plot([elo["least"], elo["most"]], [at_elo] * 2, color=look.color, lw=0.8)
-            ax.plot([rows[-1]["low"], rows[-1]["high"]], [at_elo] * 2, color=look.color, lw=3.2, solid_capstyle="butt")
-            ax.plot(elo["published"], at_elo, marker=look.marker, color=look.color, ms=4.5, mec="black", mew=0.6)
-            for rating, key, offset in (("plain", "strength", 0), ("equal", "equal_length", -0.25)):
-                (value, low, high), look = own[key][model], RATINGS[rating]
-                rows.append(row | {"rating": rating, "value": value, "low": low, "high": high})
-                how = {"color": look.color, "marker": look.marker, "ms": 4.5, "lw": 1.2, "capsize": 2}
-                ax.errorbar(value, y + offset, xerr=[[value - low], [high - value]], **how)
-        ax.axvline(0, color="black", lw=0.7)
+        elo = {name: rated["models"][model][name] - 1000 for name in ("published", "mean", "least", "most")}
+        std = rated["models"][model]["std"]
+        row = {"dimension": dimension, "model": model, "rating": "elo", "value": elo["published"]}
+        ends = {"least": elo["least"], "most": elo["most"], "low": elo["mean"] - std, "high": elo["mean"] + std}
+        rows.append(row | ends)
+        for rating, key in (("plain", "strength"), ("equal", "equal_length")):
+            rows.append(row | {"rating": rating} | dict(zip(("value", "low", "high"), own[key][model], strict=True)))
+    points = pd.DataFrame(rows)
+    fig, _, shown = plots.panels(points, "dimension", 2.7, sharey=True, sharex=True)
+    for ax, dimension, panel in shown:
+        for (rating, own), offset in zip(panel.groupby("rating", sort=False), (0.25, 0, -0.25), strict=True):
+            look, places = RATINGS[rating], np.arange(len(models)) + offset
+            if rating == "elo":
+                ax.hlines(places, own["least"], own["most"], color=look.color, lw=0.8)
+                ax.hlines(places, own["low"], own["high"], color=look.color, lw=3.2)
+                ax.plot(own["value"], places, **look.line() | {"linestyle": ""})
+            else:
+                plots.whiskers(ax, own, up=places, capsize=2, **look.line() | {"linestyle": ""})
+        ax.axvline(0, **plots.NULL)
         ax.set(title=dimension, xlabel=f"Elo points above {data.BASE}", yticks=range(len(models)), yticklabels=models)
-        ax.set_ylim(-0.5, len(models) - 0.5)
         ax.grid(axis="y", visible=False)
-    looks = [
-        marks.handle(look.label, color=look.color, marker=look.marker, ms=4.5, ls="-") for look in RATINGS.values()
-    ]
-    marks.key(fig, looks)
-    return fig, pd.DataFrame(rows)
+    plots.key(fig, ax)
+    return fig, points
 
 
-def quadrants(records: Sequence[Record]) -> tuple[Figure, DataFrame]:
+def quadrants(records: Sequence[Record]) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw the shares of the quadrants for each model as stacked bars, in %, at three cuts of the reward."""
-    from matplotlib.patches import Patch
-
-    of, rows = responses(records), []
-    for cut, (quadrant, (_, _, label)), model in product(CUTS, QUADRANTS.items(), of):
-        own = of[model]["quadrants"][cut]
-        row = {"name": cut, "cut": own["cut"], "model": model, "quadrant": label}
-        rows.append(row | {"share": 100 * own["shares"][quadrant]})
-    shares = pd.DataFrame(rows)
-    fig, axes = plt.subplots(1, len(CUTS), figsize=(style.PAGE, 2.4), sharey=True)
-    places = np.arange(len(of))[::-1]
-    for ax, (cut, name) in zip(axes, CUTS.items(), strict=True):
-        left = np.zeros(len(of))
-        for color, hatch, label in QUADRANTS.values():
-            own = shares[(shares["name"] == cut) & (shares["quadrant"] == label)]["share"].to_numpy()
-            ax.barh(places, own, left=left, color=color, hatch=hatch, edgecolor="white", linewidth=0.4, height=0.72)
-            left += own
-        ax.set(title=f"helpful: {name}", xlabel="responses, %", xlim=(0, 100), yticks=places, yticklabels=list(of))
+    shares = pd.DataFrame(
+        {"name": cut, "cut": r["quadrants"][cut]["cut"], "model": model, "quadrant": label}
+        | {"share": 100 * r["quadrants"][cut]["shares"][quadrant]}
+        for cut, (quadrant, (_, _, label)), (model, r) in product(CUTS, QUADRANTS.items(), responses(records).items())
+    )
+    fig, _, shown = plots.panels(shares, "name", 2.4, sharey=True)
+    for ax, cut, panel in shown:
+        left = 0.0
+        for (_, own), (color, hatch, label) in zip(
+            panel.groupby("quadrant", sort=False), QUADRANTS.values(), strict=True
+        ):
+            bars = {"color": color, "hatch": hatch, "edgecolor": "white", "height": 0.72, "label": label}
+            ax.barh(own["model"], own["share"], left=left, **bars)
+            left = left + own["share"].to_numpy()
+        ax.set(title=f"helpful: {CUTS[cut]}", xlabel="responses, %", xlim=(0, 100))
         ax.grid(visible=False)
-    handles = [Patch(facecolor=c, hatch=h, edgecolor="white", lw=0.4, label=text) for c, h, text in QUADRANTS.values()]
-    marks.key(fig, handles)
+    ax.invert_yaxis()
+    plots.key(fig, ax)
     return fig, shares.drop(columns="name")

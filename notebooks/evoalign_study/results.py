@@ -1,51 +1,132 @@
-"""What a notebook finds, by name: the numbers that its sentences, its tables and the paper's macros are read from."""
+"""From what a notebook finds, by name, to its sentences, the cells of its tables and the paper's macros."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from evoalign_lib.analysis.stats import Interval
 
-Results = dict[str, Interval | float | int | None]
-"""Name -> number, or interval; None where too few runs give none."""
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
-UNDER = {"greedy": "greedily", "t0.6": "at temperature 0.6", "t1": "at temperature 1"}
-"""Decoding -> its name in a sentence."""
-
-
-def macros(results: Results, table: Mapping[str, tuple[str, str]]) -> dict[str, tuple[Any, str]]:
-    """Return macro -> value and format, as `Store.save_numbers` takes them.
-
-    Args:
-        results: what the notebook found.
-        table: macro -> name in the results, and format; of an interval as for `stated`. "NAME/low" names an end of an
-            interval, "NAME/value" its value. What the results lack, as at another scale, has no macro.
-    """
-    found: dict[str, tuple[Any, str]] = {}
-    for macro, (name, form) in table.items():
-        name, _, end = name.partition("/")
-        value = results.get(name)
-        if end and value is not None:
-            factor = 100 if form[-1] == "%" else 1
-            found[macro] = (factor * getattr(value, end), form.replace("%", "f"))
-        elif name in results and not end:
-            found[macro] = (stated(value, form), "") if value is None or isinstance(value, Interval) else (value, form)
-    return found
+Results = Mapping[str, Any]
+"""What a notebook found, by name: numbers, intervals and words, and None where too few runs give a number."""
+MISSING = "-"
+"""In a cell: no run has a value."""
+_NAME = re.compile(r"\{([^{}]+?)(?:\.(value|low|high|n))?(?::([^\s:{}]*))?\}")
 
 
-def stated(interval: Interval | None, form: str = ".1%", missing: str = "none") -> str:
-    """Return an interval as text.
+def stated(value: Any, form: str | None = None, missing: str = "none") -> str:
+    """Return a number or an interval as text.
 
     Args:
-        interval: what is stated.
-        form: ".1%" for points with one decimal, ".2f" for the unit that it has, with two.
-        missing: stands in the place of no interval.
+        value: a number, an interval, or a text, which stays.
+        form: as Python's format, but percent have no sign. Of an interval it has the digits, ".1%" by default.
+        missing: stands for None and NaN. An interval of several units without ends is "not to be told".
 
-    >>> stated(Interval(0.412, 0.39, 0.43, 8)), stated(Interval(0.412, 0.39, 0.43, 8), ".2f"), stated(None)
-    ('41.2 [39.0, 43.0]', '0.41 [0.39, 0.43]', 'none')
+    >>> stated(Interval(0.412, 0.39, 0.43, 8)), stated(Interval(0.412, 0.39, 0.43, 8), ".2f"), stated(0.5, ".0%")
+    ('41.2 [39.0, 43.0]', '0.41 [0.39, 0.43]', '50')
     """
-    return missing if interval is None else interval.format(percent=form[-1] == "%", digits=int(form[1:-1]))
+    if isinstance(value, Interval):
+        form = form or ".1%"
+        untold = value.n > 1 and value.low != value.low
+        return "not to be told" if untold else value.format(percent=form[-1] == "%", digits=int(form[1:-1]))
+    if value is None or value != value:
+        return missing
+    text = format(value, form or "").removesuffix("%")
+    return text.removeprefix("-") if form and form[-1] in "f%" and not float(text.replace(",", "")) else text
+
+
+def told(sentence: str, results: Results, missing: str | None = None) -> str | None:
+    """Return a sentence with numbers in the place of their names; None where one is not there.
+
+    Args:
+        sentence: names stand in braces, with a format after a colon (`stated`): {gain}, {share:.2%}; {gain.value} and
+            {gain.n} are parts of an interval.
+        results: the numbers and intervals by name.
+        missing: stands for what is None or NaN; without it that counts as not there.
+
+    >>> told("{gain} points (n = {gain.n}), {solved:.0%} %", {"gain": Interval(0.412, 0.39, 0.43, 8), "solved": 0.5})
+    '41.2 [39.0, 43.0] points (n = 8), 50 %'
+    """
+
+    def number(found: re.Match[str]) -> str:
+        name, part, form = found.groups()
+        value = results[name]
+        if missing is None and (value is None or value != value):
+            raise KeyError(name)
+        return stated(getattr(value, part, None) if part else value, form, missing or "none")
+
+    try:
+        return _NAME.sub(number, sentence)
+    except KeyError:
+        return None
+
+
+@cache
+def _file(name: str) -> dict[str, dict[str, str | list[str]]]:
+    import yaml
+
+    return yaml.safe_load((Path(__file__).parent / name).read_text(encoding="utf-8"))
+
+
+def answered(part: str, results: Results) -> dict[str, str]:
+    """Return question -> sentence with its numbers, of a part of answers.yaml: a notebook's name.
+
+    Of several sentences the first is taken of which all numbers are there; if none is complete, the first of which they
+    are known by name, with "unknown" for what too few runs give. A question without either is left out.
+    """
+    answers = {}
+    for question, sentences in _file("answers.yaml")[part].items():
+        each = [sentences] if isinstance(sentences, str) else sentences
+        texts = [told(sentence, results, missing) for missing in (None, "unknown") for sentence in each]
+        if known := [text for text in texts if text]:
+            answers[told(question, results) or question] = known[0]
+    return answers
+
+
+def macros(part: str, results: Results) -> dict[str, tuple[str, str]]:
+    """Return macro -> text and no format, as `Store.save_numbers` takes them, of a part of numbers.yaml.
+
+    What the results lack, as at another scale, has no macro.
+    """
+    texts = {macro: told(text, results) for macro, text in _file("numbers.yaml")[part].items()}
+    return {macro: (text, "") for macro, text in texts.items() if text is not None}
+
+
+def as_text(frame: DataFrame, formats: Mapping[str, str], missing: str = "") -> DataFrame:
+    """Return a frame with the columns of `formats` as text (`stated`); others stay as they are."""
+    texts = {head: [stated(value, form, missing) for value in frame[head]] for head, form in formats.items()}
+    return frame.assign(**texts)
+
+
+def cells(frame: DataFrame, by: Sequence[str], columns: Mapping[str, tuple[str, str | Callable]]) -> DataFrame:
+    """Return a row per group of rows, in the order of the frame.
+
+    Args:
+        frame: a row per run, or per problem.
+        by: columns that tell the groups apart; they begin the table.
+        columns: head -> column, and the format of its mean (such as ".1f"; a dash where no row has a value), or what
+            pandas makes of its values ("sum", "size") or a function of them.
+    """
+    import pandas as pd
+
+    def function(how: Any) -> Any:
+        if callable(how) or not how.startswith("."):
+            return how
+        return lambda values: format(values.mean(), how) if values.count() else MISSING
+
+    groups = frame.groupby(list(by), sort=False)
+    return pd.DataFrame({head: groups[name].agg(function(how)) for head, (name, how) in columns.items()}).reset_index()
+
+
+def three_digits(x: float, whole: float = 1000, digits: int = 3) -> str:
+    """Return a number with three digits (or `digits`), and from `whole` on with all of those before the point."""
+    return f"{x:,.0f}" if x >= whole else f"{x:.{digits}g}"
 
 
 def excludes_zero(interval: Interval) -> bool:
@@ -62,7 +143,21 @@ def listed(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def sentence(parts: Sequence[str]) -> str:
-    """Return parts of a sentence, joined, with a capital at the beginning."""
-    text = "; ".join(parts)
-    return text[0].upper() + text[1:]
+def captioned(name: str, **words: Any) -> str:
+    """Return the caption of a figure or table, from captions.yaml.
+
+    Args:
+        name: of the figure or table.
+        **words: what stands in the place of the names in it.
+
+    Raises:
+        KeyError: a name without caption, or a caption with a name that is not given.
+    """
+    if (caption := told(_file("captions.yaml")[name], words, "none")) is None:
+        raise KeyError(f"the caption of {name!r} has names besides {sorted(words)}: give them all")
+    return caption
+
+
+def named(name: str, **words: Any) -> tuple[str, str]:
+    """Return a name and its caption (`captioned`), as `Store.save_table` takes them."""
+    return name, captioned(name, **words)

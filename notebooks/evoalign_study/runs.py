@@ -2,150 +2,130 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evoalign_lib import arms, tiny
+from evoalign_lib.analysis import stats
 from evoalign_study import loading
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.train import sweep_specs
-from evoalign_study.loading import Group, Groups, Records
-from evoalign_study.records import Record
+from evoalign_study.loading import After, Group, Groups, Records
+from evoalign_study.records import Record, Spec
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 TUNED = ("es", "grpo")
 """Arms that a sweep tunes."""
 
-ES_COUNTDOWN: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "n_seeds": 8,
-        "population_size": 30,
-        "sigma": 1e-2,
-        "alpha": 1e-2,
-        "steps": 100,
-        "prompts_per_step": 128,
-        "curve_points": 21,
-        "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
-        "validation_problems": 512,
-        "test_problems": 2000,
-    },
-    "smoke": {
-        "n_seeds": 2,
-        "population_size": 4,
-        "steps": 3,
-        "prompts_per_step": 16,
-        "curve_points": 4,
-        "validation_problems": 32,
-        "test_problems": 64,
-    },
-    # sigma and alpha are those of Qiu et al. (arXiv 2509.24372)
-    "full": {
-        "sigma": 1e-3,
-        "alpha": 5e-4,
-        "steps": 500,
-        "prompts_per_step": 200,
-        "max_completion_length": 1024,
-        "tensor_parallel": 1,  # GPUs that share a copy of the model, with engine vllm
-    },
+Table = Mapping[str, Any]
+"""Setting -> its value at every scale, or a tuple of its values at scales tiny, smoke and full.
+
+A tuple that ends before a scale has there what tiny has; ... says that a scale has no such setting.
+"""
+ES_COUNTDOWN: Table = {
+    "n_seeds": (8, 2),
+    "population_size": (30, 4),
+    "sigma": (1e-2, 1e-2, 1e-3),  # at scale full sigma and alpha are those of Qiu et al. (arXiv 2509.24372)
+    "alpha": (1e-2, 1e-2, 5e-4),
+    "steps": (100, 3, 500),
+    "prompts_per_step": (128, 16, 200),
+    "curve_points": (21, 4),
+    "max_completion_length": (tiny.MAX_COMPLETION_LENGTH, tiny.MAX_COMPLETION_LENGTH, 1024),
+    "validation_problems": (512, 32),
+    "test_problems": (2000, 64),
+    "tensor_parallel": (..., ..., 1),  # GPUs that share a copy of the model, with engine vllm
 }
-"""Scale -> settings of the runs of notebook 01; of the scales but tiny, what differs from it."""
+"""Settings of the runs of notebook 01."""
 
-COUNTDOWN: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "es_population_size": 30,
-        "es_prompts_per_step": 128,
-        "es_steps": 208,
-        "grpo_num_generations": 16,
-        "grpo_prompts_per_step": 16,
-        "grpo_steps": 250,
-        "sft_prompts": 4096,
-        "sft_num_generations": 16,
-        "sft_batch_size": 64,
-        "sft_epochs": 2,
-        "seeds_match": 16,  # of the arms that may match
-        "seeds_compare": 8,  # of arms that a claim compares
-        "seeds_describe": 4,  # of all others
-        "sweep_size": 12,  # settings an arm
-        "sweep_factors": {},  # setting -> what multiplies it in the sweep, which was made for tiny models
-        "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
-        "validation_problems": 512,
-        "test_problems": 2000,
-        "curve_points": 25,
-        "curve_spacing": "log",
-    },
-    "smoke": {
-        "es_population_size": 4,
-        "es_prompts_per_step": 16,
-        "es_steps": 4,
-        "grpo_num_generations": 4,
-        "grpo_prompts_per_step": 4,
-        "grpo_steps": 4,
-        "sft_prompts": 16,
-        "seeds_match": 2,
-        "seeds_compare": 1,
-        "seeds_describe": 1,
-        "sweep_size": 2,
-        "validation_problems": 16,
-        "test_problems": 32,
-        "curve_points": 3,
-    },
-    "full": {
-        "sweep_factors": {"sigma": 0.1, "alpha": 0.05, "learning_rate": 0.01, "beta": 0.1},
-        "max_completion_length": 1024,
-        "micro_batch": 16,  # completions in a backward pass
-        "tensor_parallel": 1,  # GPUs that share a copy of the model
-    },
+TUNED_SIZES: Table = {
+    "es_population_size": (30, 4),
+    "es_prompts_per_step": (128, 16),
+    "es_steps": (208, 4),
+    "grpo_num_generations": (16, 4),
+    "grpo_prompts_per_step": (16, 4),
+    "grpo_steps": (250, 4),
 }
-"""Scale -> settings of the tuned runs of notebook 02; of the scales but tiny, what differs from it."""
-
-CONCISENESS: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "task": "conciseness",
-        "unique_prompts": 200,  # training questions
-        "max_completion_length": 24,
-        "validation_problems": None,  # split A; None: all
-        "test_problems": None,  # split B; None: all
-        "noise_draws": None,  # under which a reward is measured; None: the task's own
-        "curve_spacing": "log",
-        "es_population_size": 30,
-        "es_prompts_per_step": 100,
-        "es_steps": 208,
-        "es_sigma": 0.01,
-        "es_alpha": 0.005,
-        "grpo_num_generations": 16,
-        "grpo_prompts_per_step": 16,
-        "grpo_steps": 250,
-        "grpo_learning_rate": 3e-4,
-        "grpo_beta": 0.0,
-        "temperatures": [0.6],  # between greedy decoding and 1, at which the repeated runs are measured, too
-    },
-    "smoke": {
-        "validation_problems": 8,
-        "test_problems": 8,
-        "noise_draws": 2,
-        "es_population_size": 4,
-        "es_prompts_per_step": 4,
-        "es_steps": 2,
-        "grpo_num_generations": 4,
-        "grpo_prompts_per_step": 2,
-        "grpo_steps": 2,
-    },
-    "full": {
-        "unique_prompts": None,
-        "max_completion_length": 128,
-        "es_sigma": 1e-3,
-        "es_alpha": 5e-4,
-        "grpo_learning_rate": 3e-6,
-        "micro_batch": 16,  # completions in a backward pass
-        "tensor_parallel": 1,  # GPUs that share a copy of the model
-    },
+"""Settings of the runs of ES and GRPO that notebooks 02, 05 and 06 tune."""
+MEASURED: Table = {
+    "max_completion_length": (tiny.MAX_COMPLETION_LENGTH, tiny.MAX_COMPLETION_LENGTH, 1024),
+    "validation_problems": (512, 16),
+    "test_problems": (2000, 32),
+    "curve_points": (25, 3),
+    "curve_spacing": "log",
+    "micro_batch": (..., ..., 16),  # completions in a backward pass
+    "tensor_parallel": (..., ..., 1),  # GPUs that share a copy of the model
 }
-"""Scale -> settings of the runs of notebook 03; of the scales but tiny, what differs from it."""
+"""How these are measured, and how a model of one's own is held."""
+FACTORS = {"sigma": 0.1, "alpha": 0.05, "learning_rate": 0.01, "beta": 0.1}
+"""Setting -> what multiplies it at scale full, in sweeps that were made for tiny models."""
+COUNTDOWN: Table = {
+    **TUNED_SIZES,
+    "sft_prompts": (4096, 16),
+    "sft_num_generations": 16,
+    "sft_batch_size": 64,
+    "sft_epochs": 2,
+    "seeds_match": (16, 2),  # of the arms that may match
+    "seeds_compare": (8, 1),  # of arms that a claim compares
+    "seeds_describe": (4, 1),  # of all others
+    "sweep_size": (12, 2),  # settings an arm
+    "sweep_factors": ({}, {}, FACTORS),
+    **MEASURED,
+}
+"""Settings of the tuned runs of notebook 02."""
+
+CONCISENESS: Table = {
+    "task": "conciseness",
+    "unique_prompts": (200, 200, None),  # training questions
+    "max_completion_length": (24, 24, 128),
+    "validation_problems": (None, 8),  # split A; None: all
+    "test_problems": (None, 8),  # split B; None: all
+    "noise_draws": (None, 2),  # under which a reward is measured; None: the task's own
+    "curve_spacing": "log",
+    "es_population_size": (30, 4),
+    "es_prompts_per_step": (100, 4),
+    "es_steps": (208, 2),
+    "es_sigma": (0.01, 0.01, 1e-3),
+    "es_alpha": (0.005, 0.005, 5e-4),
+    "grpo_num_generations": (16, 4),
+    "grpo_prompts_per_step": (16, 2),
+    "grpo_steps": (250, 2),
+    "grpo_learning_rate": (3e-4, 3e-4, 3e-6),
+    "grpo_beta": 0.0,
+    "temperatures": [0.6],  # between greedy decoding and 1, at which the repeated runs are measured, too
+    "micro_batch": (..., ..., 16),  # completions in a backward pass
+    "tensor_parallel": (..., ..., 1),  # GPUs that share a copy of the model
+}
+"""Settings of the runs of notebook 03."""
 
 
-def settings_at(scale: str, shared: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return all settings of a scale, of `COUNTDOWN` and the like."""
-    return {**shared["tiny"], **shared[scale]}
+def settings_at(scale: str, table: Table) -> dict[str, Any]:
+    """Return the settings of a scale."""
+    place = ("tiny", "smoke", "full").index(scale)
+    tuples = {name: value if isinstance(value, tuple) else (value,) for name, value in table.items()}
+    chosen = {name: values[place if place < len(values) else 0] for name, values in tuples.items()}
+    return {name: value for name, value in chosen.items() if value is not ...}
+
+
+def scales(
+    table: Table, model: str = "Qwen/Qwen2.5-0.5B-Instruct"
+) -> tuple[Callable[..., dict[str, dict[str, Any]]], dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return a notebook's presets, and its settings at scales tiny, smoke and full.
+
+    Args:
+        table: of the settings.
+        model: of scale full. `presets(model)` takes another; it returns scale -> settings.
+    """
+    own = {scale: settings_at(scale, table) for scale in ("tiny", "smoke", "full")}
+    own["full"] |= {"bases": [model]}
+
+    def presets(model: str = "") -> dict[str, dict[str, Any]]:
+        """Return scale -> settings; model: that of scale full, empty for the scale's own."""
+        return own | {"full": own["full"] | ({"bases": [model]} if model else {})}
+
+    return presets, *own.values()
 
 
 def sweep(run: SimpleNamespace, arm: str) -> Groups:
@@ -225,6 +205,28 @@ def means(records: Sequence[Record], size: int, most: int) -> list[Sequence[Reco
     return [records[first : first + size] for first in range(0, len(records) - size + 1, size)][:most]
 
 
-def known(records: Records, *names: str) -> bool:
-    """Say whether all these groups are loaded."""
-    return all(name in records for name in names)
+def curve_band(records: Sequence[Record], axes: Sequence[str], decoding: str, scale: float = 100) -> DataFrame:
+    """Return validation accuracy along runs of one setting, a row per point.
+
+    Args:
+        records: training runs with as many points.
+        axes: budgets of the curve, of which the mean over runs is taken.
+        decoding: its key in the records.
+        scale: of the accuracies, 1 for shares.
+
+    Returns:
+        The axes; mean, low and high of accuracy (in %, if `scale` is 100), a 95 % band over seeds; and n, the runs.
+    """
+    import numpy as np
+    import pandas as pd
+
+    curves = [record["curve"] for record in records]
+    budgets = {axis: np.mean([curve[axis] for curve in curves], axis=0) for axis in axes}
+    band = stats.curve_band(scale * np.array([curve[f"validation_{decoding}"] for curve in curves]))
+    return pd.DataFrame(budgets | dict(zip(("mean", "low", "high"), band, strict=True))).assign(n=len(curves))
+
+
+def after(records: Records, needed: Sequence[str], make: Callable[..., Sequence[Spec]]) -> After:
+    """Return specs that are made from the records of groups, once these are loaded."""
+    ready = all(name in records for name in needed)
+    return After(make(*(records[name] for name in needed)) if ready else [], tuple(needed))

@@ -1,6 +1,5 @@
-"""Notebook 03: its results are those of the claims and of the paper, and its tables and figures are made of them."""
+"""Notebook 03: where its runs come to a level, and what its sentences, tables and figures make of that."""
 
-import json
 import re
 
 import nbformat
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 from evoalign_study import collapse, paths
 from evoalign_study import nb03_conciseness as study
-from evoalign_study.results import macros
 
 from evoalign_lib.analysis import hacking
 
@@ -50,32 +48,6 @@ def test_where_a_run_first_comes_to_a_level():
     assert study.reach(record, "greedy", "at_proxy", -10).keys() == {"first"}  # it began beyond
 
 
-def test_results_are_those_of_the_claims(found, committed_verdicts):
-    judged = {v.id: v.intervals for v in committed_verdicts}
-    decodings = {"greedy": "greedy", "temperature 1": "t1"}
-    for label, interval in judged["C3"].items():
-        what, decoding, level = re.fullmatch(r"(.*) (greedy|temperature 1)(?: at (.*))?", label).groups()
-        at = f" {level.replace('proxy', 'reward')}: first" if level else " hacked, GRPO - ES"
-        assert found[decodings[decoding] + at] == interval, label
-    assert found["settings without collapse"] == judged["C4"]["settings without collapse"]
-    gap = judged["C34"]["hacked GRPO map - clean GRPO map, gap at 0.01"]
-    assert found["grpo gap, hacked - clean"].value == pytest.approx(gap.value)
-
-
-def test_sentences_and_macros_state_results(found):
-    said = study.answers(found)
-    assert " ".join(said.values()).count(found["greedy reward -5: first"].format()) == 1
-    assert said["Which arm hacks its reward more often?"].startswith("It depends on decoding. Greedily,")
-    one_sign = found | {"t1 hacked, GRPO - ES": found["greedy hacked, GRPO - ES"]}
-    assert study.answers(one_sign)["Which arm hacks its reward more often?"].startswith("Greedily,")
-    own = {name: value for name, value in found.items() if not name.startswith("published")}
-    assert len(study.answers(own)) == len(said) - 1
-    table = study.MACROS | study.PUBLISHED_MACROS
-    committed = json.loads((paths.GENERATED / "numbers_03_conciseness.json").read_text(encoding="utf-8"))
-    numbers = {name: format(*value) for name, value in macros(found, table).items()}
-    assert numbers == {name: committed[name] for name in table}
-
-
 def test_tables_count_runs(run, records, found):
     rows = study.end_rows(records, "es", "grpo").set_index("arm")
     assert rows.loc["ES", "hacked"] == found["es greedy hacked"] and rows.loc["ES", "seeds"] == found["es runs"]
@@ -88,15 +60,9 @@ def test_tables_count_runs(run, records, found):
     assert study.example_rows(run, records).shape == (1 + run.questions_shown, 8)
 
 
-def test_figures_draw_their_data(run, records, found, drawn):
-    fig, plotted = study.answer_figure(run, records, found)
+def test_figures_name_what_stands_out(run, records, found, drawn):
+    fig, _ = study.answer_figure(run, records, found)
     assert [text.get_text() for text in fig.axes[1].texts] == ["ES does not get there"]  # at temperature 1, at -5
-    assert (plotted["panel"] == "end").sum() == 2 * (len(records["es"]) + len(records["grpo"]))
-    _, plotted = study.ways_and_ends(run, records)
-    runs = plotted.groupby("arm")[["setting", "seed"]].apply(lambda part: len(part.drop_duplicates()))
-    for arm in study.ARMS:
-        assert runs[arm] == len({r["spec_hash"] for r in [*records[arm], *records[f"{arm}_map"]]})
-    assert len(study.fronts(records)[1].drop_duplicates(["arm", "seed"])) == len(records["es"]) + len(records["grpo"])
     fig, _ = study.es_map(run, records)
     walk, noise = fig.axes[0].lines
     critical = found["breaking sigma"]

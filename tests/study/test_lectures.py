@@ -1,0 +1,248 @@
+"""The nine notebooks on their committed records: what they find is what claims, paper and figures have."""
+
+import json
+from functools import cache
+
+import numpy as np
+import pytest
+from evoalign_study import coverage_factors as factors
+from evoalign_study import nb01_es_countdown as nb01
+from evoalign_study import nb02_grpo_countdown as nb02
+from evoalign_study import nb03_conciseness as nb03
+from evoalign_study import nb04_safety_judges as nb04
+from evoalign_study import nb05_stability as nb05
+from evoalign_study import nb06_low_rank_and_cost as nb06
+from evoalign_study import nb07_solution_coverage as nb07
+from evoalign_study import nb08_weight_geometry as nb08
+from evoalign_study import nb09_lmc_analysis as nb09
+from evoalign_study import parameters, paths, published_judgments, results, style
+from evoalign_study.loading import Loader
+from evoalign_study.rendering import csv_text
+from evoalign_study.results import answered, macros
+from matplotlib import colors
+
+from evoalign_lib import arms, tiny
+from evoalign_lib.analysis.stats import Interval
+
+pytestmark = [
+    pytest.mark.usefixtures("drawn"),
+    pytest.mark.skipif(not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES), reason="no bases yet"),
+]
+LECTURES = (nb01, nb02, nb03, nb04, nb05, nb06, nb07, nb08, nb09)
+MORE = {nb01: ("", ", exactly"), nb03: ("", ", published"), nb04: ("", ", published")}
+"""Notebook -> its parts in answers.yaml and numbers.yaml."""
+TINY = {"scale": "tiny", "model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": True}
+
+
+@cache
+def loaded(study):
+    """Settings and committed records of a notebook."""
+    run = parameters.check_parameters(TINY.copy(), study.presets())
+    load = Loader(study.NOTEBOOK, run, study.groups)
+    return run, load(*load.names)
+
+
+@pytest.fixture(scope="module")
+def verdicts(committed_verdicts):
+    return {verdict.id: verdict for verdict in committed_verdicts}
+
+
+@pytest.fixture(scope="module")
+def found(verdicts, committed_records):
+    """Notebook -> its results."""
+    decided = {claim: verdicts[claim].intervals for claim in nb02.CLAIMS}
+    of_06 = {claim: verdicts[claim] for claim in nb06.CLAIMS}
+    make = {
+        nb02: lambda run, records: nb02.results(run, records, nb02.pilot(committed_records), decided),
+        nb03: lambda run, records: nb03.results(run, records, records["published"]),
+        nb04: lambda run, records: nb04.results(records) | published_judgments.results(records["judgments"]),
+        nb06: lambda run, records: nb06.results(run, records, of_06, "released"),
+    }
+    return cache(lambda study: (make[study] if study in make else study.results)(*loaded(study)))
+
+
+@pytest.mark.parametrize("study", LECTURES, ids=lambda study: study.NOTEBOOK)
+def test_the_papers_numbers_come_from_the_results(study, found):
+    committed = json.loads((paths.GENERATED / f"numbers_{study.NOTEBOOK}.json").read_text(encoding="utf-8"))
+    parts = [f"{study.NOTEBOOK}{more}" for more in MORE.get(study, ("",))]
+    made = {macro: text for part in parts for macro, (text, _) in macros(part, found(study)).items()}
+    assert made == committed
+    assert macros(parts[0], {}) == {}
+
+
+@pytest.mark.parametrize("study", LECTURES, ids=lambda study: study.NOTEBOOK)
+def test_every_question_has_its_answer(study, found):
+    known = results._file("answers.yaml")
+    parts = [part for more in MORE.get(study, ("",)) if (part := f"{study.NOTEBOOK}{more}") in known]
+    answers = [answer for part in parts for answer in answered(part, found(study)).values()]
+    assert len(answers) == sum(len(known[part]) for part in parts)
+    assert not [answer for answer in answers if "{" in answer or "unknown" in answer]
+
+
+def test_an_answer_without_its_numbers_is_left_out_or_says_less(found):
+    for study, dropped, fewer in ((nb01, "gain of es_shuffled", 1), (nb02, "C", 4), (nb05, ("regret", "slope"), 2)):
+        rest = {name: x for name, x in found(study).items() if not name.startswith(dropped)}
+        assert len(answered(study.NOTEBOOK, rest)) == len(answered(study.NOTEBOOK, found(study))) - fewer
+    values = found(nb09) | {"basin": None, "half es": None}
+    *_, way, _, basin = answered(nb09.NOTEBOOK, values).values()
+    assert "on the way to ES at unknown of it" in way and basin.endswith("no two regimes to tell apart.")
+
+
+def between(one, other):
+    return lambda values: values[one].value - values[other].value
+
+
+CLAIMED = [
+    (nb01, "gain of es on A1, greedy", "E1", "A1"),
+    (nb02, "lead at equal forward_flops, greedy", "C2", "GRPO - ES, validation greedy at equal forward flops"),
+    (nb02, between("dr_grpo, greedy", "grpo, greedy"), "C30", "Dr.GRPO - GRPO, test greedy"),
+    (nb02, between("es, t1", "es_sampled, t1"), "C31", "ES - ES with sampled fitness, test temperature 1"),
+    (nb03, "greedy KL 0.5: first", "C3", "greedy at KL 0.5"),
+    (nb03, "t1 hacked, GRPO - ES", "C3", "temperature 1"),
+    (nb03, "settings without collapse", "C4", "settings without collapse"),
+    (nb03, "grpo gap, hacked - clean", "C34", "hacked GRPO map - clean GRPO map, gap at 0.01"),
+    (nb04, "true greedy, ES - GRPO", "C5", "ES - GRPO, true reward"),
+    (nb04, "bert t1 less, ES - GRPO", "C5", "under bert - under"),
+    (nb04, lambda values: -values["template greedy, ES - GRPO"].value, "C6", ""),
+    (nb04, "es true rl", "C7", "ES, true reward, share explained by rl"),
+    (nb04, "turned t1, ES - GRPO", "C35", "temperature 1"),
+    (nb05, lambda values: np.log(values["spread end"].value), "C8", ""),
+    (nb05, "drawdown greedy", "C33", ""),
+    (nb05, "regret difference", "C9", ""),
+    (nb05, "slope difference", "C37", ""),
+    (nb05, "change to 64 difference", "C11", ""),
+    (nb06, "rank 1 - es, greedy", "C32", "ES with low rank - ES full, test greedy"),
+    (nb06, "gain of precision=int4, greedy", "C14", "ESSA int4 - base, test greedy"),
+    (nb06, "grpo_adam8bit over es, 72B", "C16", "grpo adam8bit over es at 72B"),
+    (nb07, "grpo cold", "C18b", "GRPO, net change of support temperature 0.6"),
+    (nb07, "rollouts change judged", "C19", "effect of the rollouts, net change of support temperature 1"),
+    (nb08, "es grpo cosine", "E8", "ES to GRPO, cosine of what runs have in common"),
+    (nb08, "grpo common", "E5", ""),
+    (nb08, between("single drift", "grpo drift"), "C23", "ES - GRPO, KL on other skills"),
+    (nb08, lambda values: np.log(values["remedy 0"].value), "E9", "ES with anchored decay over"),
+    (nb08, lambda values: np.log(values["remedy 2"].value), "E10", "ES n8 over"),
+    (nb09, "barrier greedy", "C25", "ES to GRPO, barrier of the error greedy"),
+]
+
+
+@pytest.mark.parametrize(("study", "read", "claim", "label"), CLAIMED)
+def test_results_are_what_the_claims_are_judged_by(study, read, claim, label, found, verdicts):
+    """The results and the rules reach the same numbers by ways of their own."""
+    values = found(study)
+    value = read(values) if callable(read) else getattr(values[read], "value", values[read])
+    judged = [interval.value for name, interval in verdicts[claim].intervals.items() if label in name]
+    assert any(value == pytest.approx(each) for each in judged)
+
+
+def of(frame, draw):
+    """Return what makes a frame, and a figure of it."""
+
+    def figure(run, records):
+        points = frame(run, records)
+        return draw(points, records), points
+
+    return figure
+
+
+FIGURES = {
+    "es_countdown_gain": (of(nb01.test_points, lambda f, _: nb01.figure_gain(f)), nb01, "accuracy"),
+    "es_countdown_curves": (of(nb01.curve_points, lambda f, r: nb01.figure_curves(f, r["base"])), nb01, ""),
+    "es_estimator": (
+        of(lambda _, r: nb01.single_steps(r["estimator"]), lambda f, _: nb01.figure_estimator(f)),
+        nb01,
+        "",
+    ),
+    "es_arithmetic_paths": (
+        of(lambda _, r: nb01.audits(r)[nb01.AUDITED], lambda f, _: nb01.figure_arithmetic(f)),
+        nb01,
+        "path",
+    ),
+    "grpo_es_curves": (
+        of(lambda _, r: nb02.curve_points(r), lambda f, _: nb02.draw_curves(f, {"greedy": 14, "t1": 13})),
+        nb02,
+        "mean",
+    ),
+    "grpo_temperature": (of(lambda _, r: nb02.by_temperature(r), lambda *_: None), nb02, ""),
+    "conciseness_answer": (lambda run, r: nb03.answer_figure(run, r, nb03.results(run, r)), nb03, ""),
+    "conciseness_right": (nb03.ways_and_ends, nb03, ""),
+    "conciseness_fronts": (lambda _, r: nb03.fronts(r), nb03, ""),
+    "conciseness_gaps": (lambda _, r: nb03.gaps_by_end(r), nb03, "0.01"),
+    "safety_noise": (lambda _, r: nb04.noise(r), nb04, "true"),
+    "safety_tournament": (lambda _, r: nb04.tournament(r["tournaments"]), nb04, ""),
+    "safety_published_ratings": (lambda _, r: published_judgments.ratings(r["judgments"]), nb04, "value"),
+    "stability_drawdown_runs": (lambda _, r: nb05.figure_drawdowns(r), nb05, "greedy"),
+    "low_rank_curves": (
+        of(lambda run, r: nb06.curve_points(r, nb06.shown(run), "completions"), nb06.draw_curves),
+        nb06,
+        "mean",
+    ),
+    "essa_population_size": (
+        of(lambda run, r: nb06.population_points(r, run), lambda f, _: nb06.draw_populations(f, 0.2)),
+        nb06,
+        "at the end",
+    ),
+    "coverage_factors": (factors.figure_cells, nb07, "value"),
+    "coverage_order": (factors.figure_composed, nb07, "value"),
+    "geometry_drift": (nb08.figure_drift, nb08, "y"),
+    "lmc_plane": (nb09.figure_plane, nb09, "across"),
+    "stability_maps": (nb05.figure_maps, nb05, "score"),
+    "stability_population_curves": (nb05.figure_populations, nb05, "greedy"),
+    "stability_prompts_runs": (nb05.figure_prompts, nb05, "reward"),
+}
+FIGURES |= {
+    f"{stem}_{name}{ending}": (getattr(study, f"figure_{name}"), study, column)
+    for study, stem, names, ending, column in (
+        (nb05, "stability", "transfer horizon", "_runs", "greedy"),
+        (nb05, "stability", "seeds", "", "greedy"),
+        (nb07, "coverage", "pass_at_k matched support training accuracies", "", "value"),
+        (nb08, "geometry", "signal norms layers cosines", "", "value"),
+        (nb09, "lmc", "barriers from_base noise likelihood", "", "value"),
+    )
+    for name in names.split()
+}
+"""Figure -> what draws it, its notebook, and the column of its data of which every value has to stand in it."""
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_draws_its_data(name):
+    """Its data are the committed ones, and every value stands in the figure, in sight."""
+    draw, study, column = FIGURES[name]
+    fig, plotted = draw(*loaded(study))
+    assert csv_text(plotted) == (paths.FIGURES / f"{name}.csv").read_text(encoding="utf-8")
+    if not column:
+        return
+    marks = [line.get_xydata() for ax in fig.axes for line in ax.get_lines()]
+    marks += [dots.get_offsets() for ax in fig.axes for dots in ax.collections]
+    drawn = np.concatenate([np.ravel(np.asarray(each, float)) for each in marks if len(each)], dtype=float)
+    values = plotted[column].dropna().to_numpy(float)
+    assert [value for value in values if not np.isclose(drawn, value, rtol=1e-9, atol=1e-4).any()] == []
+    for ax in fig.axes:
+        low, high = sorted(ax.get_ylim())
+        heights = [line.get_ydata(orig=False) for line in ax.get_lines() if line.get_transform() == ax.transData]
+        assert all(low <= y <= high for each in heights for y in np.asarray(each, float) if np.isfinite(y))
+
+
+@pytest.mark.parametrize("study", [nb02, nb05])
+def test_maps_frame_the_tuned_setting(study):
+    run, records = loaded(study)
+    fig = nb02.draw_sweep(nb02.sweep_points(records)) if study is nb02 else nb05.figure_maps(run, records)[0]
+    names = ("sweep es", "sweep grpo") if study is nb02 else ("es sweep", "grpo sweep")
+    sweeps = {arm: arms.ranked(records[name])[0][1] for arm, name in zip(("es", "grpo"), names, strict=True)}
+    for ax, (arm, tuned) in zip(fig.axes, sweeps.items(), strict=False):
+        box, (x, y) = ax.patches[-1].get_bbox(), (ax.get_xticklabels(), ax.get_yticklabels())
+        framed = {x[round(box.x0 + 0.46)].get_text(), y[round(box.y0 + 0.46)].get_text()}
+        assert framed == {f"{value:g}" for value in tuned.values()}
+        assert colors.to_hex(ax.patches[-1].get_edgecolor()).upper() == style.ARMS[arm].color
+        steps = [float(label.get_text()) for label in x]
+        assert steps == sorted(steps) and tuned[nb05.STEP[arm]] in steps  # to the right in both
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "head"), [(1, 2, "It is ahead"), (-2, -1, "It is behind"), (-1, 1, "Neither is ahead")]
+)
+def test_answers_say_where_the_intervals_lie(low, high, head, found):
+    interval, (run, _) = Interval((low + high) / 2, low, high, 3), loaded(nb02)
+    leads = {key: interval for key in found(nb02) if key.startswith("C2b")}
+    assert nb02._words(run, found(nb02) | leads)["ahead, declared"].startswith(head)
+    assert nb03._words(found(nb03))["depends"]  # on the decoding
+    assert not nb03._words(found(nb03) | {f"{d} hacked, GRPO - ES": interval for d in ("greedy", "t1")})["depends"]

@@ -1,0 +1,226 @@
+"""What the notebooks make of records, held against numbers that are worked out by hand."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from evoalign_study import coverage_factors as factors
+from evoalign_study import nb01_es_countdown as nb01
+from evoalign_study import nb02_grpo_countdown as nb02
+from evoalign_study import nb05_stability as nb05
+from evoalign_study import nb06_low_rank_and_cost as nb06
+from evoalign_study import nb07_solution_coverage as nb07
+from evoalign_study import nb08_weight_geometry as nb08
+from evoalign_study.kinds import memory
+from evoalign_study.records import pack_bits, pack_counts, pack_probabilities
+from evoalign_study.trl_loss import losses_agree
+from test_lectures import loaded
+
+from evoalign_lib import footprint, tiny
+from evoalign_lib.engines.memory import shape
+
+pytestmark = [
+    pytest.mark.usefixtures("drawn"),
+    pytest.mark.skipif(not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES), reason="no bases yet"),
+]
+
+
+# ---- 01 and 02
+
+
+def test_single_steps_and_audits():
+    _, records = loaded(nb01)
+    chosen = [r for r in records["estimator"] if (r["spec"]["fitness"], r["spec"]["targets"]) == ("expected", "any")]
+    row = nb01.single_steps(records["estimator"]).query("fitness == 'expected' and targets == 'any'").iloc[0]
+    assert row["cosine"] == pytest.approx(np.mean([r["estimator"]["cosine"] for r in chosen]))
+    assert row["cosine_low"] < row["cosine"] < row["cosine_high"] and row["repeats"] == len(chosen) == 16
+    still = [r | {"path": {"cosine": [1.0, None]}} for r in records["audit"]]  # populations that were all tied
+    runs = nb01.audits(dict(records) | {"audit": still})
+    assert runs["path"].isna().all()
+    texts = [text.get_text() for text in nb01.figure_arithmetic(runs).axes[1].texts]
+    assert texts == ["not defined"] * len(nb01.ARITHMETICS)
+
+
+def test_what_has_no_spread_or_no_point_yet_is_left_out():
+    curve = {"completions": [0, 50, 100], "validation_greedy": [0.1, 0.2, 0.3], "validation_t1": [0.1, 0.1, 0.1]}
+    run = {"curve": curve, "budget": {"completions": 100}, "spec": {"sigma": 0.1, "alpha": 0.1}}
+    equal = nb02.match({"es": [run] * 2, "grpo": [run] * 2}, "completions", 0.02)
+    assert equal["es at equal completions, greedy"] == 0.3 and not [key for key in equal if "lead" in key]
+    late = {"curve": curve | {"completions": [0, 200, 300]}}
+    assert nb02.larger_alpha({"grpo": [run]}, [late]) == {}
+    both = {"base": [{"validation": {"greedy": 0.1}}], "es": [run] * 2, "grpo": [run] * 2}
+    found = nb02.to_target(both, 0.5, "completions")
+    assert found["es reached +50"] == 0 and "es over grpo to +50, completions" not in found
+
+
+def test_models_that_are_not_measured_again_have_their_own_two_decodings():
+    """As those from outside the tiny world: the figure and the table have greedy decoding and temperature 1."""
+
+    def run(arm: str, seed: int) -> dict:
+        spec = {"kind": "train", "arm": arm, "seed": seed} if arm else {"kind": "base"}
+        test = {"n": 4, "greedy_bits": pack_bits([1, 1, 0, 0]), "t1_counts": pack_counts([16, 0, 0, 0])}
+        return {"spec": spec | {"base": "/mine"}, "spec_hash": f"{arm} {seed}", "test": test}
+
+    records = {"base": [run("", 0)], "es": [run("es", 0), run("es", 1)], "grpo_long": [run("grpo", 9)], "decodings": []}
+    points = nb02.by_temperature(records)
+    means = points[["group", "temperature", "accuracy", "n"]].values.tolist()
+    assert means == [["base", 0.0, 50, 1], ["base", 1.0, 25, 1], ["es", 0.0, 50, 2], ["es", 1.0, 25, 2]]
+    (ax,) = nb02.draw_temperatures(points).axes
+    assert len(ax.lines) == 2
+
+
+def test_a_loss_that_is_not_trls_is_found(tmp_path):
+    def nearly(logp, old_logp, ref_logp, rewards, mask, **_):
+        ratio = (logp - old_logp).exp()
+        return -((ratio * (rewards - rewards.mean(1, keepdim=True))[..., None] * mask).sum(-1) / mask.sum(-1)).mean()
+
+    found = losses_agree("grpo", nearly, tmp_path)
+    assert found == {"loss of": "GRPO", "same value": "no", "same gradient": "no"}
+
+
+# ---- 05
+
+
+@pytest.mark.parametrize(
+    ("line", "ended"),
+    [([0.1, 0.3, 0.25], "kept"), ([0.1, 0.3, 0.19], "fell back"), ([0.1, 0.3, 0.1], "failed"), ([0.1, 0.1], "failed")],
+)
+def test_how_a_run_ended(line, ended):
+    record = {"curve": {"validation_greedy": line}}
+    assert nb05.outcome(record) == ended and nb05.failed([record]) == (ended == "failed")
+
+
+def test_slopes_spreads_and_contenders():
+    run, records = loaded(nb05)
+    counts, accuracy = [2, 50, 200, 1000], np.array([0.1, 0.2, 0.4, 0.3])
+    assert nb05.slope_weights(counts) @ accuracy == pytest.approx(np.polyfit(np.log10(counts), accuracy, 1)[0])
+    values = nb05.scores(records, "es", "test", "greedy")
+    assert nb05.spread_ratio(values, None) is None and nb05.spread_ratio(values, np.full(16, 0.5)) is None
+    assert nb05.scores(records, "es", "at mean", 0.99) is None
+    assert nb05.ratio_in_words(None, values)[0] == "an arm never gets there"
+    assert nb05.spread_ratio(values, values).value == pytest.approx(1)
+    for arm, step in nb05.STEP.items():
+        tried = nb05.contenders(run, records, arm)
+        assert len({setting[step] for setting in tried}) == len(tried) == run.transfer_size
+        assert nb05.tuned(run, records, arm) in tried
+
+
+# ---- 06
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        ({"arm": "es"}, "ES, full rank"),
+        ({"arm": "es_random"}, "ES, random fitness"),
+        ({"arm": "es_low_rank_random", "rank": 4}, "ES, rank 4, random fitness"),
+        ({"arm": "es_lora_random", "lora_rank": 8, "warm_rows": 64}, "ES, adapter of rank 8, warm, random fitness"),
+        ({"arm": "es_lora", "lora_rank": 8}, "ES, adapter of rank 8, cold"),
+        ({"arm": "essa", "lora_rank": 8, "warm_rows": 64}, "ESSA, adapter of rank 8"),
+        ({"arm": "grpo"}, "GRPO"),
+    ],
+)
+def test_a_name_says_what_is_searched_from_where_and_by_what(spec, name):
+    assert nb06.name({"runs": [{"spec": spec}]}, "runs") == name
+
+
+def test_arms_are_compared_after_what_the_cheapest_run_spent():
+    def searched(start, end, *flops):
+        curve = {"completions": [0, 100, 10_000], "core_seconds": [1.0, 2.0, 8.0], "forward_flops": flops}
+        return [{"curve": curve | {"validation_greedy": [start, start, end]}}] * 2
+
+    records = {"essa": searched(0.1, 0.3, 2e12, 3e12, 8e12), "grpo": searched(0.2, 0.4, 1e12, 8e12, 80e12)}
+    records["dear"] = searched(0.2, 0.4, 0, 9e12, 100e12)  # by its first measured point
+    equal = nb06._at_equal_budgets(records, list(records))
+    assert equal["equal forward_flops"] == 8e12 and "dear at equal forward_flops" not in equal
+    assert equal["essa at equal forward_flops"].value == 0.3 and equal["grpo at equal forward_flops"].value == 0.2
+    assert equal["grpo at equal completions"].value == pytest.approx(0.4)
+
+
+def test_parameters_and_bytes_are_those_of_what_is_trained():
+    groups = {"essa": ("essa", 7168), "grpo_lora": ("grpo_lora", 140_928)}
+    records = {group: [{"spec": {"arm": arm, "lora_rank": 8}, "d": d}] for group, (arm, d) in groups.items()}
+    assert nb06.moved(records, "grpo_lora") == nb06.moved(records, "essa") == 7168
+    _, records = loaded(nb06)
+    at, model = nb06.bytes_a_parameter(nb06.memory_bytes(records["memory"]), "7B"), shape(memory.PUBLISHED["7B"])
+    whole = footprint.bytes_of("grpo", model, memory.PUBLISHED_WORK, gpus=True)
+    assert at.loc["GRPO"].sum() == pytest.approx(sum(whole.values()) / model.d)
+    (ax,) = nb06.draw_bars(at).axes
+    assert sum(bar.get_width() for bar in ax.patches) == pytest.approx(at.to_numpy().sum())
+    assert set(nb06._LOOKS) == set(footprint.COMPONENTS)
+
+
+# ---- 07
+
+
+def test_pass_at_k_of_a_few_problems():
+    """Of two problems, one solved in half of the samples and one never, against two solved in a tenth."""
+    _, records = loaded(nb07)
+    for model, each in {"grpo": [0.5, 0.0], nb07.BASE: [0.1, 0.1]}.items():
+        name = nb07.reach_name(model)
+        record = records[name][0]
+        few = record | {"reach": dict.fromkeys(record["reach"], pack_probabilities(each)), "n": 2}
+        records = records | {name: [few]}
+    # (1 - .5^k) / 2 against 1 - .9^k: the base is ahead from k = 7 on
+    assert 6 < nb07.crossing(records, "grpo", "t1").value < 7
+    (found,) = nb07.supports(records, "grpo", "t1")
+    assert (found.kept, found.won, found.lost, found.out) == pytest.approx((1, 0, 1, 0), abs=1e-9)
+    assert nb07.solved(records, "grpo", "t1", 1).value == pytest.approx(0.25, rel=0.003)
+
+
+def test_new_cells_have_the_setting_that_is_best_at_full_length():
+    """By the curves of the finals: the mean of their last three points, without the helper that the groups use."""
+    _, records = loaded(nb07)
+    names = ("steps", "sigma", "alpha", "learning_rate", "prompts_per_step", "population_size")
+    for name in ("es_weighted", "es_members", "grpo_perturbed"):
+        best = max(records[f"finals {name}"], key=lambda r: np.mean(r["curve"]["validation_greedy"][-3:]))["spec"]
+        for run in records[name]:
+            assert all(run["spec"].get(field) == best.get(field) for field in names), name
+
+
+def test_a_run_in_two_parts_goes_on_where_it_was_and_is_charged_for_both():
+    _, records = loaded(nb07)
+    for group in factors.COMPOSED:
+        for first, second in factors.parts(records, group):
+            assert second["spec"]["start"]["digests"] == [first["digest"]]
+            assert first["spec"]["seed"] == second["spec"]["seed"]
+    flops = [factors.total(records, group, "forward_flops") for group in factors.ORDERS.values()]
+    assert max(flops) / min(flops) < 1.02
+    first, second = factors.along(records, "grpo then es", "validation_greedy")
+    assert second[0][0] == first[0][-1] and second[1][0] == pytest.approx(first[1][-1])
+
+
+# ---- 08
+
+
+def test_drift_at_equal_gain_is_read_from_the_means():
+    """Held against plain interpolation; and GRPO in the place of ES drifts once as far, at each of its lengths."""
+    run, records = loaded(nb08)
+    each = {arm: [models for _, models in nb08.by_steps(run, records, arm)] for arm in ("es", "grpo")}
+    es, grpo = ([(nb08.accuracies(m).mean(), nb08.skills(m, "kl").mean()) for m in models] for models in each.values())
+    right, drift = zip((float(np.mean(records["base"][0]["test"]["greedy"])), 0.0), *grpo, strict=True)
+    for (x, y), (_, ratio) in zip(es, nb08.equal_gain(run, records), strict=True):
+        assert ratio.value == pytest.approx(np.interp(x, right, drift) / y) and ratio.low < ratio.value < ratio.high
+    same = {f"es T={a} mean=1": records[f"grpo T={b} mean=1"] for a, b in ((26, 31), (52, 62), (104, 125))}
+    ratios = nb08.equal_gain(run, records | same | {"es mean=1": records["grpo mean=1"]})
+    assert [ratio.value for _, ratio in ratios] == pytest.approx([1, 1, 1, 1])
+
+
+def test_the_share_that_stays_is_that_of_all_weights():
+    """Of a layer's counts as the records have them, summed by hand; what stays in float32 stays rounded, too."""
+    _, records = loaded(nb08)
+    digests = [run["digest"] for run in records["grpo_sgd"]]
+    pairs = {(str(r["spec"]["a"]["digests"]), str(r["spec"]["b"]["digests"])): r for r in records["products"]}
+    record = pairs[str(digests), str(digests)]
+    for dtype in ("float32", "bfloat16"):
+        moved = sum(np.array(layer["moved"][dtype]) for layer in record["layers"].values())
+        assert nb08.stay(records, "grpo_sgd", dtype) == pytest.approx(1 - moved / record["d"])
+    assert (nb08.stay(records, "grpo_sgd", "float32") <= nb08.stay(records, "grpo_sgd")).all()
+
+
+def test_ends_to_compare_are_two():
+    run, records = loaded(nb08)
+    base, first, second = nb08.ends(run, records)
+    assert base == "A0" and first != second
+    with pytest.raises(ValueError, match="one"):
+        nb08.ends(SimpleNamespace(ends=["one"], bases=["B"]), records)
