@@ -72,7 +72,13 @@ def test_the_linear_layers_are_those_of_the_formula_and_the_rest_stays(mode):
         (lambda: random_model(intermediate_size=50), ("int4",), "50 inputs"),
         (lambda: peft.get_peft_model(random_model(), lora()), ("int8",), "PEFT"),
         (lambda: quantise(random_model(), "int8"), ("int4", 16), "torchao"),
-        (lambda: AutoModelForCausalLM.from_config(GPT2Config(16, 8, 16, 1, 2)), ("int8",), "GPT2.*nn.Linear"),
+        (
+            lambda: AutoModelForCausalLM.from_config(
+                GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=1, n_head=2)
+            ),
+            ("int8",),
+            "GPT2.*nn.Linear",
+        ),
     ],
 )
 def test_what_cannot_be_quantised_is_refused_and_left_alone(make, given, named):
