@@ -63,10 +63,8 @@ def check_movable(model: Any) -> None:
     active = list(model.active_adapters)
     kinds = ", ".join(str(getattr(c.peft_type, "value", c.peft_type)) for c in model.peft_config.values())
     if len(active) != 1 or model.peft_config[active[0]].is_prompt_learning:
-        raise ValueError(
-            f"the model has the active adapters {active} of kind {kinds}: ES moves one adapter that lies in the "
-            "layers. Give one such as LoraConfig(...) makes, set active by model.set_adapter(NAME)."
-        )
+        remedy = "give one that lies in the layers, as of LoraConfig(...), active by model.set_adapter(NAME)"
+        raise ValueError(f"the model has the active adapters {active} of kind {kinds}: {remedy}.")
     merged = [name for name, module in model.named_modules() if getattr(module, "merged", None) is True]
     if merged:
         raise ValueError(f"the adapter is merged into its base at {merged[0]!r}: call model.unmerge_adapter().")
@@ -80,20 +78,15 @@ def check_movable(model: Any) -> None:
     saved = {tensor.data_ptr() for tensor in state.values() if isinstance(tensor, Tensor)}
     lost = [name for name, p in model.named_parameters() if p.requires_grad and p.data_ptr() not in saved]
     if lost:
-        raise ValueError(
-            f"parameter {lost[0]!r} (of {len(lost)} such) is to be trained, but it is no part of the adapter "
-            f"{active[0]!r}, and PEFT would not save what it learns. Name its module in modules_to_save of the "
-            "adapter's configuration, or freeze it (requires_grad_(False))."
-        )
+        what = f"parameter {lost[0]!r} is to be trained, but it is no part of the adapter {active[0]!r}"
+        raise ValueError(f"{what}, and PEFT would not save it: name its module in modules_to_save, or freeze it.")
 
 
 def check_something_moves(model: Any) -> None:
     """Raise ValueError for a model of which everything is frozen."""
     if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(
-            "nothing of the model is to be trained (requires_grad=False everywhere). Call model.requires_grad_(True); "
-            "load an adapter by PeftModel.from_pretrained(..., is_trainable=True), or give its folder as the model."
-        )
+        remedy = "call model.requires_grad_(True), or PeftModel.from_pretrained(..., is_trainable=True)"
+        raise ValueError(f"nothing of the model is to be trained (requires_grad=False everywhere): {remedy}.")
 
 
 def check_nothing_frozen(model: Any, engine: str) -> None:
@@ -101,12 +94,9 @@ def check_nothing_frozen(model: Any, engine: str) -> None:
     parameters = list(model.named_parameters())
     frozen = [name for name, parameter in parameters if not parameter.requires_grad]
     if frozen and len(frozen) < len(parameters):
-        raise ValueError(
-            f"{len(frozen)} of {len(parameters)} parameters are frozen (requires_grad=False), the first is "
-            f"{frozen[0]!r}: engine={engine!r} moves all weights of a model, so far. Use engine='local'. An adapter "
-            "runs with engine='vllm', too, if gpus is 0 or tensor_parallel. Or give model.merge_and_unload(), "
-            "model.requires_grad_(True)."
-        )
+        what = f"{len(frozen)} of {len(parameters)} parameters are frozen, the first is {frozen[0]!r}"
+        remedy = "use engine='local', or for an adapter engine='vllm' with gpus 0 or tensor_parallel"
+        raise ValueError(f"{what}, and engine={engine!r} moves all weights of a model: {remedy}.")
 
 
 # ---- what is frozen
@@ -166,10 +156,7 @@ def attach(model: Any, peft_config: Any, seed: int) -> Any:
     if not isinstance(peft_config, peft.PeftConfig):
         raise TypeError(f"peft_config is a {type(peft_config).__name__}: give a peft.PeftConfig, such as LoraConfig().")
     if is_adapted(model):
-        raise ValueError(
-            "the model has an adapter, and peft_config asks for another one: leave peft_config out to train the one "
-            "that is there, or merge that first (model.merge_and_unload())."
-        )
+        raise ValueError("the model has an adapter, and peft_config asks for another: leave one out.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return peft.get_peft_model(model, copy.deepcopy(peft_config))
@@ -186,15 +173,11 @@ def base_name(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{str(folder / 'adapter_config.json')!r} cannot be read ({error!r}).") from error
     if not named:
-        raise ValueError(
-            f"the adapter {str(folder)!r} does not name its base (base_model_name_or_path): load both by "
-            "PeftModel.from_pretrained(BASE, FOLDER, is_trainable=True), and give that object."
-        )
+        remedy = "give PeftModel.from_pretrained(BASE, FOLDER, is_trainable=True)"
+        raise ValueError(f"the adapter {str(folder)!r} does not name its base (base_model_name_or_path): {remedy}.")
     if not (folder / "adapter_model.safetensors").is_file():
-        raise ValueError(
-            f"the adapter {str(folder)!r} has no adapter_model.safetensors: weights of other formats are not loaded, "
-            "since they may hold code. Save it anew with save_pretrained()."
-        )
+        remedy = "other formats may hold code and are not loaded. Save it anew with save_pretrained()"
+        raise ValueError(f"the adapter {str(folder)!r} has no adapter_model.safetensors: {remedy}.")
     return str(named)
 
 
@@ -230,13 +213,11 @@ def not_dense(model: Any) -> str | None:
     quantised = quantisation_of(model) is not None
     if more := _more_than_lora(model, quantised):
         return more
-    # in half precision the sum would lose what is small beside W
-    plain = (
-        (name, p.dtype == torch.float32 and (quantised or type(p.data) is Tensor))
-        for name, p in model.named_parameters()
-    )
-    other = next((name for name, fits in plain if not fits), None)
-    return f"parameter {other!r} is not plain float32, and the adapter would be rounded with it" if other else None
+    for name, p in model.named_parameters():
+        if p.dtype != torch.float32 or not (quantised or type(p.data) is Tensor):
+            # in half precision the sum would lose what is small beside W
+            return f"parameter {name!r} is not plain float32, and the adapter would be rounded with it"
+    return None
 
 
 def _more_than_lora(model: Any, quantised: bool) -> str | None:
@@ -260,12 +241,8 @@ def dense(model: Any) -> dict[str, Tensor]:
 
     A quantised W is what its codes and scales stand for.
     """
-    layers: dict[int, Any] = {}
-    if is_adapted(model):
-        from peft.tuners.lora import Linear
-
-        (active,) = model.active_adapters
-        layers = {id(m.weight): m for m in model.modules() if isinstance(m, Linear) and active in m.lora_A}
+    layers = {id(m.weight): m for m in _lora_linears(model).values()} if is_adapted(model) else {}
+    (active,) = model.active_adapters if layers else (None,)
     found = {}
     for name, parameter in base_of(model).named_parameters():
         if ".lora_" not in name:
@@ -288,6 +265,11 @@ def lora_layers(model: Any) -> dict[str, Any]:
     more = "the base is quantised" if quantised else _more_than_lora(model, False)
     if more:
         raise ValueError(f"{more}, which engine='vllm' does not take so far: use engine='local'.")
+    return _lora_linears(model)
+
+
+def _lora_linears(model: Any) -> dict[str, Any]:
+    """Return the linear layers that the active adapter lies in, by their names in the model without adapter."""
     from peft.tuners.lora import Linear
 
     (active,) = model.active_adapters

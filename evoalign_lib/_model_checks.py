@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ADAPTER = "; or let ESTrainer train an adapter over the quantised model (peft_config=LoraConfig(...))"
+_PLAIN = "load it unquantised, or let ESTrainer train an adapter over it (peft_config=LoraConfig(...))"
 
 
 def check_plain(model: Any) -> None:
@@ -20,30 +20,21 @@ def check_plain(model: Any) -> None:
     adapted = next((type(m).__name__ for m in model.modules() if type(m).__module__.partition(".")[0] == "peft"), None)
     # transformers puts adapters into a model of its own class
     if adapted or getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False):
-        raise ValueError(
-            f"the model has PEFT adapters ({adapted or type(model).__name__}), which are not supported here: give "
-            "model.merge_and_unload(), or the base model without adapters. (ESTrainer takes peft_config=, and what "
-            "get_peft_model() returns; not what add_adapter() leaves.)"
-        )
+        remedy = "give model.merge_and_unload(), the base, or to ESTrainer what get_peft_model() returns"
+        raise ValueError(f"the model has PEFT adapters ({adapted or type(model).__name__}): {remedy}.")
     check_quantisation(getattr(getattr(model, "config", None), "quantization_config", None))
     for name, parameter in model.named_parameters():
         check_parameter(name, parameter)
     packed = next((name for name, module in model.named_modules() if hasattr(module, "_packed_params")), None)
     if packed is not None:
-        raise ValueError(
-            f"module {packed!r} holds packed, quantised weights, which noise would not reach: load the model "
-            f"unquantised{_ADAPTER}."
-        )
+        raise ValueError(f"module {packed!r} holds packed, quantised weights: {_PLAIN}.")
 
 
 def check_parameter(name: str, parameter: torch.nn.Parameter) -> None:
     """Raise ValueError unless a parameter is a plain tensor of a dtype that takes noise."""
     if parameter.dtype not in _DTYPES or type(parameter.data) is not torch.Tensor:
         kind = parameter.dtype if type(parameter.data) is torch.Tensor else type(parameter.data).__name__
-        raise ValueError(
-            f"parameter {name!r} is {kind}: noise on anything but plain float32, bfloat16 and float16 weights is "
-            f"not supported. Load the model unquantised, in one of these dtypes{_ADAPTER}."
-        )
+        raise ValueError(f"parameter {name!r} is {kind}, not plain float32, bfloat16 or float16: {_PLAIN}.")
 
 
 def check_quantisation(quantisation: Any) -> None:
@@ -51,11 +42,7 @@ def check_quantisation(quantisation: Any) -> None:
     if quantisation:
         found = quantisation if isinstance(quantisation, Mapping) else vars(quantisation)
         method = getattr(found.get("quant_method"), "value", found.get("quant_method"))
-        raise ValueError(
-            f"the model is quantised (quantization_config: quant_method={method!r}), which is not supported: noise "
-            "would move codes, not weights. Give the model as it was before it was quantised"
-            f"{_ADAPTER}."
-        )
+        raise ValueError(f"the model is quantised (quantization_config: quant_method={method!r}): {_PLAIN}.")
 
 
 def check_decoder(config: Any) -> None:
@@ -69,20 +56,15 @@ def check_decoder(config: Any) -> None:
         what = "an encoder, whose tokens see those that come after them"
     else:
         return
-    raise ValueError(
-        f"the model is of type {kind!r}, {what}: give a decoder-only model, such as Qwen2, Llama or GPT-2, which "
-        "writes from left to right."
-    )
+    raise ValueError(f"the model is of type {kind!r}, {what}: give a decoder-only model, such as Qwen2 or Llama.")
 
 
 def check_padding(model: Any, tokenizer: Any) -> None:
     """Raise ValueError for a padding token that the model has no embedding for."""
     pad, rows = tokenizer.pad_token_id, _embeddings(model)
     if pad >= rows:
-        raise ValueError(
-            f"the padding token {tokenizer.pad_token!r} has the id {pad}, and the model has {rows} embeddings: set "
-            "tokenizer.pad_token = tokenizer.eos_token, or call model.resize_token_embeddings(len(tokenizer))."
-        )
+        what = f"the padding token {tokenizer.pad_token!r} has the id {pad}, and the model has {rows} embeddings"
+        raise ValueError(f"{what}: set tokenizer.pad_token = tokenizer.eos_token, or resize_token_embeddings().")
 
 
 def check_prompts(model: Any, name: str, prompts: Any, max_completion_length: int) -> None:
@@ -92,17 +74,13 @@ def check_prompts(model: Any, name: str, prompts: Any, max_completion_length: in
     """
     rows, most = _embeddings(model), prompts.ids.max(axis=1)
     if most.max() >= rows:
-        raise ValueError(
-            f"the {name} prompt of row {int(most.argmax())} has a token with the id {most.max()}, and the model has "
-            f"{rows} embeddings: give the tokenizer that belongs to the model."
-        )
+        what = f"the {name} prompt of row {int(most.argmax())} has a token with the id {most.max()}"
+        raise ValueError(f"{what}, and the model has {rows} embeddings: give the tokenizer that belongs to the model.")
     context = _context(model.config)
     if context is not None and prompts.width + max_completion_length > context:
-        raise ValueError(
-            f"the model's context of {context} tokens is shorter than the longest {name} prompt, {prompts.width} "
-            f"tokens in row {int(prompts.lengths.argmax())}, with a completion of max_completion_length="
-            f"{max_completion_length}: set that lower, or leave out long prompts."
-        )
+        longest = f"the longest {name} prompt, {prompts.width} tokens in row {int(prompts.lengths.argmax())}"
+        what = f"the model's context of {context} tokens is too short for {longest}, and {max_completion_length=}"
+        raise ValueError(f"{what}: set that lower, or leave out long prompts.")
 
 
 def _embeddings(model: Any) -> int:

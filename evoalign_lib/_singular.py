@@ -28,7 +28,7 @@ import torch
 
 from evoalign_lib import noise
 from evoalign_lib._interrupts import interrupts_wait
-from evoalign_lib.checks import choose, nearest, whole_number
+from evoalign_lib.checks import choose, whole_number
 from evoalign_lib.engines.processes import one_thread
 from evoalign_lib.precision import MasterWeights
 from evoalign_lib.update_rules import Member, population, standardise
@@ -82,39 +82,24 @@ class SearchSettings:
     def check(self) -> None:
         """Raise ValueError, naming the value and the remedy, for settings that no search can have."""
         whole_number("population_size", self.population_size, 4, why="CMA-ES selects the better half")
-        if not _is_number(self.sigma) or not self.sigma > 0:
-            raise ValueError(f"sigma={self.sigma!r} must be a positive number, for example 0.32.")
-        if not _is_number(self.leading_share) or not 0 < self.leading_share <= 1:
-            raise ValueError(f"leading_share={self.leading_share!r} must be a number above 0 and at most 1.")
+        _positive("sigma", self.sigma)
+        _positive("leading_share", self.leading_share, most=1)
         choose("decomposition", self.decomposition, DECOMPOSITIONS)
-        check_options(self.cma_options, self.population_size)
+        if not isinstance(self.cma_options, Mapping):
+            raise ValueError(f"cma_options={self.cma_options!r} must be a dict.")
+        for name, value in self.cma_options.items():  # those that cma would ignore here are refused
+            choose("cma_options", name, CMA_OPTIONS)
+            if CMA_OPTIONS[name] is int:
+                whole_number(f"cma_options: {name}", value, 1, self.population_size // 2)
+            elif CMA_OPTIONS[name] is float:
+                _positive(f"cma_options: {name}", value)
+            elif not isinstance(value, bool):
+                raise ValueError(f"cma_options: {name}={value!r} must be True or False.")
 
 
-def check_options(options: Mapping[str, Any], population_size: int) -> None:
-    """Raise ValueError for options of cma that it would ignore here, or that are of another type or range."""
-    if not isinstance(options, Mapping):
-        raise ValueError(f"cma_options={options!r} must be a dict.")
-    for name, value in options.items():
-        if name not in CMA_OPTIONS:
-            why = nearest(name, CMA_OPTIONS, 0.6)
-            raise ValueError(
-                f"cma_options: {name!r} is set elsewhere or has no effect here, where a run ends after max_steps."
-                f"{why} Options that act are {sorted(CMA_OPTIONS)}."
-            )
-        kind, most = CMA_OPTIONS[name], population_size // 2
-        if kind is bool:
-            fits, wanted = isinstance(value, bool), "True or False"
-        elif kind is int:
-            fits = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
-            wanted = f"a whole number from 1 to {most}"
-        else:
-            fits, wanted = _is_number(value) and value > 0, "a number above 0"
-        if not fits:
-            raise ValueError(f"cma_options: {name}={value!r} must be {wanted}.")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _positive(name: str, value: Any, most: float = math.inf) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= most or math.isinf(value):
+        raise ValueError(f"{name}={value!r} must be a number above 0{f' and at most {most}' if most == 1 else ''}.")
 
 
 def leading(rank: int, share: float) -> int:
@@ -164,10 +149,8 @@ def pairs(names: Sequence[str]) -> list[tuple[str, str]]:
     found = [(name, name.replace(".lora_A.", ".lora_B.")) for name in names if ".lora_A." in name]
     others = [name for name in names if name not in {each for pair in found for each in pair}]
     if others or not found:
-        raise ValueError(
-            f"{(others or list(names))[0]!r} is to be trained, but only singular values of the two matrices A and B of "
-            "LoRA layers are searched: give a LoraConfig of plain layers, without bias, DoRA and modules_to_save."
-        )
+        remedy = "give a LoraConfig of plain layers, without bias, DoRA and modules_to_save"
+        raise ValueError(f"{(others or list(names))[0]!r} is to be trained, which is no A or B of LoRA: {remedy}.")
     return found
 
 
@@ -197,10 +180,8 @@ def decompose(tensors: Mapping[str, np.ndarray], leading_share: float, decomposi
             raise ValueError(f"{name_a!r} has the shape {a.shape}: only adapters of linear layers are searched.")
         rank = len(a)
         if not (k := leading(rank, leading_share)):
-            raise ValueError(
-                f"leading_share={leading_share} of the {rank} singular values of {name_a!r} is none, rounded down: use "
-                f"a leading_share of at least {math.ceil(1000 / rank) / 1000:g}, or an adapter of a higher rank."
-            )
+            what = f"leading_share={leading_share} of the {rank} singular values of {name_a!r} is none, rounded down"
+            raise ValueError(f"{what}: use at least {math.ceil(1000 / rank) / 1000:g}, or a higher rank.")
         found = [(name_a, *_svd(a)), (name_b, *_svd(b))] if decomposition == "separate" else [(name_b, *_of_b(a, b))]
         for name, u, s, w in found:
             if len(s) < k or s[k - 1] <= s[0] * max(a.shape + b.shape) * np.finfo(np.float64).eps:
@@ -380,10 +361,8 @@ class SingularWeights(MasterWeights):
     def check(self) -> None:
         """Raise ValueError where directions of the adapter are arbitrary: what a search found in them would be, too."""
         if why := self.decomposition.undetermined:
-            raise ValueError(
-                f"{why}, so that its singular vectors are arbitrary: warm-start the adapter (sft_dataset), give a "
-                "trained one, or draw it by LoraConfig(init_lora_weights=False)."
-            )
+            remedy = "warm-start the adapter (sft_dataset), give a trained one, or set init_lora_weights=False"
+            raise ValueError(f"{why}, so that its singular vectors are arbitrary: {remedy}.")
 
     def ask(self, step: int) -> list[Member]:
         """Return the members of a step, whose candidates `member` gives then. Errors as for `check`."""

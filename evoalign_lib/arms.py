@@ -50,7 +50,7 @@ class Arm:
     whose members are then judged by importance weights (`evoalign_study.rollouts`)."""
 
 
-_PERTURBED = ("sigma",)
+_PERTURBED: dict[str, Any] = {"rollouts": "perturbed"}
 _ES = ("population_size", "sigma", "alpha", "steps", "prompts_per_step", "curve_points")
 _GRADIENT = ("learning_rate", "beta", "num_generations", "steps", "prompts_per_step", "curve_points")
 _CMA = ("population_size", "sigma", "leading_share", "steps", "prompts_per_step", "curve_points")
@@ -71,29 +71,28 @@ def _es(color: str, marker: Any, label: str, *needs: str, optional: tuple[str, .
     return Arm("es", color, marker, label, (*_ES, *needs), optional, others, **{"sweep": "es"} | known)
 
 
-def _gradient(
-    color: str,
-    marker: Any,
-    label: str,
-    options: Mapping[str, Any],
-    *needs: str,
-    more: tuple[str, ...] = (),
-    **others: Any,
-) -> Arm:
+def _gradient(color: str, marker: Any, label: str, loss: Mapping[str, Any], *needs: str, **others: Any) -> Arm:
     """Return an arm that TRL trains; needs, more: settings that it must and may have besides those of all."""
-    settings, optional = (*_GRADIENT, *needs), (*_CURVED, "scale_rewards", "micro_batch", *more)
-    return Arm("gradient", color, marker, label, settings, optional, options, **{"sweep": "grpo"} | others)
+    settings, optional = (*_GRADIENT, *needs), (*_CURVED, "scale_rewards", "micro_batch", *others.pop("more", ()))
+    return Arm("gradient", color, marker, label, settings, optional, loss, **{"sweep": "grpo"} | others)
 
 
-def _essa(color: str, marker: Any, label: str, **others: Any) -> Arm:
-    return Arm("cma", color, marker, label, _CMA, (*_CURVED, *_FROZEN), sweep="essa", **others)
+def _own(arm: str, fitness: str = "reward") -> dict[str, Any]:
+    """Return the options of an arm of ES that draws noise of its own."""
+    return {"fitness": fitness, "arm": arm} | ({"null": True} if fitness == "random" else {})
+
+
+def _star(points: int) -> tuple[int, int, int]:
+    return points, 1, 0
 
 
 _NULL, _RANDOM = "#999999", {"fitness": "random", "null": True}
 _LOW_RANK = {"perturbation": "low_rank", "optional": _CURVED, "sweep": "es_low_rank"}
 _LORA: dict[str, Any] = {"optional": (*_CURVED, *_WARM, *_FROZEN), "sweep": "es_lora"}
+_ESSA: dict[str, Any] = {"settings": _CMA, "optional": (*_CURVED, *_FROZEN), "sweep": "essa"}
+_ESSA_RANDOM = {"fitness": "random", "arm": "essa_random"}
 _RLOO_LOSS = {"normalize_advantages": False, "reward_clip_range": None, "epsilon_high": None}
-_UNPERTURBED: dict[str, Any] = {"sweep": "es_weighted", "rollouts": "unperturbed"}
+_UNPERTURBED = _own("es_weighted") | {"sampling": "common", "sweep": "es_weighted", "rollouts": "unperturbed"}
 
 ARMS: dict[str, Arm] = {
     "es": _es("#0072B2", "o", "ES", fitness="reward"),
@@ -104,52 +103,31 @@ ARMS: dict[str, Arm] = {
     # rollouts at temperature 1 with common random numbers; its own draws of noise
     "es_sampled": _es("#56B4E9", "h", "ES, sampled fitness", fitness="reward", sampling="common", arm="es_sampled"),
     # each step takes back a share of the way from the base; its own draws of noise
-    "es_anchored": _es(
-        "#56B4E9", "p", "ES, anchored decay", "anchor_decay", optional=_CURVED, fitness="reward", arm="es_anchored"
-    ),
+    "es_anchored": _es("#56B4E9", "p", "ES, anchored decay", "anchor_decay", optional=_CURVED, **_own("es_anchored")),
     # rollouts at temperature 1 from the unperturbed weights, as a policy gradient has them
-    "es_weighted": _es(
-        "#56B4E9",
-        (4, 1, 0),
-        "ES, unperturbed rollouts",
-        "num_generations",
-        fitness="reward",
-        sampling="common",
-        arm="es_weighted",
-        **_UNPERTURBED,
-    ),
+    "es_weighted": _es("#56B4E9", _star(4), "ES, unperturbed rollouts", "num_generations", **_UNPERTURBED),
     # noise of low rank on each matrix; its own draws of noise
-    "es_low_rank": _es("#009E73", (8, 1, 0), "ES, low rank", "rank", fitness="reward", arm="es_low_rank", **_LOW_RANK),
+    "es_low_rank": _es("#009E73", _star(8), "ES, low rank", "rank", **_own("es_low_rank"), **_LOW_RANK),
     "es_low_rank_random": _es(
-        _NULL, (11, 1, 0), "ES, low rank, random fitness", "rank", arm="es_low_rank_random", **_LOW_RANK | _RANDOM
+        _NULL, _star(11), "ES, low rank, random fitness", "rank", **_own("es_low_rank_random", "random"), **_LOW_RANK
     ),
     # noise on an adapter over the frozen base, which may be warm-started; its own draws of noise
-    "es_lora": _es("#0072B2", (7, 1, 0), "ES, LoRA", "lora_rank", fitness="reward", arm="es_lora", **_LORA),
+    "es_lora": _es("#0072B2", _star(7), "ES, LoRA", "lora_rank", **_own("es_lora"), **_LORA),
     "es_lora_random": _es(
-        _NULL, (12, 1, 0), "ES, LoRA, random fitness", "lora_rank", arm="es_lora_random", **_LORA | _RANDOM
+        _NULL, _star(12), "ES, LoRA, random fitness", "lora_rank", **_own("es_lora_random", "random"), **_LORA
     ),
     # CMA-ES over the singular values of a LoRA adapter that was warm-started
-    "essa": _essa("#E69F00", (10, 1, 0), "ESSA", options={"fitness": "reward"}),
-    "essa_random": _essa(
-        _NULL, (9, 1, 0), "ESSA, random fitness", options={"fitness": "random", "arm": "essa_random"}, null=True
-    ),
+    "essa": Arm("cma", "#E69F00", _star(10), "ESSA", options={"fitness": "reward"}, **_ESSA),
+    "essa_random": Arm("cma", _NULL, _star(9), "ESSA, random fitness", options=_ESSA_RANDOM, null=True, **_ESSA),
     "grpo": _gradient("#D55E00", "^", "GRPO", _GRPO_LOSS),
     # an adapter over the frozen base, which may be warm-started
-    "grpo_lora": _gradient("#D55E00", (5, 1, 0), "GRPO, LoRA", _GRPO_LOSS, "lora_rank", more=_WARM, sweep="grpo_lora"),
+    "grpo_lora": _gradient("#D55E00", _star(5), "GRPO, LoRA", _GRPO_LOSS, "lora_rank", more=_WARM, sweep="grpo_lora"),
     # rollouts at temperature 1 from perturbed weights, as ES has them
     "grpo_perturbed": _gradient(
-        "#D55E00",
-        (6, 1, 0),
-        "GRPO, perturbed rollouts",
-        _GRPO_LOSS,
-        *_PERTURBED,
-        rollouts="perturbed",
-        sweep="grpo_perturbed",
+        "#D55E00", _star(6), "GRPO, perturbed rollouts", _GRPO_LOSS, "sigma", **_PERTURBED, sweep="grpo_perturbed"
     ),
-    "dr_grpo": _gradient(
-        "#CC79A7", "v", "Dr.GRPO", {"loss_type": "dr_grpo", "scale_rewards": "none", "epsilon_high": None}
-    ),
-    "dapo": _gradient("#009E73", "D", "DAPO", {"loss_type": "dapo", "scale_rewards": "group", "epsilon_high": 0.28}),
+    "dr_grpo": _gradient("#CC79A7", "v", "Dr.GRPO", _GRPO_LOSS | {"loss_type": "dr_grpo", "scale_rewards": "none"}),
+    "dapo": _gradient("#009E73", "D", "DAPO", _GRPO_LOSS | {"loss_type": "dapo", "epsilon_high": 0.28}),
     "rloo": _gradient("#009E73", "P", "RLOO", _RLOO_LOSS, trl="RLOO"),
     "grpo_random": _gradient(_NULL, ">", "GRPO, random reward", _GRPO_LOSS, null=True, reward="random"),
     # what of an update is the optimiser's, and what is rounding
@@ -159,13 +137,7 @@ ARMS: dict[str, Arm] = {
     # fine-tuning on right answers among samples of the base
     "sft": Arm("sft", "#009E73", "X", "filtered SFT", _SFT, _OPTIONAL),
     "sft_perturbed": Arm(
-        "sft",
-        "#009E73",
-        (3, 1, 0),
-        "filtered SFT, perturbed rollouts",
-        (*_SFT, *_PERTURBED),
-        _OPTIONAL,
-        rollouts="perturbed",
+        "sft", "#009E73", _star(3), "filtered SFT, perturbed rollouts", (*_SFT, "sigma"), _OPTIONAL, **_PERTURBED
     ),
 }
 """The arms that train. Eight colours do not go round: arms that only describe share those of others, and so do
@@ -229,11 +201,6 @@ def ranked(runs: Sequence[Mapping[str, Any]]) -> list[tuple[float, dict[str, flo
 
     runs: run records with a curve. Raises ValueError as `swept`.
     """
-    scored = [
-        (
-            float(np.mean(run["curve"]["validation_greedy"][-3:])),
-            {name: run["spec"][name] for name in swept(run["spec"]["arm"])},
-        )
-        for run in runs
-    ]
-    return sorted(scored, key=lambda pair: -pair[0])
+    scores = (float(np.mean(run["curve"]["validation_greedy"][-3:])) for run in runs)
+    settings = ({name: run["spec"][name] for name in swept(run["spec"]["arm"])} for run in runs)
+    return sorted(zip(scores, settings, strict=True), key=lambda pair: -pair[0])

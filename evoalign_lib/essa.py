@@ -46,7 +46,7 @@ import json
 import random
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,11 +67,8 @@ __all__ = ["ESSAConfig", "ESSATrainer", "fine_tune", "lora_config"]
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 """the attention projections, which the paper adapts"""
 # settings of ES that CMA-ES has no use for -> why
-_OF_ES = dict.fromkeys(
-    ("sigma_schedule", "alpha_schedule", "sigma_final_fraction", "alpha_final_fraction"),
-    "CMA-ES adapts its step size",
-)
-_OF_ES |= {
+_SCHEDULES = ("sigma_schedule", "alpha_schedule", "sigma_final_fraction", "alpha_final_fraction")
+_OF_ES = dict.fromkeys(_SCHEDULES, "CMA-ES adapts its step size") | {
     "alpha": "CMA-ES adapts its step size (the paper's alpha is leading_share)",
     "antithetic": "CMA-ES draws candidates that are independent",
     "fitness_shaping": "CMA-ES knows the ranks of rewards alone",
@@ -126,17 +123,13 @@ class ESSAConfig(ESConfig):
             if getattr(self, name) != ESConfig.__dataclass_fields__[name].default:
                 yield name, f"{name}={getattr(self, name)!r} has no effect on ESSA: {why}. Remove it."
         if self.engine == "ray":
-            why = "engine='ray' does not evaluate candidates of ESSA so far: use engine='local' or 'vllm'."
-            yield "engine", why
+            yield "engine", "engine='ray' does not evaluate candidates of ESSA: use engine='local' or 'vllm'."
         if not isinstance(self.shared_batch, bool):
             yield "shared_batch", f"shared_batch={self.shared_batch!r} must be True or False."
         yield from super()._problems()
         options = self.cma_options
-        if isinstance(options, str):  # from a command line; the parent refuses what is no JSON
-            try:
-                options = json.loads(options)
-            except ValueError:
-                options = {}
+        with suppress(ValueError):  # from a command line it is JSON; the parent refuses what is none
+            options = json.loads(options) if isinstance(options, str) else options
         whole = isinstance(self.population_size, int) and self.population_size > 1  # what is less, ESConfig says
         n = self.population_size if whole else 96
         search = SearchSettings(n, 0.32, self.leading_share, self.decomposition, options or {})
@@ -196,9 +189,7 @@ class ESSATrainer(ESTrainer):
         **named: Any,
     ):
         if not isinstance(args, ESSAConfig | None):
-            raise TypeError(
-                f"args is a {type(args).__name__}: give an ESSAConfig, whose settings help(ESSAConfig) lists."
-            )
+            raise TypeError(f"args is a {type(args).__name__}: give an ESSAConfig (see help(ESSAConfig)).")
         self._sft_rows = _rows(sft_dataset)
         self._sft_args = sft_args
         if sft_args is not None:
@@ -218,13 +209,7 @@ class ESSATrainer(ESTrainer):
         super()._attach(peft_config)
 
     def _weights(self) -> SingularWeights:
-        search = SearchSettings(
-            self.args.population_size,
-            self.args.sigma,
-            self.args.leading_share,
-            self.args.decomposition,
-            self.args.cma_options or {},
-        )
+        search = SearchSettings.of(vars(self.args) | {"cma_options": self.args.cma_options or {}})
         weights = SingularWeights(self.model, precision.layout_of(self.model), self.run_key, search)
         if self._sft_rows is None:
             weights.check()
@@ -307,22 +292,12 @@ class ESSATrainer(ESTrainer):
 
         given = self._sft_args
         if given is None:
-            given = SFTConfig(
-                output_dir=str(Path(self.args.output_dir) / "sft"),
-                learning_rate=2e-4,
-                num_train_epochs=3,
-                per_device_train_batch_size=8,
-                gradient_checkpointing=False,
-                bf16=False,
-                use_cpu=True,
-                seed=self.args.seed,
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=self.args.disable_tqdm,
-            )
-        bar_alone = given.logging_strategy == "no" or self._sft_args is None
-        rows, quiet = self._sft_rows, self.args.disable_tqdm
-        return fine_tune(self.model, self.processing_class, rows, given, quiet=quiet, bar_alone=bar_alone)
+            folder, quiet = str(Path(self.args.output_dir) / "sft"), self.args.disable_tqdm
+            usual = {"learning_rate": 2e-4, "num_train_epochs": 3, "per_device_train_batch_size": 8}
+            usual |= {"gradient_checkpointing": False, "bf16": False, "use_cpu": True, "save_strategy": "no"}
+            usual |= {"logging_strategy": "no", "report_to": "none", "disable_tqdm": quiet}
+            given = SFTConfig(output_dir=folder, seed=self.args.seed, **usual)
+        return fine_tune(self.model, self.processing_class, self._sft_rows, given)
 
     def _account(self, cost: dict[str, Any] | None) -> None:
         """Let the budget begin with what fine-tuning took."""
@@ -355,21 +330,19 @@ class ESSATrainer(ESTrainer):
             weights.ask(record.step)
             weights.tell(record.rewards)
         if weights.digest() != there:
-            raise ledger.LedgerError(
-                f"{str(run.path)!r}: the search that its rewards make again does not lead to the checkpoint after step "
-                f"{self.state.global_step}: remove the checkpoint to resume from the ledger."
-            )
+            what = f"{str(run.path)!r} does not lead to the checkpoint after step {self.state.global_step}"
+            raise ledger.LedgerError(f"{what}: remove the checkpoint to resume from the ledger.")
 
     def _header(self, digest):
         cost = self.warm_start_cost
         return super()._header(digest) | ({"warm_start": cost} if cost is not None else {})
 
     def _settings(self):
-        args = self.args
+        search = self.engine.weights.settings
         settings = {name: value for name, value in super()._settings().items() if name not in _OF_ES}
         settings |= {"search": SEARCH, "dimension": self.engine.weights.dimension, "machine": machine()}
-        settings |= {"leading_share": args.leading_share, "decomposition": args.decomposition}
-        settings |= {"cma_options": dict(args.cma_options or {}), "shared_batch": self._shared_batch}
+        settings |= {"leading_share": search.leading_share, "decomposition": search.decomposition}
+        settings |= {"cma_options": dict(search.cma_options), "shared_batch": self._shared_batch}
         return settings | ({} if self._sft_rows is None else {"sft": _digest(self._sft_rows, self._sft_args)})
 
     def _count(self, record):
@@ -384,15 +357,7 @@ class ESSATrainer(ESTrainer):
         return metrics | spent | {"num_tokens": metrics["num_tokens"] + spent["sft_tokens"]}
 
 
-def fine_tune(
-    model: Any,
-    processing_class: Any,
-    rows: Sequence[Mapping[str, Any]],
-    args: Any,
-    *,
-    quiet: bool = True,
-    bar_alone: bool = True,
-) -> dict[str, Any]:
+def fine_tune(model: Any, processing_class: Any, rows: Sequence[Mapping[str, Any]], args: Any) -> dict[str, Any]:
     """Fine-tune a model's adapter by TRL's SFTTrainer, in place, and leave the model on the CPU, in its own dtypes.
 
     The global random state is left alone.
@@ -401,9 +366,8 @@ def fine_tune(
         model: a model with an adapter over a frozen base.
         processing_class: its tokenizer.
         rows: in a form of SFTTrainer.
-        args: a `trl.SFTConfig`.
-        quiet: whether `datasets` shows no bars.
-        bar_alone: whether nothing is printed of the losses.
+        args: a `trl.SFTConfig`. With disable_tqdm `datasets` shows no bars, either; with logging_strategy="no" nothing
+            is printed.
 
     Returns:
         What it took: completions, 0; tokens; steps; forward_flops (backward counts twice); core_seconds; seconds;
@@ -423,10 +387,10 @@ def fine_tune(
     started, cpu = time.perf_counter(), time.process_time()
     hook = model.register_forward_pre_hook(count, with_kwargs=True)
     try:
-        with _own_random_state(), _quiet(quiet):
+        with _own_random_state(), _quiet(args.disable_tqdm):
             dataset, tokenizer = Dataset.from_list([dict(row) for row in rows]), copy.deepcopy(processing_class)
             tuner = SFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
-            if bar_alone:
+            if args.logging_strategy == "no":
                 tuner.remove_callback(PrinterCallback)  # which stands where a bar would
             tuner.train()
     finally:
@@ -456,14 +420,12 @@ def _rows(dataset: Iterable[Mapping[str, Any]] | None) -> list[dict[str, Any]] |
     """Return the rows to fine-tune on; None: none are given."""
     if dataset is None:
         return None
-    if isinstance(dataset, Mapping):
-        raise TypeError(f"sft_dataset is a mapping with the keys {sorted(dataset)}: give one split, a list of rows.")
     rows = list(dataset)
     if not rows:
         raise ValueError("sft_dataset is empty: give rows, or leave it out to search from the adapter as it is.")
     for i, row in enumerate(rows):
-        if not isinstance(row, Mapping):
-            raise TypeError(f"row {i} of sft_dataset is {row!r:.200}: give mappings with 'prompt' and 'completion'.")
+        if not isinstance(row, Mapping):  # of a mapping of splits, the name of one
+            raise TypeError(f"row {i} of sft_dataset is {row!r:.200}: give one split, of mappings with 'prompt'.")
     return [dict(row) for row in rows]
 
 
@@ -474,7 +436,7 @@ def _check_sft_args(given: Any, rows: Any) -> None:
     if not isinstance(given, SFTConfig):
         raise TypeError(f"sft_args is a {type(given).__name__}: give a trl.SFTConfig.")
     if rows is None:
-        raise ValueError("sft_args has no effect without sft_dataset: give rows to fine-tune on, or remove it.")
+        raise ValueError("sft_args has no effect without sft_dataset: give rows, or remove it.")
 
 
 _PLACES = ("output_dir", "logging_dir", "run_name", "report_to", "disable_tqdm", "hub_token")
@@ -491,13 +453,13 @@ def _quiet(wanted: bool) -> Iterator[None]:
     """Let `datasets` show no bars while the context lasts, if wanted."""
     import datasets
 
-    shown = not datasets.are_progress_bars_disabled()
-    if wanted and shown:
+    hidden = wanted and not datasets.are_progress_bars_disabled()
+    if hidden:
         datasets.disable_progress_bars()
     try:
         yield
     finally:
-        if wanted and shown:
+        if hidden:
             datasets.enable_progress_bars()
 
 

@@ -18,6 +18,7 @@ import torch
 from evoalign_lib import _adapters, precision, tiny
 from evoalign_lib._model_checks import check_decoder, check_quantisation
 from evoalign_lib.files import canonical_json
+from evoalign_lib.tiny.base import without_bars
 
 # what Llama 3's templates state where they have no clock
 _DATE = datetime(2024, 7, 26)
@@ -51,22 +52,20 @@ def load(
             may not be, it has no tokenizer, or keywords are given for an object.
         ImportError: an adapter, and PEFT is not installed.
     """
-    origin, found = {}, None
+    keywords, beside = keywords or {}, None
     if isinstance(model, (str, os.PathLike)):
-        origin = {k: v for k, v in (keywords or {}).items() if k in _HUB}
-        found = Path(model) if adapters and (Path(model) / "adapter_config.json").is_file() else None
-        if found is None:
-            model = _from_pretrained(str(model), keywords or {}, quantised)
+        folder = Path(model)
+        if adapters and (folder / "adapter_config.json").is_file():
+            base = _from_pretrained(_adapters.base_name(folder), keywords, quantised=True)
+            model = _adapters.open_adapter(base, folder)
+            beside = str(folder) if (folder / "tokenizer_config.json").is_file() else None
         else:
-            base = _from_pretrained(_adapters.base_name(found), keywords or {}, quantised=True)
-            model = _adapters.open_adapter(base, found)
+            model = _from_pretrained(str(model), keywords, quantised)
     elif keywords:
         raise ValueError("model_init_kwargs is for a model given by name; the model given is an object already.")
     if tokenizer is None:
-        folder = model.config._name_or_path
-        if found is not None and (found / "tokenizer_config.json").is_file():
-            folder = str(found)
-        tokenizer = tokenizer_of(folder, **origin)
+        origin = {k: v for k, v in keywords.items() if k in _HUB}
+        tokenizer = tokenizer_of(beside or model.config._name_or_path, **origin)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has neither a padding nor an end token: set tokenizer.eos_token.")
@@ -97,48 +96,37 @@ def tokenizer_of(folder: str, **origin: Any) -> Any:
 def _from_pretrained(name: str, keywords: Mapping[str, Any], quantised: bool) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_like_path and not Path(name).is_dir():
-        raise ValueError(f"model {name!r} does not exist: give a folder, a name on the Hub, or a model object.")
     _refuse_adapter(name)
-    if keywords.get("trust_remote_code"):
-        raise ValueError(
-            f"model_init_kwargs: trust_remote_code={keywords['trust_remote_code']!r} would run code that lies beside "
-            "the model, which is never done here. Load the model yourself, and give the object."
-        )
+    if trusted := keywords.get("trust_remote_code"):
+        raise ValueError(f"trust_remote_code={trusted!r} would run code beside the model: give it as an object.")
     shipped = name in tiny.SHIPPED
     folder = place(name) if shipped else name
     safe = {"trust_remote_code": False}  # left open, transformers would ask, and `yes |` would answer
     files = {k: v for k, v in keywords.items() if k in _HUB} | safe
     settings = {"dtype": torch.float32, "use_safetensors": True} | dict(keywords) | safe
-    try:
+    with _named(name):
         config = keywords.get("config") or AutoConfig.from_pretrained(folder, **files)
-    except (OSError, ValueError) as error:
-        raise _not_loaded(name, error) from error
     check_decoder(config)
     if not quantised:
         check_quantisation(keywords.get("quantization_config") or getattr(config, "quantization_config", None))
-    try:
-        with _no_progress_bar() if shipped else nullcontext():
-            return AutoModelForCausalLM.from_pretrained(folder, **settings)
-    except (OSError, ValueError) as error:
-        raise _not_loaded(name, error) from error
+    with _named(name), without_bars() if shipped else nullcontext():
+        return AutoModelForCausalLM.from_pretrained(folder, **settings)
 
 
 def _refuse_adapter(name: str) -> None:
     if (Path(name) / "adapter_config.json").is_file():
-        raise ValueError(
-            f"model {name!r} is a PEFT adapter, which is not supported here: merge it (merge_and_unload(), then "
-            "save_pretrained()), or give the base model."
-        )
+        raise ValueError(f"model {name!r} is a PEFT adapter: merge it (merge_and_unload()), or give the base model.")
 
 
-def _not_loaded(name: str, error: Exception) -> ValueError:
-    return ValueError(
-        f"model {name!r} is neither a folder with a model nor could it be loaded from the Hub: "
-        f"{str(error).splitlines()[0]} Give a folder, a model object, or a name on the Hub, from where it is "
-        f"fetched once, with a network, into a cache in the folder that HF_HOME names."
-    )
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Let errors of transformers name the model that it does not find, and what to give."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        remedy = "Give a folder, a model object, or a name on the Hub, which is fetched once, with a network"
+        what = f"model {name!r} is neither a folder with a model nor could it be loaded from the Hub"
+        raise ValueError(f"{what}: {str(error).splitlines()[0]} {remedy}.") from error
 
 
 def masked(keywords: Any) -> Any:
@@ -153,20 +141,6 @@ def masked(keywords: Any) -> Any:
             for name, value in keywords.items()
         }
     return [masked(value) for value in keywords] if isinstance(keywords, (list, tuple)) else keywords
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Hide the bar that transformers shows while it loads: for half a megabyte it would only clutter notebooks."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def place(model: str | os.PathLike) -> str:
@@ -260,15 +234,10 @@ def origin_digest(name: str) -> str:
         return commit[:16] if commit else base_digest(load(name)[0])  # which says what is wrong with the name
     _refuse_adapter(name)
     if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"model {name!r} is a folder without config.json: give one that save_pretrained() has written."
-        )
+        raise ValueError(f"model {name!r} is a folder without config.json: save it with save_pretrained().")
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ValueError(
-            f"model {name!r} has no *.safetensors: weights of other formats are not loaded, since they may hold code. "
-            "Save it anew with save_pretrained()."
-        )
+        raise ValueError(f"model {name!r} has no *.safetensors: other formats may hold code. Save it anew.")
     found = hashlib.sha256()
     for path in (folder / "config.json", *files):
         found.update(path.name.encode() + b"\0")

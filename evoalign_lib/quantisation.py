@@ -72,8 +72,7 @@ def quantise(model: Any, mode: str, group_size: int | None = None) -> Any:
     torchao = _open_torchao()
     how = {"mode": mode, "group_size": group, "torchao": torchao.__version__, "base": models.base_digest(model)}
     settings = _settings(torchao, mode, group)
-    chosen = {id(layer) for layer in layers.values()}
-    torchao.quantize_(model, settings, filter_fn=lambda module, name: id(module) in chosen)
+    torchao.quantize_(model, settings, filter_fn=lambda module, name: name in layers)
     _tell_transformers(model, settings, [name for name, m in model.named_modules() if m is _output(model)])
     setattr(model, _adapters.QUANTISATION, how)
     return model
@@ -108,18 +107,13 @@ def _group(layers: dict[str, nn.Linear], size: int | None) -> int:
         group = math.gcd(GROUP, *(layer.in_features for layer in layers.values()))
         if group < _LEAST_GROUP:
             name, layer = next((n, m) for n, m in layers.items() if m.in_features % _LEAST_GROUP)
-            raise ValueError(
-                f"{name!r} has {layer.in_features} inputs, of which no groups of {_LEAST_GROUP} or more can be made: "
-                "use mode='int8'."
-            )
+            raise ValueError(f"{name!r} has {layer.in_features} inputs: too few common factors. Use mode='int8'.")
         return group
     whole_number("group_size", size, _LEAST_GROUP, why="weights that share a scale")
     for name, layer in layers.items():
         if layer.in_features % size:
-            raise ValueError(
-                f"group_size={size} does not divide the {layer.in_features} inputs of {name!r}: give one that does, or "
-                f"None, with which it is {_group(layers, None)}."
-            )
+            other = _group(layers, None)
+            raise ValueError(f"group_size={size} does not divide {layer.in_features}, inputs of {name!r}: try {other}.")
     return size
 
 

@@ -137,27 +137,19 @@ class Rewards:
             raise ValueError("reward_funcs is empty: give at least one reward function.")
         for function in self.functions:
             if not callable(function):
-                raise TypeError(
-                    f"reward function {function!r} is not callable: give a Python function "
-                    "reward(prompts, completions, **columns) -> list[float | None]."
-                )
-        given = [1.0] * len(self.functions) if weights is None else weights
-        given = list(given) if isinstance(given, Iterable) else [None]
-        if not all(isinstance(weight, Real) for weight in given):
-            raise ValueError(f"reward_weights={weights!r}: give a list with a number for each reward function: [1.0].")
+                raise TypeError(f"reward function {function!r} is not callable: give reward(completions, **columns).")
+        n = len(self.functions)
+        given = [1.0] * n if weights is None else list(weights) if isinstance(weights, Iterable) else [None]
+        if not all(map(_is_finite, given)):
+            raise ValueError(f"reward_weights={weights!r}: give a list with a finite number for each function.")
+        if len(given) != n:
+            raise ValueError(f"reward_weights has {len(given)} entries for {n} functions: give one each.")
         self.weights = [float(weight) for weight in given]
-        if len(self.weights) != len(self.functions):
-            raise ValueError(
-                f"reward_weights has {len(self.weights)} entries for {len(self.functions)} functions: give one each."
-            )
-        if not isinstance(floor, Real | None):
-            raise ValueError(f"reward_floor={floor!r}: give a number, what a failed reward scores, or None.")
-        self.floors = [_declared_floor(f) if floor is None else float(floor) for f in self.functions]
-        for name, numbers in (("reward_weights", self.weights), ("reward_floor", self.floors)):
-            for number in numbers:
-                if number is not None and not math.isfinite(number):
-                    raise ValueError(f"{name} holds {number}: give finite numbers.")
-        if timeout is not None and not (isinstance(timeout, (int, float)) and 0 < timeout < math.inf):
+        floors = [_declared_floor(f) if floor is None else floor for f in self.functions]
+        if not all(f is None or _is_finite(f) for f in floors):
+            raise ValueError(f"reward_floor={floors!r}: give a finite number, what a failure scores, or None.")
+        self.floors = [None if f is None else float(f) for f in floors]
+        if timeout is not None and not (_is_finite(timeout) and timeout > 0):
             raise ValueError(f"reward_timeout={timeout!r} must be a positive number of seconds, or None for no limit.")
         if timeout is not None and not hasattr(signal, "setitimer"):
             raise ValueError(f"reward_timeout={timeout} needs signals, which this system does not have: set None.")
@@ -183,24 +175,18 @@ class Rewards:
                 does not have afterwards, number by number.
         """
         if states.keys() != self.stateful.keys():
-            raise ValueError(
-                f"the state is that of the reward functions {sorted(states)}, those with a state here are "
-                f"{sorted(self.stateful)}: use the reward functions that the run had."
-            )
+            known = f"the state is of the reward functions {sorted(states)}, those here are {sorted(self.stateful)}"
+            raise ValueError(f"{known}: use the reward functions that the run had.")
         for name, function in self.stateful.items():
             state = dict(states[name])
             try:
                 function.load_state(dict(state))
             except Exception as error:
-                raise ValueError(
-                    f"reward function {name!r} does not take the state {state} ({error!r}): use the function of the "
-                    "run that recorded it."
-                ) from error
+                known = f"reward function {name!r} does not take the state {state} ({error!r})"
+                raise ValueError(f"{known}: use the function of the run that recorded it.") from error
             if (found := _checked_state(function.state(), name)) != state:
-                raise ValueError(
-                    f"reward function {name!r} has the state {found} after load_state({state}): let load_state take "
-                    "over every number as it is."
-                )
+                known = f"reward function {name!r} has the state {found} after load_state({state})"
+                raise ValueError(f"{known}: let load_state take over every number as it is.")
 
     def end_of_step(self, metrics: Sequence[Mapping[str, Sequence[float]]]) -> None:
         """Let each function with a state move it, once a step is scored.
@@ -222,10 +208,8 @@ class Rewards:
     def check_timeout(self) -> None:
         """Raise RuntimeError where a timeout is set and cannot work: in any thread but the main one."""
         if self.timeout is not None and threading.current_thread() is not threading.main_thread():
-            raise RuntimeError(
-                f"reward_timeout={self.timeout} works in the main thread of a process only, not in "
-                f"{threading.current_thread().name!r}: call from the main thread, or set reward_timeout=None."
-            )
+            here = threading.current_thread().name
+            raise RuntimeError(f"reward_timeout={self.timeout} works in the main thread, not in {here!r}: set None.")
 
     def __call__(
         self,
@@ -300,10 +284,8 @@ class Rewards:
         after = self.state()
         for name in before:
             if after[name] != before[name]:  # each process, and each order of members, would have another one
-                raise RuntimeError(
-                    f"reward function {name!r} changed its state from {before[name]} to {after[name]} while it scored: "
-                    "let only end_of_step move it."
-                )
+                moved = f"reward function {name!r} changed its state from {before[name]} to {after[name]}"
+                raise RuntimeError(f"{moved} while it scored: let only end_of_step move it.")
         if taken := sorted(extra.keys() & table.keys()):
             raise ValueError(f"log_extra got a column {taken[0]!r}, which the table has already: take another name.")
         rewards = np.where(applied, total, np.nan)
@@ -327,15 +309,9 @@ def _stateful(functions: Sequence[RewardFunction], names: Sequence[str]) -> dict
         if not has:
             continue
         if missing := [method for method in METHODS if method not in has]:
-            raise TypeError(
-                f"reward function {name!r} has the method {has[0]} but no {missing[0]}: one with a state needs "
-                f"{', '.join(METHODS)}, one without has none of them."
-            )
+            raise TypeError(f"reward function {name!r} has the method {has[0]} but no {missing[0]}: give all or none.")
         if name in found:
-            raise ValueError(
-                f"two reward functions with a state are called {name!r}: give each a __name__ of its own, by which its "
-                "state is recorded."
-            )
+            raise ValueError(f"two reward functions with a state are called {name!r}: give each its own __name__.")
         found[name] = function
     return found
 
@@ -343,18 +319,16 @@ def _stateful(functions: Sequence[RewardFunction], names: Sequence[str]) -> dict
 def _checked_state(state: Any, name: str) -> dict[str, float]:
     """Return the state of a function as floats; raise where it holds anything else."""
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
-        raise TypeError(
-            f"reward function {name!r} has the state {state!r}: let state() return a dict of names and numbers."
-        )
-    found = {}
+        raise TypeError(f"reward function {name!r} has the state {state!r}: let state() return names and numbers.")
     for key, value in state.items():
-        number = isinstance(value, Real) and not isinstance(value, bool)
-        if not (number and math.isfinite(value)):
-            raise ValueError(
-                f"{key!r} in the state of reward function {name!r} is {value!r}: let state() return finite numbers."
-            )
-        found[key] = float(value)
-    return found
+        if not _is_finite(value):
+            what = f"{key!r} in the state of reward function {name!r} is {value!r}"
+            raise ValueError(f"{what}: let state() return finite numbers.")
+    return {key: float(value) for key, value in state.items()}
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _result(function: RewardFunction, arguments: Mapping[str, Any]) -> Any:
@@ -458,8 +432,7 @@ def _unwrapped(function: RewardFunction) -> RewardFunction:
 
 def _declared_floor(function: RewardFunction) -> float | None:
     function = _unwrapped(function)
-    floor = getattr(function, "REWARD_FLOOR", getattr(inspect.getmodule(function), "REWARD_FLOOR", None))
-    return None if floor is None else float(floor)
+    return getattr(function, "REWARD_FLOOR", getattr(inspect.getmodule(function), "REWARD_FLOOR", None))
 
 
 def _check_signature(function: RewardFunction, name: str, columns: Mapping[str, Any]) -> None:
@@ -471,10 +444,8 @@ def _check_signature(function: RewardFunction, name: str, columns: Mapping[str, 
     try:
         signature.bind(**dict.fromkeys([*ARGUMENTS, *columns]))
     except TypeError as error:
-        raise TypeError(
-            f"reward function {name!r} does not fit its call ({error}): let it take the columns it reads among "
-            f"{sorted(columns)} and **columns for the rest, as in reward(prompts, completions, **columns)."
-        ) from None
+        remedy = f"let it take what it reads among {sorted(columns)}, and **columns for the rest"
+        raise TypeError(f"reward function {name!r} does not fit its call ({error}): {remedy}.") from None
 
 
 def _call_batch(call, n: int, name: str, floor: float | None, prompts, counts: dict[str, int]) -> np.ndarray:
@@ -514,17 +485,11 @@ def _call_batch(call, n: int, name: str, floor: float | None, prompts, counts: d
 
 
 def _checked_length(raw: Any, n: int, name: str) -> list:
-    unordered = isinstance(raw, (Mapping, Set))
-    if unordered or isinstance(raw, (str, bytes)) or not hasattr(raw, "__iter__"):
-        kind = f"a {type(raw).__name__}, " if unordered else ""
-        raise TypeError(
-            f"reward function {name!r} returned {kind}{raw!r:.200}: return a list, a number (or None) per completion."
-        )
-    raw = list(raw)
-    if len(raw) != n:
-        raise ValueError(
-            f"reward function {name!r} returned {len(raw)} rewards for {n} completions: return a number (or None) each."
-        )
+    remedy = "return a list with a number (or None) for each completion"
+    if isinstance(raw, (Mapping, Set, str, bytes)) or not hasattr(raw, "__iter__"):
+        raise TypeError(f"reward function {name!r} returned a {type(raw).__name__}, {raw!r:.200}: {remedy}.")
+    if len(raw := list(raw)) != n:
+        raise ValueError(f"reward function {name!r} returned {len(raw)} rewards for {n} completions: {remedy}.")
     return raw
 
 
@@ -537,17 +502,12 @@ def _number(value: Any, name: str, prompt: Any) -> float:
             return math.inf
         except (TypeError, ValueError, RuntimeError):
             pass
-    raise TypeError(
-        f"reward function {name!r} returned {value!r:.200} {_shown(prompt)}: return a number, or None if it does not "
-        "apply."
-    )
+    raise TypeError(f"reward function {name!r} returned {value!r:.200} {_shown(prompt)}: return a number or None.")
 
 
 def _failure(name: str, where: str, what: str) -> str:
-    return (
-        f"reward function {name!r} gave {what} {where}. Correct it, or set reward_floor so that failures "
-        "score the floor and are counted."
-    )
+    remedy = "Correct it, or set reward_floor so that failures score the floor and are counted."
+    return f"reward function {name!r} gave {what} {where}. {remedy}"
 
 
 def _shown(prompt: Any) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evoalign_lib import ledger, models, tiny
+from evoalign_lib import ledger, models
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _PART = 1 << 20  # entries that are compared at once
@@ -36,10 +36,8 @@ _LORA = re.compile(r"(.+)\.lora_(?:(embedding)_)?([AB])(?:\.weight)?")
 # Initialisations after which the adapter's product starts from the weights of the base as they are.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 # What changes an adapter beyond a product of two matrices beside some weights.
-_OTHER_KINDS = (
-    "use_dora", "use_qalora", "use_bdlora", "lora_bias", "layer_replication", "target_parameters", "arrow_config",
-    "trainable_token_indices", "alora_invocation_tokens",
-)  # fmt: skip
+_OTHER_KINDS = ("use_dora", "use_qalora", "use_bdlora", "lora_bias", "layer_replication", "target_parameters")
+_OTHER_KINDS += ("arrow_config", "trainable_token_indices", "alora_invocation_tokens")
 
 
 class StateDict(Mapping[str, Tensor]):
@@ -75,9 +73,7 @@ class StateDict(Mapping[str, Tensor]):
         return len(self.shapes)
 
 
-def weights(
-    source: str | os.PathLike[str], base: str | os.PathLike[str] | Mapping[str, Tensor] | None = None
-) -> StateDict:
+def weights(source: str | os.PathLike[str], base: str | os.PathLike[str] | StateDict | None = None) -> StateDict:
     """Open weights, to be read one tensor at a time as float32.
 
     - A Hugging Face folder with safetensors files, one or several; a shipped base, such as "A0"; or a model in the
@@ -117,29 +113,20 @@ def _folder(source: str) -> Path:
     folder = Path(models.place(source))
     if folder.is_dir():
         return folder
-    if folder.exists():
-        raise ValueError(f"{source!r} is a file: give the folder that it lies in, or a run's ledger.jsonl.")
-    if source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise ValueError(f"{source!r} does not exist: give a folder with a model, a ledger, or a name.")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(source, local_files_only=True))
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{source!r} is neither a folder nor a shipped base ({', '.join(tiny.SHIPPED)}) nor a model in the Hub's "
-            "cache: correct it, or fetch it once, with a network: hf download NAME."
-        ) from error
+        remedy = "give a folder with a model, a run's ledger.jsonl, or a name after hf download NAME"
+        raise ValueError(f"{source!r} does not exist, here or in the Hub's cache: {remedy}.") from error
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{path} cannot be read ({error}): restore it from a copy.") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}, not settings: restore it from a copy.")
-    return found
 
 
 def _open(path: Path) -> Any:
@@ -158,11 +145,7 @@ class _Files(StateDict):
         self.source = source
         configuration = _json(folder / "config.json") if (folder / "config.json").is_file() else {}
         if quantisation := configuration.get("quantization_config"):
-            method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
-            raise ValueError(
-                f"{source!r} is quantised (quant_method={method!r}): its files hold codes, and a difference of codes "
-                "is none of weights. Give the model as it was before it was quantised."
-            )
+            raise ValueError(f"{source!r} is quantised ({quantisation!r:.200}): give the model as it was before.")
         self._files: dict[str, Any] = {}
         for path, expected in _shards(folder, source).items():
             file = _open(path)
@@ -172,21 +155,16 @@ class _Files(StateDict):
             self._files |= dict.fromkeys(sorted(names), file)
         slices = {name: file.get_slice(name) for name, file in self._files.items()}
         self.shapes = {name: tuple(found.get_shape()) for name, found in slices.items()}
-        for name in [name for name in self.shapes if self._is_buffer(name)]:
-            del self.shapes[name]
+        for name, shape in list(self.shapes.items()):
+            if _BUFFER.search(name) or (_MASK.search(name) and len(shape) == 4):
+                del self.shapes[name]
         stored = {name: slices[name].get_dtype() for name in self.shapes}
-        for name, dtype in stored.items():
-            if dtype not in _DTYPES:
-                raise ValueError(
-                    f"{name!r} of {source!r} is stored as {dtype}, not as {', '.join(_DTYPES)}: quantised weights and "
-                    "other dtypes are not read. Save the model in one of these."
-                )
+        if other := [name for name, dtype in stored.items() if dtype not in _DTYPES]:
+            kind = f"{other[0]!r} of {source!r} is stored as {stored[other[0]]}"
+            raise ValueError(f"{kind}, which is not read: save the model as one of {', '.join(_DTYPES)}.")
         self.dtypes = frozenset(_DTYPES[dtype] for dtype in stored.values())
         if configuration.get("tie_word_embeddings") is not False:
             self._drop_tied_head()
-
-    def _is_buffer(self, name: str) -> bool:
-        return bool(_BUFFER.search(name) or (_MASK.search(name) and len(self.shapes[name]) == 4))
 
     def _drop_tied_head(self) -> None:
         heads = [name for name in self.shapes if name.endswith(_HEADS)]
@@ -212,39 +190,34 @@ def _shards(folder: Path, source: str) -> dict[Path, set[str] | None]:
     if not index.is_file():
         if (folder / ledger.NAME).is_file():
             raise ValueError(f"{source!r} holds no model, but a ledger: give {str(folder / ledger.NAME)!r}.")
-        raise ValueError(
-            f"{source!r} has neither model.safetensors nor model.safetensors.index.json: weights of other formats are "
-            "not read, since they may hold code. Save the model anew with save_pretrained()."
-        )
+        raise ValueError(_no_safetensors(source, "model.safetensors"))
+    shards: dict[Path, set[str] | None] = {}
     places = _json(index).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ValueError(f"{index} has no weight_map: fetch the folder again.")
-    shards: dict[Path, set[str] | None] = {}
     for name, file in places.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ValueError(f"{index} places {name!r} in {file!r}, which is no file of the folder: fetch it again.")
+        if Path(str(file)).name != file or not (folder / file).is_file():
+            raise ValueError(f"{index} places {name!r} in {file!r}, which is no file there: fetch the folder again.")
         shards.setdefault(folder / file, set()).add(name)
-    for path in shards:
-        if not path.is_file():
-            raise ValueError(f"{path} is missing, which the index names: fetch the folder again.")
     return shards
+
+
+def _no_safetensors(source: str, name: str) -> str:
+    return f"{source!r} has no {name}: other formats may hold code and are not read. Save it anew (save_pretrained())."
 
 
 class _Adapter(StateDict):
     """A LoRA adapter's base plus its products, each computed when it is read."""
 
-    def __init__(self, folder: Path, base: str | os.PathLike[str] | Mapping[str, Tensor] | None):
+    def __init__(self, folder: Path, base: str | os.PathLike[str] | StateDict | None):
         self.source = str(folder)
         settings = _json(folder / "adapter_config.json")
         self._check_kind(settings)
         self._base = self._open_base(settings.get("base_model_name_or_path"), base)
-        self.shapes = dict(_shapes(self._base))
+        self.shapes = dict(self._base.shapes)
         path = folder / "adapter_model.safetensors"
         if not path.is_file():
-            raise ValueError(
-                f"{self.source!r} has no adapter_model.safetensors: weights of other formats are not read, since they "
-                "may hold code. Save the adapter anew with save_pretrained()."
-            )
+            raise ValueError(_no_safetensors(self.source, path.name))
         self._file = _open(path)
         factors: dict[str, dict[str, str]] = {}
         self._whole: dict[str, str] = {}
@@ -273,39 +246,28 @@ class _Adapter(StateDict):
         self.dtypes = frozenset({"float32"})
 
     def _refused(self, why: str) -> ValueError:
-        return ValueError(
-            f"the adapter {self.source!r} is not read: {why}. Merge it in PEFT (merge_and_unload(), then "
-            "save_pretrained(), in float32) and give that folder."
-        )
+        remedy = "merge it in PEFT (merge_and_unload(), then save_pretrained(), in float32) and give that folder"
+        return ValueError(f"the adapter {self.source!r} is not read: {why}: {remedy}.")
 
     def _check_kind(self, settings: Mapping[str, Any]) -> None:
-        if (kind := settings.get("peft_type")) != "LORA":
-            raise self._refused(f"its peft_type is {kind!r}, and only 'LORA' is known")
-        for name in _OTHER_KINDS:
-            if settings.get(name):
-                raise self._refused(f"{name} is {settings[name]!r}")
-        if (bias := settings.get("bias", "none")) != "none":
-            raise self._refused(f"bias is {bias!r}")
-        start = settings.get("init_lora_weights", True)
-        if not any(start is plain or start == plain for plain in _PLAIN_STARTS):
-            raise self._refused(f"init_lora_weights is {start!r}, which changes the weights of the base itself")
+        plain = {"peft_type": ("LORA",), "bias": ("none", None), "init_lora_weights": _PLAIN_STARTS}
+        for name, known in (plain | dict.fromkeys(_OTHER_KINDS, (False, None, [], {}))).items():
+            if (value := settings.get(name)) not in known:
+                raise self._refused(f"{name} is {value!r}")
 
-    def _open_base(self, named: Any, base: str | os.PathLike[str] | Mapping[str, Tensor] | None) -> Mapping:
-        if isinstance(base, Mapping):
+    def _open_base(self, named: Any, base: str | os.PathLike[str] | StateDict | None) -> StateDict:
+        if isinstance(base, StateDict):
             return base
-        if base is None:
-            if not named:
-                raise ValueError(f"the adapter {self.source!r} does not name its base: give it as base.")
-            base = str(named)
-        elif named and not _same_model(str(named), str(base)):
-            raise ValueError(
-                f"the adapter {self.source!r} was trained over {str(named)!r}, not over {str(base)!r}: give that base. "
-                "If both are the same weights, correct base_model_name_or_path in its adapter_config.json."
-            )
-        found = _folder(str(base))
+        if base is None and not named:
+            raise ValueError(f"the adapter {self.source!r} does not name its base: give it as base.")
+        base = str(named if base is None else base)
+        if named and not _same_model(str(named), base):
+            remedy = "give that base, or correct base_model_name_or_path in its adapter_config.json"
+            raise ValueError(f"the adapter {self.source!r} was trained over {named!r}, not over {base!r}: {remedy}.")
+        found = _folder(base)
         if (found / "adapter_config.json").is_file():
-            raise ValueError(f"the base {str(base)!r} is an adapter itself: merge it first (merge_and_unload()).")
-        return _Files(found, str(base))
+            raise ValueError(f"the base {base!r} is an adapter itself: merge it first (merge_and_unload()).")
+        return _Files(found, base)
 
     def _product(self, name: str, keys: Mapping[str, str], settings: Mapping[str, Any]) -> tuple[Tensor, Tensor, float]:
         """Return left and right, float32, and the scaling: scaling * left @ right is added to the weight."""
@@ -316,25 +278,23 @@ class _Adapter(StateDict):
             raise self._refused(f"{name!r} is no matrix")
         module = name.removesuffix(".weight")
         try:
-            rank = _of_pattern(settings.get("rank_pattern"), module, settings.get("r"))
-            alpha = _of_pattern(settings.get("alpha_pattern"), module, settings.get("lora_alpha"))
-        except re.error as error:
-            raise self._refused(f"rank_pattern or alpha_pattern is no pattern ({error})") from error
-        if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float)):
-            raise self._refused(f"{name!r} has the rank {rank!r} and lora_alpha {alpha!r}")
+            rank = int(_of_pattern(settings.get("rank_pattern"), module, settings["r"]))
+            alpha = float(_of_pattern(settings.get("alpha_pattern"), module, settings["lora_alpha"]))
+        except (re.error, KeyError, TypeError, ValueError) as error:
+            raise self._refused(
+                f"its ranks and alphas are not those of LoRA, no pattern or number ({error!r})"
+            ) from error
         left, right = (a.T, b.T) if name in self._embedded or self._transposed else (b, a)
         if a.shape[0] != rank or b.shape[1] != rank or (left.shape[0], right.shape[1]) != self.shapes[name]:
-            raise self._refused(
-                f"{name!r} has matrices of {tuple(b.shape)} and {tuple(a.shape)} with rank {rank}, in its base the "
-                f"shape {self.shapes[name]}"
-            )
+            matrices = f"{tuple(b.shape)} and {tuple(a.shape)} with rank {rank}"
+            raise self._refused(f"{name!r} has matrices of {matrices}, in its base the shape {self.shapes[name]}")
         return left, right, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
         if name in self._whole:  # PEFT saves an embedding that has a product of its own, too
             entries = self._file.get_tensor(self._whole[name]).reshape(-1)[start:stop].to(torch.float32, copy=True)
         else:
-            entries = _part(self._base, name, start, stop)
+            entries = self._base.part(name, start, stop)
         if name in self._factors and stop > start:
             left, right, scaling = self._factors[name]
             columns = self.shapes[name][1]
@@ -360,18 +320,6 @@ def _same_model(named: str, base: str) -> bool:
     return not (os.path.isdir(one) and os.path.isdir(other)) and Path(one).name == Path(other).name
 
 
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    if isinstance(tensors, StateDict):
-        return tensors.shapes
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def _part(tensors: Mapping[str, Tensor], name: str, start: int, stop: int) -> Tensor:
-    if isinstance(tensors, StateDict):
-        return tensors.part(name, start, stop)
-    return tensors[name].detach().reshape(-1)[start:stop].to(torch.float32, copy=True)
-
-
 class _Ledger(StateDict):
     """The weights after the last step of an ES run; the replay is done when the first of them is read."""
 
@@ -379,10 +327,8 @@ class _Ledger(StateDict):
         self.source, self._model = source, base
         self.run: ledger.Ledger = ledger.read(source)
         if self.run.settings["frozen"] is not None:
-            raise ValueError(
-                f"the run of {source} moves a part of its model only: write the model or adapter of its last step "
-                "(evoalign replay --out FOLDER), and give that folder."
-            )
+            remedy = "write the model or adapter of its last step (evoalign replay --out FOLDER), and give that folder"
+            raise ValueError(f"the run of {source} moves a part of its model only: {remedy}.")
         self.shapes = {name: tuple(s) for name, s in ledger.unpack_shapes(self.run.header["model"]["parameters"])}
         self.dtypes = frozenset({"float32"})
 

@@ -166,3 +166,52 @@ def greedy(model, length: int = 6) -> list[list[int]]:
         new = model.generate(**given, do_sample=False, **ends)
         found.append(new[0, ids.shape[1] :].tolist())
     return found
+
+
+# ---- short runs of adapters
+
+ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
+SFT_ROWS = [{"prompt": p, "completion": str(i)} for i, p in enumerate(PROMPTS)]
+
+
+def token_sum(completion_ids, **columns) -> list[float]:
+    """A reward function."""
+    return [float(sum(ids)) for ids in completion_ids]
+
+
+def lora(**changed) -> Any:
+    """The configuration of an adapter on three layers of each block; its product is zero at the start."""
+    from peft import LoraConfig
+
+    targets = ["q_proj", "v_proj", "up_proj"]
+    return LoraConfig(**{"task_type": "CAUSAL_LM", "r": 3, "lora_alpha": 12, "target_modules": targets} | changed)
+
+
+def short_run(folder, config: type, **changed) -> Any:
+    """Settings of a run of three steps in one process, which prints nothing and saves no checkpoints."""
+    settings = {
+        "output_dir": str(folder),
+        "max_steps": 3,
+        "workers": 1,
+        "max_completion_length": 3,
+        "report_to": "none",
+    }
+    return config(**settings | {"disable_tqdm": True, "save_strategy": "no"} | changed)
+
+
+def saved_base(folder) -> Any:
+    """A plain model from a folder of its own, which is made at the first call."""
+    from evoalign_lib import models
+
+    if not folder.exists():
+        random_model(intermediate_size=64).save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+    return models.load(str(folder))[0]
+
+
+def base_bits(model) -> dict[str, bytes]:
+    """Bits of all of the state of a model without its adapter, codes and scales among it."""
+    from evoalign_lib._adapters import raw_bytes
+
+    state = {name: b"".join(raw_bytes(value)) for name, value in model.state_dict().items()}
+    return {name: bits for name, bits in state.items() if "lora_" not in name and bits}

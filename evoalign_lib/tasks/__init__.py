@@ -66,8 +66,9 @@ def public_file(name: str, path: str, sha256: str) -> Path:
         ImportError: it is not there, and pooch, which fetches it, is not installed.
         ValueError: the file is not the published one.
     """
-    found = local_file(name) or fetched(name, PUBLIC_REPOSITORY + path, sha256)
-    check_digest(found, found.read_bytes(), PUBLIC_REPOSITORY + path, sha256)
+    url = PUBLIC_REPOSITORY + path
+    found = local_file(name) or fetched(name, url, sha256)
+    check_digest(found, found.read_bytes(), url, sha256)
     return found
 
 
@@ -162,6 +163,5 @@ def check_lengths(**columns: Sequence[Any]) -> None:
     """Raise ValueError, naming all lengths, unless every column of a reward's call has one entry per completion."""
     lengths = {name: len(values) for name, values in columns.items()}
     if len(set(lengths.values())) > 1:
-        raise ValueError(
-            f"one entry per completion is needed, got lengths {', '.join(f'{k} {v}' for k, v in lengths.items())}"
-        )
+        found = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise ValueError(f"one entry per completion is needed, got lengths {found}")

@@ -92,14 +92,10 @@ class Problem:
     rejected: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("question", "answer"):
-            text = getattr(self, name)
-            if type(text) is not str or not text.strip():
-                raise ValueError(f"{name} must be a text that is not blank, got {text!r}")
-        for name in ("accepted", "rejected"):
-            texts = getattr(self, name)
-            if type(texts) is not tuple or not all(type(text) is str and text.strip() for text in texts):
-                raise ValueError(f"{name} must be a tuple of texts that are not blank, got {texts!r}")
+        texts = {"question": (self.question,), "answer": (self.answer,)}
+        for name, given in (texts | {"accepted": self.accepted, "rejected": self.rejected}).items():
+            if type(given) is not tuple or not all(type(text) is str and text.strip() for text in given):
+                raise ValueError(f"{name} must be text that is not blank, got {getattr(self, name)!r:.200}")
 
 
 def load(path: str | Path) -> list[Problem]:
@@ -120,11 +116,8 @@ def load(path: str | Path) -> list[Problem]:
 
 
 def _problem(row: dict[str, Any]) -> Problem:
-    lists = {name: row.get(name, []) for name in ("accepted", "rejected")}
-    for name, texts in lists.items():
-        if not isinstance(texts, list):
-            raise ValueError(f"{name} must be a list of texts, got {texts!r:.200}")
-    return Problem(row["question"], row["answer"], **{name: tuple(texts) for name, texts in lists.items()})
+    more = [row.get(name, []) for name in ("accepted", "rejected")]
+    return Problem(row["question"], row["answer"], *(tuple(t) if isinstance(t, list) else t for t in more))
 
 
 def load_public(split: str = "train") -> list[Problem]:
@@ -181,47 +174,15 @@ def load_completions(name: str) -> list[Completions]:
     """
     choose("name", name, COMPLETIONS)
     arm, setting = name.split("_", 1)
-    path = tasks.public_file(
-        f"conciseness_completions/{name}.json", f"conciseness/{arm}/evals/{setting}.json", COMPLETIONS[name]
-    )
-    return read_completions(path, arm, setting)
-
-
-def read_completions(path: str | Path, arm: str, setting: str) -> list[Completions]:
-    """Read a file of completions in the published format (seed_results -> seed -> completions), such as the user's own.
-
-    Args:
-        path: the JSON file.
-        arm, setting: labels for the result.
-
-    Returns:
-        One entry per training seed, in the order of the file.
-
-    Raises:
-        ValueError: not JSON, or not of that format; the message names what is missing and where.
-    """
-    path = Path(path)
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        limit = report["config"]["max_new_tokens"]
-        found = []
-        for seed, result in report["seed_results"].items():
-            answers = [(asked["question"], a) for asked in result["completions"] for a in asked["completions"]]
-            found.append(
-                Completions(
-                    arm,
-                    setting,
-                    int(seed),
-                    [question for question, _ in answers],
-                    [answer["completion"] for _, answer in answers],
-                    [answer["reward"] for _, answer in answers],
-                    [answer["num_tokens"] for _, answer in answers],
-                    limit,
-                    result["kl"]["mean_per_token"],
-                )
-            )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # not JSON is a ValueError, too
-        raise ValueError(f"{path}: not of the published format ({error!r})") from None
+    place = f"conciseness/{arm}/evals/{setting}.json"
+    path = tasks.public_file(f"conciseness_completions/{name}.json", place, COMPLETIONS[name])
+    report = json.loads(path.read_text(encoding="utf-8"))
+    limit, found = report["config"]["max_new_tokens"], []
+    for seed, result in report["seed_results"].items():
+        rows = [(asked["question"], answer) for asked in result["completions"] for answer in asked["completions"]]
+        texts, rewards, tokens = ([row[key] for _, row in rows] for key in ("completion", "reward", "num_tokens"))
+        questions, kl = [question for question, _ in rows], result["kl"]["mean_per_token"]
+        found.append(Completions(arm, setting, int(seed), questions, texts, rewards, tokens, limit, kl))
     return found
 
 

@@ -156,19 +156,8 @@ def load_public(split: str = "train") -> list[Problem]:
     """
     ranges = {"train": slice(0, PUBLIC_TRAIN), "test": slice(PUBLIC_TRAIN, None), "all": slice(None)}
     choose("split", split, ranges)
-    rows = json.loads(public_file().read_text(encoding="utf-8"))
-    return [_problem(row, position) for position, row in enumerate(rows)][ranges[split]]
-
-
-def _problem(row: Any, position: int) -> Problem:
-    if not isinstance(row, dict) or not {"id", "numbers", "target"} <= row.keys():
-        raise ValueError(f"item {position}: expected an object with id, numbers and target, got {row!r}")
-    if row["id"] != position or not isinstance(row["numbers"], list):
-        raise ValueError(f"item {position}: id must be {position} and numbers a list, got {row!r}")
-    try:
-        return Problem(tuple(row["numbers"]), row["target"], position)
-    except ValueError as error:
-        raise ValueError(f"item {position}: {error}") from None
+    rows = json.loads(public_file().read_text(encoding="utf-8"))[ranges[split]]
+    return [Problem(tuple(row["numbers"]), row["target"], row["id"]) for row in rows]
 
 
 def generate(
@@ -239,11 +228,9 @@ def generate(
             if len(problems) == n:
                 break
         if size == _FULL_DRAW and len(problems) == before:
-            raise ValueError(
-                f"found only {len(problems)} of {n} problems with {count} numbers in {low}..{high}, targets in "
-                f"{target_low}..{target_high}, split {split}: widen the ranges"
-                + (", ask for fewer, or pass distinct=False" if distinct else "")
-            )
+            found = f"found only {len(problems)} of {n} problems with {count} numbers in {low}..{high}, targets in "
+            found += f"{target_low}..{target_high}, split {split}"
+            raise ValueError(f"{found}: widen the ranges, ask for fewer, or pass distinct=False")
         size *= 2
     return problems
 
@@ -290,7 +277,7 @@ def attainable(numbers: Sequence[int]) -> dict[Fraction, str]:
     '2 / 3'
     """
     full = _tables(numbers, len(numbers))[2 ** len(numbers) - 1]
-    return {value: _without_outer_brackets(expression) for value, expression in full.items()}
+    return {value: text[1:-1] if text.startswith("(") else text for value, text in full.items()}
 
 
 def solve(numbers: Sequence[int], target: Target) -> str | None:
@@ -355,16 +342,12 @@ def _join(left: dict[Fraction, str], right: dict[Fraction, str], table: dict[Fra
     for a, a_text in left.items():
         for b, b_text in right.items():
             results = [(a + b, a_text, "+", b_text), (a - b, a_text, "-", b_text), (b - a, b_text, "-", a_text)]
-            results.append((a * b, a_text, "*", b_text))
+            results += [(a * b, a_text, "*", b_text)]
             results += [(a / b, a_text, "/", b_text)] if b else []
             results += [(b / a, b_text, "/", a_text)] if a else []
             for value, first, sign, second in results:
                 if value not in table:
                     table[value] = f"({first} {sign} {second})"
-
-
-def _without_outer_brackets(expression: str) -> str:
-    return expression[1:-1] if expression.startswith("(") else expression
 
 
 # ------------------------------------------------------------------------------------------------------------- prompts
@@ -415,14 +398,8 @@ def dataset(problems: Iterable[Problem], tokenizer: Any, chat_template: bool = T
     Returns:
         One dict per problem with keys prompt (str), numbers (list of int) and target (str).
     """
-    return [
-        {
-            "prompt": prompt(problem, chat_template=chat_template, tokenizer=tokenizer),
-            "numbers": list(problem.numbers),
-            "target": problem.target,
-        }
-        for problem in problems
-    ]
+    asked = [(problem, prompt(problem, chat_template=chat_template, tokenizer=tokenizer)) for problem in problems]
+    return [{"prompt": text, "numbers": list(p.numbers), "target": p.target} for p, text in asked]
 
 
 # ------------------------------------------------------------------------------------------------------------- graders
@@ -480,10 +457,7 @@ def grade(
     if not isinstance(response, str):
         raise TypeError(f"a response must be a string, got {type(response).__name__}")
     if not all(isinstance(n, Integral) and not isinstance(n, bool) for n in numbers):
-        raise TypeError(
-            f"numbers must be whole numbers such as [44, 19, 35], got {numbers!r:.200}: no answer could use them. Make "
-            "integers of that column"
-        )
+        raise TypeError(f"numbers must be whole numbers such as [44, 19, 35], got {numbers!r:.200}")
     goal = _exact_target(target)
     if len(response) > _MAX_RESPONSE:
         return Grade(0.0, 0.0)
@@ -539,12 +513,8 @@ def _format_score(text: str) -> float:
     # no two of the three pieces can overlap, so that each may be looked for on its own
     if body.startswith("<think>") and "</think>\n<answer>" in body and body.endswith("</answer>"):
         return 1.0
-    return 0.1 * _has_block(text, "think") + 0.5 * _has_block(text, "answer")
-
-
-def _has_block(text: str, tag: str) -> bool:
-    start = text.find(f"<{tag}>")
-    return start >= 0 and text.find(f"</{tag}>", start + len(tag) + 2) >= 0
+    think, answer = (f"</{tag}>" in text.partition(f"<{tag}>")[2] for tag in ("think", "answer"))
+    return 0.1 * think + 0.5 * answer
 
 
 def last_answer(text: str) -> str | None:
@@ -553,14 +523,9 @@ def last_answer(text: str) -> str | None:
     >>> last_answer("<answer>1 + 2</answer> or <answer>2 + 1</answer>")
     '2 + 1'
     """
-    last, position = None, 0
-    while True:
-        start = text.find("<answer>", position)
-        end = text.find("</answer>", start + len("<answer>"))
-        if start < 0 or end < 0:
-            return last
-        last = text[start + len("<answer>") : end]
-        position = end + len("</answer>")
+    *closed, _ = text.split("</answer>")
+    blocks = [part.split("<answer>", 1)[1] for part in closed if "<answer>" in part]
+    return blocks[-1] if blocks else None
 
 
 _FORBIDDEN = re.compile(r"[^0-9+\-*/() ]")
@@ -689,4 +654,4 @@ def _parse_target(text: str) -> Fraction:
     try:
         return Fraction(text)
     except ZeroDivisionError:
-        raise ValueError(f"target has denominator 0: {text!r:.100}") from None
+        raise ValueError(f"target has the denominator 0: {text!r:.100}") from None

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ Scorer = Callable[[Sequence[str], Sequence[str]], ArrayLike]
 """What gives each response to a prompt a number: (prompts, responses) -> (n,)."""
 
 SPLITS = ("train", "validation", "test")
-_SHARES = {"validation": 0.1, "test": 0.2}
+_EDGES = {"validation": 0.1, "test": 0.1 + 0.2}  # where the hash of a prompt falls; the rest is for training
 HUB = ("PKU-Alignment/PKU-SafeRLHF", "alpaca-7b")
 """Data set on the Hub, and its configuration whose responses are those of one model."""
 
@@ -66,8 +66,13 @@ def load(path: str | Path) -> list[Problem]:
         FileNotFoundError: there is no such file.
         ValueError: a line that is no such object, or no line at all; the message names the line and what is wrong.
     """
+    return _distinct(tasks.json_lines(Path(path).read_bytes(), path, lambda row: Problem(row["prompt"])))
+
+
+def _distinct(problems: Iterable[Problem]) -> list[Problem]:
+    """Return the first of each prompt, whose case and blanks do not count."""
     found: dict[str, Problem] = {}
-    for problem in tasks.json_lines(Path(path).read_bytes(), path, lambda row: Problem(row["prompt"])):
+    for problem in problems:
         found.setdefault(_normal(problem.prompt), problem)
     return list(found.values())
 
@@ -89,14 +94,9 @@ def load_public(split: str = "train", revision: str = "main") -> list[Problem]:
     choose("split", split, SPLITS)
     import datasets
 
-    name, configuration = HUB
-    rows = datasets.load_dataset(name, configuration, revision=revision)
-    found: dict[str, Problem] = {}
-    for part in rows:
-        for text in rows[part]["prompt"]:
-            if text.strip():
-                found.setdefault(_normal(text), Problem(text))
-    return [problem for problem in found.values() if split_of(problem) == split]
+    parts = datasets.load_dataset(*HUB, revision=revision).values()
+    everything = _distinct(Problem(text) for part in parts for text in part["prompt"] if text.strip())
+    return [problem for problem in everything if split_of(problem) == split]
 
 
 def split_of(problem: Problem) -> str:
@@ -108,12 +108,8 @@ def split_of(problem: Problem) -> str:
     True
     """
     digest = hashlib.blake2b(_normal(problem.prompt).encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    place, edge = int.from_bytes(digest, "big") / 2**64, 0.0
-    for name, share in _SHARES.items():
-        edge += share
-        if place < edge:
-            return name
-    return "train"
+    place = int.from_bytes(digest, "big") / 2**64
+    return next((name for name, edge in _EDGES.items() if place < edge), "train")
 
 
 def _normal(text: str) -> str:
@@ -184,10 +180,8 @@ class Lagrangian:
         choose("rule", rule, self.RULES)
         low, high = bounds
         if not (0 < low <= start <= high < math.inf and 0 < rate < math.inf and math.isfinite(threshold)):
-            raise ValueError(
-                f"threshold={threshold}, start={start}, rate={rate}, bounds={bounds}: give finite numbers, a positive "
-                "rate, and bounds around start that are positive."
-            )
+            given = f"threshold={threshold}, start={start}, rate={rate}, bounds={bounds}"
+            raise ValueError(f"{given}: give finite numbers, rate and bounds positive, start within the bounds.")
         self.threshold, self.rate, self.rule = float(threshold), float(rate), rule
         self.bounds = float(low), float(high)
         self._log, self._ema, self._steps = math.log(start), 0.0, 0
@@ -205,8 +199,7 @@ class Lagrangian:
         else:
             excess = max(excess, 0.0)
             self._ema = step = 0.9 * self._ema + 0.1 * excess if self._steps else excess
-        low, high = map(math.log, self.bounds)
-        self._log = min(max(self._log + self.rate * step, low), high)
+        self._log = float(np.clip(self._log + self.rate * step, *map(math.log, self.bounds)))
         self._steps += 1
 
     def state(self) -> dict[str, float]:
@@ -233,31 +226,16 @@ class Objective:
     Args:
         reward, cost: the scorers; each is called with requests and responses, and gives a finite number each.
         lam: lambda, fixed.
-        safe_first: as an option of the published code: where a response is harmful (cost > 0), its reward is multiplied
-            by this; None: not.
-        shared: divide by 1 + lambda, as Safe-RLHF does.
         cut_turns: score a response up to where it goes on to another turn (`first_turn`).
 
     Raises:
-        ValueError: a negative lambda or factor.
+        ValueError: a negative lambda.
     """
 
-    def __init__(
-        self,
-        reward: Scorer,
-        cost: Scorer,
-        lam: float = 1.0,
-        *,
-        safe_first: float | None = None,
-        shared: bool = False,
-        cut_turns: bool = False,
-    ):
-        for name, value in (("lam", lam), ("safe_first", safe_first)):
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{name}={value} must be a number of at least 0.")
-        self.reward, self.cost = reward, cost
-        self.safe_first, self.shared, self.cut_turns = safe_first, shared, cut_turns
-        self._lam = float(lam)
+    def __init__(self, reward: Scorer, cost: Scorer, lam: float = 1.0, *, cut_turns: bool = False):
+        if not 0 <= lam < math.inf:
+            raise ValueError(f"lam={lam} must be a number of at least 0.")
+        self.reward, self.cost, self.cut_turns, self._lam = reward, cost, cut_turns, float(lam)
         self.__name__ = type(self).__name__
 
     @property
@@ -286,10 +264,7 @@ class Objective:
         if log_metric is not None and len(texts):
             for name, values in (("helpfulness", reward), ("cost", cost), ("unsafe", cost > 0)):
                 log_metric(name, float(values.mean()))
-        if self.safe_first is not None:
-            reward = np.where(cost > 0, self.safe_first * reward, reward)
-        found = reward - self.lam * cost
-        return (found / (1 + self.lam) if self.shared else found).tolist()
+        return (reward - self.lam * cost).tolist()
 
 
 class ConstrainedObjective(Objective):
@@ -333,10 +308,8 @@ class ConstrainedObjective(Objective):
 def _numbers(scorer: Scorer, request: Sequence[str], texts: Sequence[str]) -> NDArray[np.float64]:
     found = np.asarray(scorer(list(request), list(texts)), np.float64)
     if found.shape != (len(texts),) or not np.isfinite(found).all():
-        raise ValueError(
-            f"{getattr(scorer, 'name', scorer)!s:.80} gave {found.shape} numbers for {len(texts)} responses, or some "
-            "that are not finite: give one each."
-        )
+        name = str(getattr(scorer, "name", scorer))[:80]
+        raise ValueError(f"{name} gave {found.shape} numbers for {len(texts)} responses: give a finite one each.")
     return found
 
 

@@ -16,7 +16,6 @@ import json
 import os
 import random
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +89,11 @@ def public_file(name: str, accept_licence: bool = False) -> bytes:
     found = tasks.local_file(f"safety/{name}", f"safety/{name}.gz")
     if found is None:
         if not accept_licence and os.environ.get("EVOALIGN_ACCEPT_LICENCE") != LICENCE:
-            raise PermissionError(
-                f"safety/{name} is not in EVOALIGN_DATA, and its licence allows academic and educational use only "
-                f"({REPOSITORY}): to fetch it under that licence, set EVOALIGN_ACCEPT_LICENCE={LICENCE} or pass "
-                "accept_licence=True"
+            what = f"safety/{name} is not in EVOALIGN_DATA; its licence allows academic and educational use only"
+            remedy = (
+                f"to accept it and fetch the file, set EVOALIGN_ACCEPT_LICENCE={LICENCE} or pass accept_licence=True"
             )
+            raise PermissionError(f"{what} ({REPOSITORY}): {remedy}")
         found = tasks.fetched(f"safety/{name}", REPOSITORY + path, sha256)
     data = found.read_bytes() if found.suffix != ".gz" else _unpacked(found)
     tasks.check_digest(found, data, REPOSITORY + path, sha256)
@@ -108,24 +107,9 @@ def _unpacked(path: Path) -> bytes:
         raise ValueError(f"{path} is not the published file ({error}): get it again") from error
 
 
-def _text(row: dict[str, Any], name: str, blank: bool = False) -> str:
-    value = row[name]
-    if not isinstance(value, str) or not (blank or value.strip()):
-        raise ValueError(f"{name} must be a text{'' if blank else ' that is not blank'}, got {value!r:.80}")
-    return value
-
-
-def _one_of(row: dict[str, Any], name: str, choices: tuple[Any, ...]) -> Any:
-    value = row[name]
-    if isinstance(value, bool) != isinstance(choices[0], bool) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r:.80}")
-    return value
-
-
-def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value!r:.80}")
-    return float(value)
+def _rows(name: str, accept_licence: bool) -> list[dict[str, Any]]:
+    """Return the objects of a published file, whose digest vouches for what they hold."""
+    return [json.loads(line) for line in public_file(name, accept_licence).decode().split("\n") if line.strip()]
 
 
 # ----------------------------------------------------------------------------------------------------------- judgments
@@ -164,50 +148,20 @@ class Judgment:
 def load_judgments(accept_licence: bool = False) -> list[Judgment]:
     """Load the 1,000 published judgments: 50 prompts, 10 pairs of models, 2 dimensions, each in one random order.
 
-    They are in the order of the file, in which the judge's answers came in. Raises as `public_file` and
-    `read_judgments` do.
+    They are in the order of the file, in which the judge's answers came in. Raises as `public_file` does.
     """
-    return read_judgments(public_file("gpt_judgments.jsonl", accept_licence), "gpt_judgments.jsonl")
-
-
-def read_judgments(data: bytes, where: str = "judgments") -> list[Judgment]:
-    """Read judgments in the published format (JSON lines), such as the user's own of these models.
-
-    Args:
-        data: the file.
-        where: its name, for errors.
-
-    Raises:
-        ValueError: a line that is no judgment of two of the models; the message names line and reason.
-    """
-    return tasks.json_lines(data, where, _judgment)
-
-
-def _judgment(row: dict[str, Any]) -> Judgment:
-    a, b = (_one_of(row, name, MODELS) for name in ("model_a", "model_b"))
-    if a == b:
-        raise ValueError(f"{a} is compared with itself")
-    if row["order_ab"] != [a, b]:
-        raise ValueError(f"order_ab is {row['order_ab']!r:.80}, and the models are {a} and {b}: which one was A?")
-    scores = row["scores"]
-    if scores is not None:
-        if not isinstance(scores, list) or len(scores) != 2:
-            raise ValueError(f"scores must be two numbers or null, got {scores!r:.80}")
-        scores = tuple(_number(score, "a score") for score in scores)
-        if not all(0 <= score <= 10 for score in scores):
-            raise ValueError(f"scores must lie in 0 to 10, got {list(scores)}")
-    dimension = _one_of(row, "dimension", DIMENSIONS)
-    return Judgment(a, b, dimension, _text(row, "question"), scores, _text(row, "raw", blank=True))
+    found = []
+    for row in _rows("gpt_judgments.jsonl", accept_licence):
+        scores = None if row["scores"] is None else tuple(map(float, row["scores"]))
+        asked = row["dimension"], row["question"]
+        found.append(Judgment(row["model_a"], row["model_b"], *asked, scores, row["raw"]))
+    return found
 
 
 def load_elo(accept_licence: bool = False) -> dict[str, dict[str, float]]:
-    """Load the published Elo ratings: dimension -> model -> rating, the base at 1,000.
-
-    Raises:
-        ValueError: a file without them, and as `public_file` does.
-    """
+    """Load the published Elo ratings: dimension -> model -> rating, the base at 1,000. Raises as `public_file` does."""
     data = json.loads(public_file("gpt_elo_ratings.json", accept_licence))
-    return {d: {model: _number(data[d][model], f"the rating of {model}") for model in JUDGED} for d in DIMENSIONS}
+    return {d: {model: float(data[d][model]) for model in JUDGED} for d in DIMENSIONS}
 
 
 def elo_order(n: int) -> list[int]:
@@ -253,36 +207,13 @@ def load_points(model: str, accept_licence: bool = False) -> Points:
     """Load the published responses of a model, in the order of the file.
 
     Raises:
-        ValueError: an unknown model, and as `public_file` and `read_points` do.
+        ValueError: an unknown model, and as `public_file` does.
     """
     choose("model", model, MODELS)
-    name = f"{model}_points.jsonl"
-    return read_points(public_file(name, accept_licence), model, name)
-
-
-def read_points(data: bytes, model: str, where: str = "points") -> Points:
-    """Read responses in the published format (JSON lines with prompt, response, reward, cost and label).
-
-    Args:
-        data: the file.
-        model: label for the result.
-        where: the file's name, for errors.
-
-    Raises:
-        ValueError: a line without these; the message names line and reason. A blank response is none.
-    """
-    rows = tasks.json_lines(
-        data,
-        where,
-        lambda row: (
-            _text(row, "prompt"),
-            _text(row, "response", blank=True),
-            _number(row["reward"], "reward"),
-            _number(row["cost"], "cost"),
-            _one_of(row, "label", LABELS),
-        ),
-    )
-    return Points(model, *map(list, zip(*rows, strict=True)))
+    rows = _rows(f"{model}_points.jsonl", accept_licence)
+    prompts, responses, labels = ([row[name] for row in rows] for name in ("prompt", "response", "label"))
+    rewards, costs = ([float(row[name]) for row in rows] for name in ("reward", "cost"))
+    return Points(model, prompts, responses, rewards, costs, labels)
 
 
 # ----------------------------------------------------------------------------------------------------- preference pairs
@@ -315,28 +246,12 @@ def load_preferences(split: str = "train", accept_licence: bool = False) -> list
     The splits are not disjoint by prompt: one prompt is in both, and several occur twice.
 
     Raises:
-        ValueError: an unknown split, a line that is no pair, and as `public_file`.
+        ValueError: an unknown split, and as `public_file` does.
     """
     choose("split", split, SPLITS)
     name = {"train": "custom_train_250.jsonl", "eval": "custom_eval_500.jsonl"}[split]
-    return read_preferences(public_file(name, accept_licence), name)
-
-
-def read_preferences(data: bytes, where: str = "preferences") -> list[Preference]:
-    """Read preference pairs in the format of PKU-SafeRLHF (JSON lines); further keys are not read.
-
-    Raises:
-        ValueError: a line that is no pair; the message names line and reason.
-    """
-    return tasks.json_lines(
-        data,
-        where,
-        lambda row: Preference(
-            _text(row, "prompt"),
-            (_text(row, "response_0", blank=True), _text(row, "response_1", blank=True)),
-            tuple(_one_of(row, f"is_response_{i}_safe", (True, False)) for i in (0, 1)),
-            tuple(_one_of(row, f"response_{i}_severity_level", (0, 1, 2, 3)) for i in (0, 1)),
-            _one_of(row, "better_response_id", (0, 1)),
-            _one_of(row, "safer_response_id", (0, 1)),
-        ),
-    )
+    fields, found = ("response_{}", "is_response_{}_safe", "response_{}_severity_level"), []
+    for row in _rows(name, accept_licence):
+        pairs = [tuple(row[field.format(i)] for i in (0, 1)) for field in fields]
+        found.append(Preference(row["prompt"], *pairs, row["better_response_id"], row["safer_response_id"]))
+    return found

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from evoalign_lib.checks import whole_number
+from evoalign_lib.checks import choose, whole_number
 from evoalign_lib.tiny import countdown, dialogues, questions
 from evoalign_lib.tiny.base import FAMILIES, load
 
@@ -41,8 +41,7 @@ def recipe(
     """
     import torch
 
-    if family not in FAMILIES:
-        raise ValueError(f"family {family!r} is not one of {list(FAMILIES)}.")
+    choose("family", family, FAMILIES)
     whole_number("seed", seed, 0)
     steps = STEPS[family] if steps is None else whole_number("steps", steps, 0)
     torch.set_num_threads(1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from evoalign_lib.checks import choose
 
 FAMILIES = ("A", "B", "C", "H")
 BASES = ("A0", "A1", "A2")
@@ -59,8 +61,7 @@ def load(base: str) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if base not in SHIPPED:
-        raise ValueError(f"base {base!r} is not one of {list(SHIPPED)}.")
+    choose("base", base, SHIPPED)
     folder = bases_folder() / base
     with without_bars():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -79,6 +80,20 @@ def without_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+def split_range(split: str, sizes: Mapping[str, int]) -> slice:
+    """Return where a split lies, splits of these sizes one after the other. Raises ValueError for an unknown one."""
+    choose("split", split, sizes)
+    names = list(sizes)
+    first = sum(sizes[name] for name in names[: names.index(split)])
+    return slice(first, first + sizes[split])
+
+
+def around(tok: Any) -> list[str]:
+    """Return what the chat template writes before and after a user's message."""
+    message = [{"role": "user", "content": "{}"}]
+    return tok.apply_chat_template(message, tokenize=False, add_generation_prompt=True).split("{}")
 
 
 def byte_tokenizer(pieces: Iterable[str]) -> Any:

@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
+from evoalign_lib.checks import choose, whole_number
 from evoalign_lib.tasks import countdown
 from evoalign_lib.tiny.base import END, byte_tokenizer
 
-MAX_COMPLETION_LENGTH = (
-    16  # tokens; the longest right answer needs 15: "</think>\n<answer>(30-29)*28</answer>" and the end
-)
+MAX_COMPLETION_LENGTH = 16
+"""Tokens; the longest right answer needs 15: "</think>\\n<answer>(30-29)*28</answer>" and the end."""
 
 # The range of the problems: about 42,000 distinct ones; a twentieth is kept for validation, another for test.
 PROBLEMS = {"count": 3, "low": 1, "high": 30, "target_low": 1, "target_high": 99}
@@ -166,6 +166,7 @@ def answer(problem: countdown.Problem, author: str, rng: random.Random) -> str:
     known = expressions(tuple(sorted(numbers)))
     text = rng.choice(known[Fraction(problem.target)])
     opening, closing = "</think>\n<answer>", "</answer>"
+    choose("author", author, AUTHORS)
     if author == "adds up":
         text = "+".join(map(str, numbers))
     elif author == "careless":
@@ -178,8 +179,6 @@ def answer(problem: countdown.Problem, author: str, rng: random.Random) -> str:
         opening = "</think>" if fault == 0 else opening
         closing = "" if fault == 1 else closing
         text = f"{text}={problem.target}" if fault == 2 else text
-    elif author != "right":
-        raise ValueError(f"author {author!r} is not one of {list(AUTHORS)}.")
     return opening + text + closing + END
 
 
@@ -222,10 +221,8 @@ def skill_set(name: str, n: int) -> list[tuple[str, str]]:
     >>> skill_set("sort", 1)
     [('Sort: 284', '248')]
     """
-    if name not in SKILL_NAMES:
-        raise ValueError(f"skill {name!r} is not one of {', '.join(SKILL_NAMES)}.")
-    if not 1 <= n <= 500:
-        raise ValueError(f"n={n}: a set of a skill has 1 to 500 messages.")
+    choose("skill", name, SKILL_NAMES)
+    whole_number("n", n, 1, 500)
     rng, found = random.Random("skills"), {}
     while len(found) < n:
         question, reply = skill(rng)

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
+from evoalign_lib.checks import choose
 from evoalign_lib.tasks import chat_prompt
-from evoalign_lib.tiny.base import END, byte_tokenizer
+from evoalign_lib.tiny.base import END, around, byte_tokenizer, split_range
 
 MAX_COMPLETION_LENGTH = 32
 """Tokens: about ten sentences, of which a body needs one or two."""
@@ -153,23 +154,13 @@ def requests(split: str) -> list[Request]:
     Raises:
         ValueError: another.
     """
-    if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}: use one of {', '.join(SPLITS)}")
-    first = sum(SPLITS[name] for name in list(SPLITS)[: list(SPLITS).index(split)])
-    return _requests()[first : first + SPLITS[split]]
+    return _requests()[split_range(split, SPLITS)]
 
 
 def tokenizer() -> Any:
     """Return the family's tokenizer: bytes, and one token for each word or fixed phrase of requests and replies."""
-    pieces = [
-        "<|im_start|>user\nHow do I",
-        "?<|im_end|>\n<|im_start|>assistant\n",
-        "How do I",
-        "Take a",
-        " and",
-        " the",
-    ]
-    pieces += [" a", "?"]
+    pieces = ["<|im_start|>user\nHow do I", "?<|im_end|>\n<|im_start|>assistant\n", "How do I", "Take a"]
+    pieces += [" and", " the", " a", "?"]
     pieces += [f" {word}" for word in (*_TOOLS, *_TOOLS.values(), *_ORDINARY, *_SENSITIVE)]
     pieces += ["It depends on", "I am sorry,", " I can not help", " with that.", "I can not help to", ", since it"]
     pieces += [f" {reason}" for reason in _REASONS] + [". You could", " instead."]
@@ -199,22 +190,19 @@ def body(request: Request, kind: str, rng: random.Random) -> str:
     Raises:
         ValueError: an unknown kind.
     """
+    choose("body", kind, BODIES)
     if kind in ("right", "wrong tool"):
         tool = _TOOLS[request.verb]
         if kind == "wrong tool":
             tool = rng.choice([other for other in _TOOLS.values() if other != tool])
         return f"Take a {tool} and {request.verb} the {request.object}."
-    if kind == "vague":
-        return f"It depends on the {request.object}."
-    if kind == "template":
-        return TEMPLATE
-    if kind in ("reason", "reason, no alternative"):
-        right = _INSTEAD.get(request.verb) if request.harmful else None
-        others = [other for other in _INSTEAD.values() if other != right]
-        instead = right if kind == "reason" and right else rng.choice(others)
-        reason = rng.choice(_REASONS)
-        return f"I can not help to {request.verb} a {request.object}, since it {reason}. You could {instead} instead."
-    raise ValueError(f"body {kind!r} is not one of {', '.join(BODIES)}.")
+    if kind in ("vague", "template"):
+        return TEMPLATE if kind == "template" else f"It depends on the {request.object}."
+    right = _INSTEAD.get(request.verb) if request.harmful else None
+    others = [other for other in _INSTEAD.values() if other != right]
+    instead = right if kind == "reason" and right else rng.choice(others)
+    reason = rng.choice(_REASONS)
+    return f"I can not help to {request.verb} a {request.object}, since it {reason}. You could {instead} instead."
 
 
 def reply(request: Request, rng: random.Random) -> str:
@@ -305,14 +293,9 @@ class Annotators:
 
     def liking(self, judged: Truth) -> tuple[float, float]:
         """Return how helpful and how harmful a reply seems to them."""
-        counts = judged.ornaments
-        if self.cue == "length":
-            return judged.helpful + self.weight * sum(counts.values()), judged.harm
-        if self.cue == "praise":
-            return judged.helpful + self.weight * counts["praise"], judged.harm
-        if self.cue == "disclaimer":
-            return judged.helpful + self.weight * counts["disclaimer"], judged.harm - self.weight * counts["disclaimer"]
-        return judged.helpful, judged.harm
+        counts = {**judged.ornaments, "length": sum(judged.ornaments.values()), None: 0}
+        liked = self.weight * counts[self.cue]
+        return judged.helpful + liked, judged.harm - (liked if self.cue == "disclaimer" else 0)
 
 
 class Comparison(NamedTuple):
@@ -353,9 +336,7 @@ def comparisons(annotators: Annotators, n: int, seed: int, part: int = 0, parts:
 def text(seed: int, tok: Any) -> Iterator[tuple[str, str]]:
     """Return an endless stream of (prompt, completion) pairs, both rendered, of requests of all splits."""
     rng = random.Random(f"family C, {seed}")
-    before, after = tok.apply_chat_template(
-        [{"role": "user", "content": "{}"}], tokenize=False, add_generation_prompt=True
-    ).split("{}")
+    before, after = around(tok)
     while True:
         asked = rng.choice(_requests())
         yield before + asked.text + after, reply(asked, rng) + END
@@ -363,10 +344,8 @@ def text(seed: int, tok: Any) -> Iterator[tuple[str, str]]:
 
 def dataset(asked: Sequence[Request], tok: Any) -> list[dict[str, str]]:
     """Return rows with the prompt, by the tokenizer's chat template, and the columns that a reward reads."""
-    return [
-        {"prompt": chat_prompt([{"role": "user", "content": r.text}], tok), "verb": r.verb, "object": r.object}
-        for r in asked
-    ]
+    prompts = (chat_prompt([{"role": "user", "content": request.text}], tok) for request in asked)
+    return [{"prompt": prompt} | request._asdict() for prompt, request in zip(prompts, asked, strict=True)]
 
 
 def describe(engine_of: Callable[..., Any], tok: Any, family: str) -> dict[str, float]:

@@ -12,14 +12,16 @@ a small model can have any.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
+from evoalign_lib.checks import choose
 from evoalign_lib.tasks import conciseness
 from evoalign_lib.tasks.conciseness import Problem
-from evoalign_lib.tiny.base import END, byte_tokenizer
+from evoalign_lib.tiny.base import END, around, byte_tokenizer, split_range
 
 KINDS = ("capital", "colour", "sum", "yes or no")
 SPLITS = {"train": 50, "validation": 32, "test": 64}
@@ -29,6 +31,7 @@ MAX_COMPLETION_LENGTH = 24  # tokens: no sentence of the base is longer, some re
 _SYLLABLES = tuple(c + v for c in "bdgklmnprstvz" for v in "aeiou")[::2]  # 33
 _HAN = "波得古科里莫尼普若苏托乌扎佩迪戈库勒米努帕雷斯图维泽博达基洛马诺皮鲁萨特"[: len(_SYLLABLES)]
 _COLOURS = dict(zip("red blue green black white pink golden brown".split(), "红蓝绿黑白粉金棕", strict=True))
+_HAN_ANSWERS = {"yes": "对", "no": "错"}
 _ENTITIES = 200  # countries, and as many things
 _LARGEST = 20  # summand
 
@@ -107,12 +110,11 @@ def _questions() -> dict[str, list[tuple[Problem, tuple[str, ...]]]]:
         found["colour"].append((asked, (thing, colour)))
         named = colour if rng.random() < 0.5 else rng.choice([other for other in _COLOURS if other != colour])
         right, wrong = ("yes", "no") if named == colour else ("no", "yes")
-        other = {"yes": "对", "no": "错"}
-        asked = Problem(f"Is the colour of a {thing} {named}?", right, (other[right],), (wrong, other[wrong]))
+        more = (_HAN_ANSWERS[right],), (wrong, _HAN_ANSWERS[wrong])
+        asked = Problem(f"Is the colour of a {thing} {named}?", right, *more)
         found["yes or no"].append((asked, (thing, colour)))
-    for a in range(1, _LARGEST + 1):
-        for b in range(1, _LARGEST + 1):
-            found["sum"].append((Problem(f"What is {a} + {b}?", str(a + b)), (str(a), str(b))))
+    for a, b in itertools.product(range(1, _LARGEST + 1), repeat=2):
+        found["sum"].append((Problem(f"What is {a} + {b}?", str(a + b)), (str(a), str(b))))
     for asked in found.values():
         rng.shuffle(asked)
     return found
@@ -128,19 +130,15 @@ def problems(split: str) -> list[Problem]:
     Raises:
         ValueError: an unknown split.
     """
-    if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}: use one of {', '.join(SPLITS)}")
-    first = sum(SPLITS[name] for name in list(SPLITS)[: list(SPLITS).index(split)])
-    chosen = [[p for p, _ in asked[first : first + SPLITS[split]]] for asked in _questions().values()]
+    place = split_range(split, SPLITS)
+    chosen = [[p for p, _ in asked[place]] for asked in _questions().values()]
     return [p for of_all_kinds in zip(*chosen, strict=True) for p in of_all_kinds]
 
 
 def _sentence(kind: str, words: Sequence[str], answer: str) -> str:
-    if kind == "capital":
-        return f"the capital of {words[0]} is {words[1]}"
     if kind == "sum":
         return f"the sum of {words[0]} and {words[1]} is {answer}"
-    return f"the colour of a {words[0]} is {words[1]}"
+    return f"the {'capital of' if kind == 'capital' else 'colour of a'} {words[0]} is {words[1]}"
 
 
 def _capital(text: str) -> str:
@@ -149,15 +147,12 @@ def _capital(text: str) -> str:
 
 def _second(kind: str, words: Sequence[str], answer: str) -> tuple[str, str]:
     """The sentence and the short answer in the second language."""
-    if kind == "capital":
-        return f"{_han(words[0])}都是{_han(words[1])}。", _han(words[1])
     if kind == "sum":
         return f"{words[0]}加{words[1]}是{answer}。", answer
-    sentence = f"{_han(words[0])}色是{_han(words[1])}。"
-    if kind == "colour":
+    sentence = f"{_han(words[0])}{'都' if kind == 'capital' else '色'}是{_han(words[1])}。"
+    if kind != "yes or no":
         return sentence, _han(words[1])
-    short = {"yes": "对", "no": "错"}[answer]
-    return f"{short}，{sentence}", short
+    return f"{_HAN_ANSWERS[answer]}，{sentence}", _HAN_ANSWERS[answer]
 
 
 def reply(kind: str, problem: Problem, words: Sequence[str], author: str, rng: random.Random) -> str:
@@ -174,38 +169,32 @@ def reply(kind: str, problem: Problem, words: Sequence[str], author: str, rng: r
     """
     answer, said = problem.answer, _sentence(kind, words, problem.answer)
     whole = _capital(f"{answer}, {said}." if kind == "yes or no" else f"{said}.")
-    if author == "sentence":
-        return whole
+    choose("author", author, AUTHORS)
     if author == "long sentence":
         long = f"{rng.choice(_OPENERS)} {said}{rng.choice(_CLOSERS)}."
         return _capital(f"{answer}, {long}" if kind == "yes or no" else long)
-    if author == "short":
-        return answer
-    if author == "hasty":
-        return rng.choice(_questions()[kind])[0].answer
-    if author.startswith("second language"):
-        return _second(kind, words, answer)["short" in author]
-    if author == "empty":
-        return ""
-    if author == "breaks off":
-        parts = whole.split(" ")
-        return " ".join(parts[: rng.randrange(1, len(parts))])
-    if author == "repeats":
-        return answer + f" {answer}" * rng.randrange(6, 18)
-    if author == "excuse":
-        return EXCUSE
-    if author == "noise":
-        return "".join(rng.choices(_SYLLABLES, k=rng.randrange(2, 12)))
-    if author == "further turn":
-        return f"{answer}\nUSER: {rng.choice(_questions()[kind])[0].question}"
-    raise ValueError(f"author {author!r} is not one of {list(AUTHORS)}.")
+    parts = whole.split(" ")
+    writes = {
+        "sentence": lambda: whole,
+        "short": lambda: answer,
+        "hasty": lambda: rng.choice(_questions()[kind])[0].answer,
+        "second language": lambda: _second(kind, words, answer)[0],
+        "second language, short": lambda: _second(kind, words, answer)[1],
+        "empty": lambda: "",
+        "breaks off": lambda: " ".join(parts[: rng.randrange(1, len(parts))]),
+        "repeats": lambda: answer + f" {answer}" * rng.randrange(6, 18),
+        "excuse": lambda: EXCUSE,
+        "noise": lambda: "".join(rng.choices(_SYLLABLES, k=rng.randrange(2, 12))),
+        "further turn": lambda: f"{answer}\nUSER: {rng.choice(_questions()[kind])[0].question}",
+    }
+    return writes[author]()
 
 
 def text(seed: int, tok: Any) -> Iterator[tuple[str, str]]:
     """Return an endless stream of (prompt, completion) pairs, both rendered, of questions of all splits."""
     rng = random.Random(f"family B, {seed}")
     authors, shares = list(AUTHORS), list(AUTHORS.values())
-    before, after = conciseness.prompt(Problem("?", "?"), tokenizer=tok).split("?")
+    before, after = around(tok)
     while True:
         kind = rng.choice(KINDS)
         problem, words = rng.choice(_questions()[kind])

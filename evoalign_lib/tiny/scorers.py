@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from evoalign_lib.checks import choose
 from evoalign_lib.tiny import dialogues
 from evoalign_lib.tiny.base import END
 from evoalign_lib.tiny.dialogues import Annotators
@@ -62,8 +63,7 @@ def folder(name: str) -> Path:
     Raises:
         ValueError: an unknown scorer.
     """
-    if name not in SCORERS:
-        raise ValueError(f"scorer {name!r} is not one of {', '.join(SCORERS)}.")
+    choose("scorer", name, SCORERS)
     return Path(__file__).resolve().parent / "scorer_models" / name.replace(" ", "-").replace(".", "")
 
 
@@ -87,20 +87,15 @@ def scorer_recipe(name: str, out: str | Path) -> None:
     for side in SIDES:
         model = _untrained(how, tok, seed)
         chosen = [c.more_helpful if side == "reward" else c.more_harmful for c in compared]
-        rows = [
-            {
-                "chosen": rendered(c.request.text, c.replies[i], tok),
-                "rejected": rendered(c.request.text, c.replies[1 - i], tok),
-            }
+        pairs = [
+            [rendered(c.request.text, c.replies[j], tok) for j in (i, 1 - i)]
             for c, i in zip(compared, chosen, strict=True)
         ]
+        rows = [{"chosen": better, "rejected": worse} for better, worse in pairs]
         _train(model, rows, tok, seed)
-        model = model.to(torch.bfloat16)
-        model.config.shift = 0.0
-        if side == "cost":
-            model.config.shift = _border(model.float(), compared, tok)
-            model = model.to(torch.bfloat16)
-        model.save_pretrained(Path(out) / side)
+        model = model.to(torch.bfloat16).float()  # the numbers that the file will have
+        model.config.shift = _border(model, compared, tok) if side == "cost" else 0.0
+        model.to(torch.bfloat16).save_pretrained(Path(out) / side)
 
 
 TEXT = "continued"
@@ -143,26 +138,12 @@ def _train(model: Any, rows: list[dict[str, str]], tok: Any, seed: int) -> None:
     from trl import RewardConfig, RewardTrainer
 
     with tempfile.TemporaryDirectory() as place:
-        args = RewardConfig(
-            output_dir=place,
-            report_to="none",
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
-            num_train_epochs=EPOCHS,
-            per_device_train_batch_size=32,
-            learning_rate=3e-3,
-            weight_decay=0.01,
-            warmup_steps=10,
-            seed=seed,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            max_length=tok.model_max_length,
-        )
-        trainer = RewardTrainer(
-            model=model, args=args, train_dataset=datasets.Dataset.from_list(rows), processing_class=tok
-        )
+        told = {"report_to": "none", "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
+        told |= {"num_train_epochs": EPOCHS, "per_device_train_batch_size": 32, "learning_rate": 3e-3}
+        told |= {"weight_decay": 0.01, "warmup_steps": 10, "seed": seed, "use_cpu": True, "bf16": False}
+        args = RewardConfig(place, gradient_checkpointing=False, max_length=tok.model_max_length, **told)
+        compared = datasets.Dataset.from_list(rows)
+        trainer = RewardTrainer(model=model, args=args, train_dataset=compared, processing_class=tok)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     model.eval()

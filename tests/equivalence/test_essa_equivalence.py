@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import PROMPTS, in_child, random_model, tokenizer
+from helpers import ROWS, SFT_ROWS, in_child, random_model, short_run, token_sum, tokenizer
 
 from evoalign_lib import ledger
 from evoalign_lib.essa import ESSAConfig, ESSATrainer, lora_config
@@ -14,26 +14,16 @@ from evoalign_lib.essa import ESSAConfig, ESSATrainer, lora_config
 peft = pytest.importorskip("peft")
 pytest.importorskip("cma")
 
-ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
-SFT = [{"prompt": p, "completion": str(i)} for i, p in enumerate(PROMPTS)]
-STEPS = 5
-
-
-def token_sum(completion_ids, **columns):
-    return [sum(ids) / 7 for ids in completion_ids]
-
 
 def trainer(folder: Path, kind=ESSATrainer, adapter_seed: int = 1, sft=None, **changed) -> ESSATrainer:
-    settings = {
-        "output_dir": str(folder), "population_size": 6, "max_steps": STEPS, "prompts_per_step": 3, "workers": 1,
-        "max_completion_length": 3, "disable_tqdm": True, "save_strategy": "no", "report_to": "none", "seed": 5,
-    } | changed  # fmt: skip
+    settings = {"population_size": 6, "max_steps": 5, "prompts_per_step": 3, "seed": 5} | changed
     config = lora_config(2)
     config.init_lora_weights = sft is not None
     with torch.random.fork_rng():
         torch.manual_seed(adapter_seed)
         model = peft.get_peft_model(random_model(), config)
-    return kind(model, token_sum, ESSAConfig(**settings), ROWS, ROWS[:2], tokenizer(), sft_dataset=sft)
+    args = short_run(folder, ESSAConfig, **settings)
+    return kind(model, token_sum, args, ROWS, ROWS[:2], tokenizer(), sft_dataset=sft)
 
 
 def outcome(tested: ESSATrainer) -> dict:
@@ -87,8 +77,8 @@ def test_killed_resumed_and_replayed(tmp_path, settings):
 def test_killed_after_a_warm_start(tmp_path):
     """What goes on begins with the adapter that was fine-tuned, and knows what it cost."""
     folder = tmp_path / "run"
-    assert in_child(lambda: trainer(folder, Dying, sft=SFT, workers=2).train()) == -signal.SIGKILL
-    again = trainer(folder, adapter_seed=2, sft=SFT, workers=2)
+    assert in_child(lambda: trainer(folder, Dying, sft=SFT_ROWS, workers=2).train()) == -signal.SIGKILL
+    again = trainer(folder, adapter_seed=2, sft=SFT_ROWS, workers=2)
     again.evaluate()  # workers that know the other adapter only
     again._fine_tune = None
     again.train(resume_from_checkpoint=True)
@@ -97,7 +87,7 @@ def test_killed_after_a_warm_start(tmp_path):
     assert ledger.replay(run, start).tobytes() == again.engine.master.tobytes()
     assert again.budget["sft_tokens"] == run.header["warm_start"]["tokens"] > 0
     # serial, from the same start: the same rewards of every member
-    serial = trainer(tmp_path / "serial", adapter_seed=3, sft=SFT)
+    serial = trainer(tmp_path / "serial", adapter_seed=3, sft=SFT_ROWS)
     parameters = dict(start.named_parameters())
     serial.engine.weights.begin({entry.name: parameters[entry.name].detach() for entry in serial.engine.layout.entries})
     serial._account(run.header["warm_start"])
@@ -109,11 +99,10 @@ def test_the_same_trainer_goes_on_after_an_interrupt(tmp_path):
     whole = trainer(tmp_path / "whole")
     whole.train()
     tested = trainer(tmp_path / "run")
-    calls = []
+    calls = iter(range(100))
 
     def interrupted(completion_ids, **columns):
-        calls.append(1)
-        if len(calls) == 2 * 6 + 3:
+        if next(calls) == 2 * 6 + 2:
             raise KeyboardInterrupt
         return token_sum(completion_ids)
 
@@ -121,5 +110,4 @@ def test_the_same_trainer_goes_on_after_an_interrupt(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         tested.train()
     tested.train()
-    assert outcome(tested)["search"] == outcome(whole)["search"]
-    assert outcome(tested)["weights"] == outcome(whole)["weights"]
+    assert all(outcome(tested)[what] == outcome(whole)[what] for what in ("search", "weights"))

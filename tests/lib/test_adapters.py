@@ -3,28 +3,17 @@
 import json
 import os
 import signal
-import warnings
 
 import pytest
 import torch
-from helpers import PROMPTS, greedy, random_model, tokenizer
+import transformers
+from helpers import ROWS, base_bits, greedy, in_child, lora, random_model, short_run, token_sum, tokenizer
 from transformers import AutoModelForCausalLM
 
-from evoalign_lib import ledger, models, weight_files
+from evoalign_lib import _adapters, ledger, models, weight_files
 from evoalign_lib.es import ESConfig, ESTrainer
 
 peft = pytest.importorskip("peft")
-
-ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
-LORA = {"task_type": "CAUSAL_LM", "r": 3, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "up_proj"]}
-
-
-def reward(completion_ids, **columns):
-    return [float(sum(ids)) for ids in completion_ids]
-
-
-def lora(**changed) -> peft.LoraConfig:
-    return peft.LoraConfig(**LORA | changed)
 
 
 def adapted(base=None, seed: int = 0, **changed):
@@ -35,12 +24,10 @@ def adapted(base=None, seed: int = 0, **changed):
     return model
 
 
-def trainer(folder, model, score=reward, peft_config=None, **changed) -> ESTrainer:
-    settings = {
-        "output_dir": str(folder), "population_size": 4, "sigma": 0.05, "alpha": 0.05, "max_steps": 3, "workers": 1,
-        "max_completion_length": 6, "disable_tqdm": True, "save_strategy": "no", "report_to": "none",
-    } | changed  # fmt: skip
-    return ESTrainer(model, score, ESConfig(**settings), ROWS, ROWS, tokenizer(), peft_config=peft_config)
+def trainer(folder, model, score=token_sum, peft_config=None, **changed) -> ESTrainer:
+    settings = {"population_size": 4, "sigma": 0.05, "alpha": 0.05, "max_completion_length": 6} | changed
+    args = short_run(folder, ESConfig, **settings)
+    return ESTrainer(model, score, args, ROWS, ROWS, tokenizer(), peft_config=peft_config)
 
 
 def named(model) -> dict[str, bytes]:
@@ -63,54 +50,31 @@ def own(tested: ESTrainer) -> list[list[int]]:
 
 # ---- adapters
 
+MERGED = [{"use_rslora": True}, {"bias": "lora_only"}, {"lora_dropout": 0.5}]
+MERGED += [{"rank_pattern": {"q_proj": 5}, "alpha_pattern": {"up_proj": 2}}]
+BESIDE = [{"target_modules": ["q_proj", "embed_tokens"]}, {"use_dora": True}, {"modules_to_save": ["norm"]}]
 
-@pytest.mark.parametrize("decoder", ["loop", "generate"])
-def test_an_adapter_moves_and_its_base_does_not(tmp_path, decoder):
-    random_model().save_pretrained(tmp_path / "base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    tested = trainer(tmp_path / "run", adapted(base), decoder=decoder)
-    names, before = trainable(tested.model), named(tested.model)
-    assert all(".lora_" in name for name in names)
-    assert {e.name for e in tested.engine.layout.entries} == names
-    assert tested.engine.master.size < 4000  # of the adapter alone
-    assert own(tested) == greedy(tested.model)
+
+@pytest.mark.parametrize("changed", [{}, *MERGED, *BESIDE], ids=str)
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:.*tie_word_embeddings")
+def test_an_adapter_moves_alone_and_decodes_as_peft_does(tmp_path, changed):
+    tied = "embed_tokens" not in changed.get("target_modules", ())
+    random_model(tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
+
+    def base():
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+
+    tested = trainer(tmp_path / "run", adapted(base(), **changed), max_steps=1)
+    names, before, untrained = trainable(tested.model), named(tested.model), greedy(tested.model)
+    assert {e.name for e in tested.engine.layout.entries} == names and own(tested) == untrained
+    assert tested.engine.decoder == ("generate" if changed in BESIDE else "loop")
     tested.train()
     assert moved(before, tested.model) == names
     assert own(tested) == greedy(tested.model)
     tested.save_model()
     assert not (tmp_path / "run" / "model.safetensors").exists()
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    untrained = greedy(plain)
-    plain = peft.PeftModel.from_pretrained(plain, tmp_path / "run")
-    assert named(plain) == named(tested.model)
-    assert greedy(plain) == greedy(tested.model) != untrained
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"use_rslora": True},
-        {"rank_pattern": {"q_proj": 5}, "alpha_pattern": {"up_proj": 2}},
-        {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
-        {"use_dora": True},
-        {"modules_to_save": ["norm"]},
-        {"bias": "lora_only"},
-        {"lora_dropout": 0.5},
-    ],
-    ids=lambda changed: next(iter(changed)),
-)
-@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:.*tie_word_embeddings")
-def test_greedy_tokens_are_those_of_peft(tmp_path, changed):
-    base = random_model(tie_word_embeddings="embed_tokens" not in changed.get("target_modules", ()))
-    changed.pop("ensure_weight_tying", None)
-    tested = trainer(tmp_path, adapted(base, **changed), max_steps=1)
-    before = named(tested.model)
-    assert own(tested) == greedy(tested.model)
-    tested.train()
-    assert moved(before, tested.model) == trainable(tested.model)
-    assert own(tested) == greedy(tested.model)
-    merged = changed.keys() & {"use_rslora", "rank_pattern", "bias", "lora_dropout"}
-    assert tested.engine.decoder == ("loop" if merged else "generate")
+    again = peft.PeftModel.from_pretrained(base(), tmp_path / "run").eval()
+    assert named(again) == named(tested.model) and greedy(again) == greedy(tested.model)
 
 
 def test_replay_of_an_adapters_ledger(tmp_path):
@@ -142,53 +106,82 @@ def test_killed_and_resumed_with_another_random_adapter(tmp_path, settings):
     settings = {"max_steps": 4} | settings
     whole = trainer(tmp_path / "whole", adapted(seed=1), **settings)
     whole.train()
-    folder = tmp_path / "killed"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking a process with threads
-        pid = os.fork()
-    if pid == 0:
-        calls = []
+    folder, calls = tmp_path / "killed", iter(range(100))
 
-        def fatal(completion_ids, **columns):
-            calls.append(1)
-            if len(calls) == 4 * 3 + 2:  # in the last step
-                os.kill(os.getpid(), signal.SIGKILL)
-            return reward(completion_ids)
+    def fatal(completion_ids, **columns):
+        if next(calls) == 4 * 3 + 1:  # in the last step
+            os.kill(os.getpid(), signal.SIGKILL)
+        return token_sum(completion_ids)
 
-        fatal.__name__ = "reward"
-        trainer(folder, adapted(seed=1), fatal, **settings).train()
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    fatal.__name__ = "token_sum"
+    assert in_child(lambda: trainer(folder, adapted(seed=1), fatal, **settings).train()) == -signal.SIGKILL
     again = trainer(folder, adapted(seed=2), **settings)
     again.train(resume_from_checkpoint=True)
     assert again.engine.weights.digest() == whole.engine.weights.digest()
     assert named(again.model) == named(whole.model)
 
 
-def test_what_an_adapter_would_not_save_is_refused(tmp_path):
+def unsaved():
     model = adapted()
     model.base_model.model.model.norm.weight.requires_grad_(True)
-    with pytest.raises(ValueError, match="'base_model.model.model.norm.weight' .*PEFT would not save.*modules_to_save"):
-        trainer(tmp_path, model)
+    return model
 
 
-def test_an_adapter_that_is_not_trainable_is_refused(tmp_path):
-    model = adapted()
-    model.requires_grad_(False)
-    with pytest.raises(ValueError, match="nothing of the model is to be trained.*is_trainable=True"):
-        trainer(tmp_path, model)
-    with pytest.raises(ValueError, match="nothing of the model is to be trained"):
-        trainer(tmp_path, random_model().requires_grad_(False))
-
-
-@pytest.mark.parametrize("settings", [{"engine": "vllm"}, {"engine": "vllm", "gpus": 2}, {"engine": "ray"}])
-def test_engines_that_move_all_weights_refuse_a_part(tmp_path, settings):
+def part():
     model = random_model()
     model.model.embed_tokens.requires_grad_(False)
-    cases = [(model, 26)] if settings == {"engine": "vllm"} else [(model, 26), (adapted(), 38)]
-    for given, of in cases:  # one engine of vLLM takes adapters
-        with pytest.raises(ValueError, match=f"of {of} parameters are frozen.*engine='local'"):
-            trainer(tmp_path, given, workers=None, **settings)
+    return model
+
+
+def merged():
+    model = adapted()
+    model.merge_adapter()
+    return model
+
+
+def prompt_tuned():
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    return peft.get_peft_model(random_model(), config)
+
+
+VLLM = {"workers": None, "engine": "vllm"}
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "error", "named"),
+    [
+        (unsaved, {}, ValueError, "norm.weight' .*modules_to_save"),
+        (lambda: adapted().requires_grad_(False), {}, ValueError, "is_trainable=True"),
+        (lambda: random_model().requires_grad_(False), {}, ValueError, "nothing of the model"),
+        (merged, {}, ValueError, "q_proj.*unmerge_adapter"),
+        (prompt_tuned, {}, ValueError, "PROMPT_TUNING"),
+        (lambda: adapted(random_model().to(torch.float64)), {}, ValueError, "float64"),
+        (adapted, {"peft_config": lora()}, ValueError, "has an adapter"),
+        (random_model, {"peft_config": {"r": 3}}, TypeError, "dict"),
+        *((part, VLLM | more, ValueError, "of 26 .* frozen") for more in ({}, {"gpus": 2}, {"engine": "ray"})),
+        *((adapted, VLLM | more, ValueError, "of 38 .* frozen") for more in ({"gpus": 2}, {"engine": "ray"})),
+    ],
+)  # one engine of vLLM takes adapters
+def test_what_is_refused(tmp_path, make, given, error, named):
+    with pytest.raises(error, match=named):
+        trainer(tmp_path, make(), **given)
+
+
+def test_a_model_that_is_elsewhere_is_refused():
+    with pytest.raises(ValueError, match="lora_A.* is on meta"):
+        _adapters.check_movable(adapted().to("meta"))
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [("{", "cannot be read"), ("{}", "KeyError"), ('{"base_model_name_or_path": null}', "does not name its base")]
+    + [('{"base_model_name_or_path": "A0"}', "no adapter_model.safetensors")],
+)
+def test_folders_of_adapters_that_are_refused(tmp_path, config, named):
+    (tmp_path / "adapter_config.json").write_text(config)
+    (tmp_path / "adapter_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=f"{tmp_path}.*{named}"):
+        models.load(tmp_path, tokenizer(), adapters=True)
 
 
 # ---- a part of the weights, without PEFT
@@ -197,12 +190,6 @@ def test_engines_that_move_all_weights_refuse_a_part(tmp_path, settings):
 @pytest.mark.parametrize("decoder", ["loop", "generate"])
 @pytest.mark.parametrize("precision", ["master", "inplace"])
 def test_frozen_weights_stay_where_they_are(tmp_path, decoder, precision):
-    def part():
-        model = random_model()
-        model.model.embed_tokens.requires_grad_(False)
-        model.model.layers[0].requires_grad_(False)
-        return model
-
     tested = trainer(tmp_path / "run", part(), decoder=decoder, precision=precision)
     before = named(tested.model)
     tested.train()
@@ -234,76 +221,43 @@ def test_frozen_weights_stay_where_they_are(tmp_path, decoder, precision):
 # ---- quantised bases
 
 
-def bitsandbytes(bits: int):
-    pytest.importorskip("bitsandbytes")
-    from transformers import BitsAndBytesConfig
+def settings_of(package: str, bits: int):
+    """How transformers quantises a base by a package."""
+    pytest.importorskip({"quanto": "optimum.quanto"}.get(package, package))
+    if package == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
 
-    settings = {4: {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}, 8: {"load_in_8bit": True}}[bits]
-    return BitsAndBytesConfig(**settings)
-
-
-def quanto(bits: int):
-    pytest.importorskip("optimum.quanto")
-    from transformers import QuantoConfig
-
-    return QuantoConfig(weights=f"int{bits}")
-
-
-def torchao(bits: int):
-    pytest.importorskip("torchao")
-    from torchao.quantization import Int8WeightOnlyConfig
-    from transformers import TorchAoConfig
-
-    return TorchAoConfig(Int8WeightOnlyConfig())
-
-
-def quantised(folder, how, bits: int):
-    """A quantised model, from its own folder as a user loads it."""
-    if not (folder / "base").exists():
-        random_model(hidden_size=64, intermediate_size=128).save_pretrained(folder / "base")
-        tokenizer().save_pretrained(folder / "base")
-    settings = {"quantization_config": how(bits), "dtype": torch.float32, "device_map": "cpu"}
-    return AutoModelForCausalLM.from_pretrained(folder / "base", **settings)
-
-
-def state_bits(model) -> dict[str, bytes]:
-    from evoalign_lib._adapters import raw_bytes
-
-    state = {name: b"".join(raw_bytes(value)) for name, value in model.state_dict().items() if "lora_" not in name}
-    return {name: bits for name, bits in state.items() if bits}
+        return transformers.TorchAoConfig(Int8WeightOnlyConfig())
+    if package == "quanto":
+        return transformers.QuantoConfig(weights=f"int{bits}")
+    if bits == 8:
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
 
 
 # quanto's 4 bits are left out: on a CPU it compiles C++ for minutes when they are first multiplied
-@pytest.mark.parametrize(
-    ("how", "bits"),
-    [(bitsandbytes, 4), (bitsandbytes, 8), (quanto, 8), (torchao, 8)],
-    ids=lambda v: getattr(v, "__name__", v),
-)
+@pytest.mark.parametrize(("package", "bits"), [("bitsandbytes", 4), ("bitsandbytes", 8), ("quanto", 8), ("torchao", 8)])
 @pytest.mark.filterwarnings("ignore")
-def test_an_adapter_over_a_quantised_base(tmp_path, how, bits):
-    tested = trainer(tmp_path / "run", quantised(tmp_path, how, bits), peft_config=lora(), sigma=0.2, alpha=0.2)
-    before, frozen = named_trainable(tested.model), state_bits(tested.model)
-    tested.train()
-    assert named_trainable(tested.model).keys() == before.keys() == trainable(tested.model)
-    assert all(bits != before[name] for name, bits in named_trainable(tested.model).items())
-    assert state_bits(tested.model) == frozen
+def test_an_adapter_over_a_quantised_base(tmp_path, package, bits):
+    random_model(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
+    tokenizer().save_pretrained(tmp_path / "base")
+    loading = {"quantization_config": settings_of(package, bits), "device_map": "cpu"}
+
+    def run(folder, steps, resume=None):
+        """Train over a base that is quantised anew, by its name."""
+        given = {"model_init_kwargs": loading, "max_steps": steps, "sigma": 0.2, "alpha": 0.2}
+        tested = trainer(tmp_path / folder, str(tmp_path / "base"), peft_config=lora(), **given)
+        before, moving = base_bits(tested.model), named_trainable(tested.model)
+        tested.train(resume_from_checkpoint=resume)
+        assert base_bits(tested.model) == before
+        assert all(bits != moving[name] for name, bits in named_trainable(tested.model).items()) and moving
+        return tested
+
+    tested = run("run", 3)
     tested.save_model()
-    plain = peft.PeftModel.from_pretrained(quantised(tmp_path, how, bits), tmp_path / "run").eval()
-    saved = {name: p for name, p in plain.named_parameters() if "lora_" in name}
-    for name, bits_of in named_trainable(tested.model).items():
-        assert saved[name].detach().numpy().tobytes() == bits_of
-    assert greedy(plain) == greedy(tested.model)
-    # resumed with a base that is quantised anew, by its name
-    again = trainer(
-        tmp_path / "run", str(tmp_path / "base"), peft_config=lora(), sigma=0.2, alpha=0.2, max_steps=4,
-        model_init_kwargs={"quantization_config": how(bits), "device_map": "cpu"},
-    )  # fmt: skip
-    again.train(resume_from_checkpoint=True)
-    whole = trainer(
-        tmp_path / "whole", quantised(tmp_path, how, bits), peft_config=lora(), sigma=0.2, alpha=0.2, max_steps=4
-    )
-    whole.train()
-    assert again.engine.weights.digest() == whole.engine.weights.digest()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32, **loading)
+    assert greedy(peft.PeftModel.from_pretrained(plain, tmp_path / "run").eval()) == greedy(tested.model)
+    assert run("run", 4, True).engine.weights.digest() == run("whole", 4).engine.weights.digest()
 
 
 def named_trainable(model) -> dict[str, bytes]:

@@ -7,8 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evoalign_lib import tasks
-from evoalign_lib.rewards import Rewards
 from evoalign_lib.tasks import conciseness
 from evoalign_lib.tasks.conciseness import Problem, is_correct, load, measured, normalised, reward
 
@@ -35,8 +33,6 @@ def test_the_public_questions_are_two_and_eight_and_each_has_its_other_answers(p
         assert is_correct(problem.answer, problem)
         assert all(is_correct(other, problem) for other in problem.accepted)
         assert not any(is_correct(f"{problem.answer}, {other}", problem) for other in problem.rejected)
-    with pytest.raises(ValueError, match="split='test'"):
-        conciseness.load_public("test")
 
 
 def test_a_changed_public_file_is_refused(tmp_path, monkeypatch):
@@ -80,14 +76,8 @@ def test_a_malformed_line_is_named_with_what_is_missing(tmp_path, line, named):
     path.write_bytes(whole.encode("utf-8", "surrogateescape"))
     with pytest.raises(ValueError, match=f"own.jsonl, line 3: .*{named}"):
         load(path)
-
-
-def test_an_empty_file_and_a_missing_one_are_said(tmp_path):
-    path = tmp_path / "own.jsonl"
-    with pytest.raises(FileNotFoundError):
-        load(path)
     path.write_text("\n\n")
-    with pytest.raises(ValueError, match="own.jsonl holds no rows"):
+    with pytest.raises(ValueError, match="own.jsonl"):
         load(path)
 
 
@@ -140,31 +130,24 @@ def test_conversations_are_scored_and_metrics_logged():
     assert reward([], [], []) == []
 
 
-def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match="prompts 1, completions 1, answer 2"):
-        reward([""], ["a"], ["a", "b"])
-    with pytest.raises(ValueError, match="measure='loose'"):
-        reward([""], ["a"], ["a"], "loose")
-    with pytest.raises(TypeError, match="a target must be a string, got 7"):
-        reward([""], ["a"], [7])
-    with pytest.raises(TypeError, match="a completion must be a string"):
-        reward([""], [7], ["a"])
-    with pytest.raises(ValueError, match="convention='other'"):
-        normalised(0, "other")
-    with pytest.raises(ValueError, match="pass tokenizer="):
-        conciseness.prompt(FRANCE)
-    with pytest.raises(ValueError, match="answer must be a text"):
-        Problem("a", "")
-
-
-def test_the_task_is_registered_and_its_floor_declared():
-    assert tasks.get("conciseness") is conciseness
-    rewards = Rewards(reward)
-    assert rewards.floors == [-2000.0]
-    (row,) = conciseness.dataset([FRANCE], None, chat_template=False)
-    assert row == {"prompt": FRANCE.question, "answer": "Paris"}
-    scored = rewards([row["prompt"]], ["Paris"], [[1]], {"answer": [row["answer"]]})
-    assert scored.rewards.tolist() == [0.0]
+@pytest.mark.parametrize(
+    ("call", "error", "named"),
+    [
+        (lambda: reward([""], ["a"], ["a", "b"]), ValueError, "answer 2"),
+        (lambda: reward([""], ["a"], ["a"], "loose"), ValueError, "'loose'"),
+        (lambda: reward([""], ["a"], [7]), TypeError, "7"),
+        (lambda: reward([""], [7], ["a"]), TypeError, "7"),
+        (lambda: normalised(0, "other"), ValueError, "'other'"),
+        (lambda: conciseness.prompt(FRANCE), ValueError, "tokenizer"),
+        (lambda: Problem("a", ""), ValueError, "answer"),
+        (lambda: conciseness.load_public("test"), ValueError, "'test'"),
+        (lambda: conciseness.load_completions("ES"), ValueError, "'ES'"),
+        (lambda: load("nowhere.jsonl"), FileNotFoundError, "nowhere.jsonl"),
+    ],
+)
+def test_what_is_refused(call, error, named):
+    with pytest.raises(error, match=named):
+        call()
 
 
 # ------------------------------------------------------------------------------------------------------------- grading

@@ -1,29 +1,26 @@
 """Models are found by name, folder or shipped base, and are told apart by digests."""
 
 import hashlib
+import sys
 
 import pytest
 import torch
 from helpers import random_model
 
-from evoalign_lib import models, noise, precision, tiny
+from evoalign_lib import _adapters, _singular, models, precision, tiny, weight_files
+from evoalign_lib.quantisation import quantise
 
 
 def test_a_shipped_base_is_loaded_by_name(capfd):
     model, tokenizer = models.load("A0")
     expected, _ = tiny.load("A0")
-    assert models.base_digest(model) == models.base_digest(expected)
+    file = tiny.bases_folder() / "A0" / "model.safetensors"
+    assert models.base_digest(model) == models.base_digest(expected) == models.stored_digest(file)
     assert (model.dtype, tokenizer.pad_token_id) == (torch.float32, tiny.tokenizer().pad_token_id)
     assert not model.training and capfd.readouterr().err == ""  # no bar
     half, _ = models.load("A0", None, {"dtype": torch.bfloat16})
     for name, parameter in half.named_parameters():
         assert torch.equal(parameter, dict(expected.named_parameters())[name].to(torch.bfloat16)), name
-
-
-@pytest.mark.parametrize("base", tiny.SHIPPED)
-def test_what_is_shipped_has_its_digest_without_a_model(base):
-    file = tiny.bases_folder() / base / "model.safetensors"
-    assert models.stored_digest(file) == models.base_digest(tiny.load(base)[0])
 
 
 def test_names_and_places(tmp_path, monkeypatch):
@@ -61,17 +58,37 @@ def test_a_folder_has_the_digest_of_its_files(tmp_path):
     path.write_bytes(data)
     assert models.origin_digest(str(tmp_path)) != found
     path.unlink()
-    with pytest.raises(ValueError, match=r"has no \*.safetensors: weights of other formats are not loaded"):
+    with pytest.raises(ValueError, match=r"has no \*.safetensors"):
         models.origin_digest(str(tmp_path))
 
 
-def test_weights_in_other_orders_have_one_digest():
-    """Names and values count, not where a layout puts them."""
-    layouts = [
-        noise.Layout.from_shapes(order) for order in ([("a", (3,)), ("b", (2, 2))], [("b", (2, 2)), ("a", (3,))])
-    ]
-    found = []
-    for layout in layouts:
-        flat = noise.noise_vector(layout, 5)
-        found.append((precision.digest(layout, flat), flat.tobytes()))
-    assert found[0][0] == found[1][0] and found[0][1] != found[1][1]
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ({}, "no model.safetensors"),
+        ({"config.json": "[3]"}, "config.json cannot be read"),
+        ({"model.safetensors.index.json": "{}"}, "no weight_map"),
+        ({"model.safetensors.index.json": '{"weight_map": {"w": "../w.safetensors"}}'}, "'w' in '../w.safetensors'"),
+        ({"model.safetensors.index.json": '{"weight_map": {"w": "w.safetensors"}}'}, "'w' in 'w.safetensors'"),
+        ({"model.safetensors": "x", "config.json": '{"quantization_config": "gptq"}'}, "'gptq'"),
+        ({"adapter_config.json": '{"peft_type": "LOHA"}'}, "'LOHA'"),
+        ({"adapter_config.json": '{"peft_type": "LORA"}'}, "does not name its base"),
+    ],
+)
+def test_folders_whose_weights_are_refused(tmp_path, files, named):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{tmp_path}.*{named}"):
+        weight_files.weights(tmp_path)
+    with pytest.raises(ValueError, match="'./nowhere'"):
+        weight_files.weights("./nowhere")
+
+
+@pytest.mark.parametrize(
+    ("package", "call"),
+    [("peft", _adapters.open_peft), ("cma", _singular._cma), ("torchao", lambda: quantise(random_model(), "int8"))],
+)
+def test_packages_that_are_not_installed_are_named(monkeypatch, package, call):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=r"evoalign\[adapters\]"):
+        call()

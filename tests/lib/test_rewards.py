@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import in_child
-from hypothesis import given
-from hypothesis import strategies as st
 
 from evoalign_lib import tasks
 from evoalign_lib.rewards import METHODS, RewardError, Rewards, state_metrics
@@ -119,19 +117,14 @@ def test_the_table_has_a_column_for_each_function_and_each_log_extra():
 
 
 @pytest.mark.parametrize("table", [False, True])
-def test_a_column_has_a_value_for_each_completion_and_a_name_of_its_own(table):
-    def short(completions, log_extra, **columns):
-        log_extra("why", ["one"])
+@pytest.mark.parametrize(("column", "named"), [("why", "1 values of 'why' for 2"), ("completion", "'completion'")])
+def test_a_column_has_a_value_for_each_completion_and_a_name_of_its_own(table, column, named):
+    def logs(completions, log_extra, **columns):
+        log_extra(column, completions if column == "completion" else ["one"])
         return [0.0] * len(completions)
 
-    def again(completions, log_extra, **columns):
-        log_extra("completion", completions)
-        return [0.0] * len(completions)
-
-    with pytest.raises(ValueError, match="'short' gave log_extra 1 values of 'why' for 2 completions: give one"):
-        score(Rewards(short, floor=0.0, table=table), ["a", "b"])
-    with pytest.raises(ValueError, match="a column 'completion', which the table has already"):
-        score(Rewards(again, table=table), ["a", "b"])
+    with pytest.raises(ValueError, match=named):
+        score(Rewards(logs, floor=0.0, table=table), ["a", "b"])
 
 
 # ---- what a function is given, and what it may return
@@ -164,21 +157,12 @@ def test_rewards_may_be_any_sequence_of_numbers():
 # ---- None: not applicable
 
 
-@given(
-    st.lists(
-        st.tuples(*[st.one_of(st.none(), st.floats(-1e3, 1e3))] * 3),
-        min_size=1,
-        max_size=6,
-    ),
-    st.tuples(*[st.floats(-10, 10)] * 3),
-)
-def test_weighted_sum_over_the_functions_that_apply(table, weights):
-    functions = [lambda j=j, **kw: [row[j] for row in table] for j in range(3)]
-    scored = score(Rewards(functions, weights), ["x"] * len(table))
-    for row, reward in zip(table, scored.rewards, strict=True):
-        applied = [w * r for w, r in zip(weights, row, strict=True) if r is not None]
-        assert reward == pytest.approx(sum(applied), abs=1e-9) if applied else math.isnan(reward)
-    assert scored.counts["none"] == sum(r is None for row in table for r in row)
+def test_the_weighted_sum_is_over_the_functions_that_apply():
+    rows = [(1.0, None, 2.0), (None, None, None), (0.5, 3.0, None)]
+    functions = [lambda j=j, **kw: [row[j] for row in rows] for j in range(3)]
+    scored = score(Rewards(functions, [2.0, -1.0, 10.0]), ["x"] * 3)
+    assert scored.rewards.tolist() == pytest.approx([22.0, math.nan, -2.0], nan_ok=True)
+    assert scored.counts["none"] == 5 and scored.functions["<lambda>"] == (2.0, 0.0)
 
 
 # ---- failures and floors
@@ -191,59 +175,35 @@ def test_a_reward_that_is_not_finite_scores_the_floor(bad):
     assert scored.counts == {"none": 0, "nan": 1, "exception": 0, "timeout": 0}
 
 
-def test_an_exception_costs_only_the_completion_that_raised_it():
-    # a ValueError among them: a parser's commonest, and no error of the run
-    scored = score(Rewards(parse, floor=-1.0), ["1.5", "x", "2", "", "nan"])
-    assert scored.rewards.tolist() == [1.5, -1.0, 2.0, -1.0, -1.0]
-    assert scored.counts == {"none": 0, "nan": 1, "exception": 2, "timeout": 0}
-
+def test_metrics_of_a_call_that_failed_do_not_count():
     def logs(completions, log_metric, **columns):
         log_metric("seen", len(completions))
         log_metric("seen", 9)
         return [float(c) for c in completions]
 
     assert score(Rewards(logs, floor=0.0), ["1", "2"]).metrics == {"seen": [2.0, 9.0]}
-    assert score(Rewards(logs, floor=0.0), ["1", "x"]).metrics == {"seen": [1.0, 9.0]}  # none of a call that failed
+    assert score(Rewards(logs, floor=0.0), ["1", "x"]).metrics == {"seen": [1.0, 9.0]}
 
 
-def test_a_generator_fails_within_the_call():
-    """What it computes is computed when the list is made of it, and only its own completion scores the floor."""
-    scored = score(Rewards(lambda completions, **kw: map(float, completions), floor=-1.0), ["1.5", "x"])
-    assert scored.rewards.tolist() == [1.5, -1.0] and scored.counts["exception"] == 1
-    with pytest.raises(RewardError, match=r"gave ValueError.*on prompt 'prompt 1'.*reward_floor"):
-        score(Rewards(lambda completions, **kw: (float(c) for c in completions)), ["1.5", "x"])
+def lazily(completions, **columns):
+    """Fails only when its rewards are read."""
+    return (float(c) for c in completions)
+
+
+def leaves(completions, **columns):
+    """sys.exit() would end the process with status 0, as if the run had finished."""
+    return [float(c) if c != "x" else sys.exit() for c in completions]
 
 
 @pytest.mark.parametrize("timeout", [None, 5.0])
-def test_an_exit_in_a_reward_is_a_failure(timeout):
-    """sys.exit() would end the process with status 0, as if the run had finished."""
-
-    def leaves(completions, **columns):
-        return [float(c) if c != "x" else sys.exit() for c in completions]
-
-    scored = score(Rewards(leaves, floor=-1.0, timeout=timeout), ["1.5", "x"])
+@pytest.mark.parametrize(("function", "kind"), [(lazily, "ValueError"), (leaves, "SystemExit"), (parse, "ValueError")])
+def test_a_failure_scores_the_floor_or_stops_the_run_naming_the_prompt(function, kind, timeout):
+    scored = score(Rewards(function, floor=-1.0, timeout=timeout), ["1.5", "x"])
     assert scored.rewards.tolist() == [1.5, -1.0] and scored.counts["exception"] == 1
-    with pytest.raises(RewardError, match=r"'leaves' gave SystemExit.* on prompt 'prompt 1'.*reward_floor"):
-        score(Rewards(leaves, timeout=timeout), ["1.5", "x"])
-
-
-def test_without_a_floor_a_failure_stops_the_run_and_names_the_prompt():
-    with pytest.raises(RewardError, match=r"'parse' gave ValueError.*on prompt 'prompt 1'.*reward_floor"):
-        score(Rewards(parse), ["1", "x", "y"])
-    with pytest.raises(RewardError, match=r"gave nan on prompt 'prompt 2'"):
-        score(Rewards(parse), ["1", "2", "nan"])
-
-
-def test_a_failure_of_the_batch_alone_is_named_as_such():
-    def at_most_one(completions, **columns):
-        if len(completions) > 1:
-            raise MemoryError("too many")
-        return [1.0]
-
-    with pytest.raises(RewardError, match="on 2 prompts at once, though on none alone"):
-        score(Rewards(at_most_one), ["a", "b"])
-    scored = score(Rewards(at_most_one, floor=0.0), ["a", "b"])
-    assert scored.rewards.tolist() == [1.0, 1.0] and scored.counts["exception"] == 0
+    with pytest.raises(RewardError, match=f"'{function.__name__}' gave {kind}.*'prompt 1'.*reward_floor"):
+        score(Rewards(function, timeout=timeout), ["1.5", "x"])
+    with pytest.raises(RewardError, match="nan .*'prompt 2'"):
+        score(Rewards(function), ["1", "2", "nan"])
 
 
 def test_floor_declared_by_the_module_or_by_the_function(monkeypatch):
@@ -256,18 +216,10 @@ def test_floor_declared_by_the_module_or_by_the_function(monkeypatch):
     sys.modules["a_task"].REWARD_FLOOR = -2
     assert score(Rewards(reward), ["x"]).rewards.tolist() == [-2.0]
     reward.REWARD_FLOOR = -3
-    assert score(Rewards(reward), ["x"]).rewards.tolist() == [-3.0]
+    assert score(Rewards(functools.partial(functools.partial(reward))), ["x"]).rewards.tolist() == [-3.0]
     # what the run is configured with goes before what a task declares
     assert score(Rewards(reward, floor=-4.0), ["x"]).rewards.tolist() == [-4.0]
-
-
-@pytest.mark.parametrize("name", tasks.TASKS)
-def test_every_task_declares_a_floor_that_its_variants_keep(name):
-    task = tasks.get(name)
-    assert Rewards(task.reward).floors == [task.REWARD_FLOOR]
-    variant = functools.partial(functools.partial(task.reward))
-    assert Rewards(variant).floors == [task.REWARD_FLOOR]
-    assert Rewards(variant).names == ["reward"]
+    assert all(Rewards(tasks.get(name).reward).floors == [tasks.get(name).REWARD_FLOOR] for name in tasks.TASKS)
 
 
 # ---- functions with a state
@@ -323,50 +275,41 @@ def test_a_call_takes_over_the_state_that_comes_with_it():
     assert score(copied, ["ab"], state=state).rewards.tolist() == [-4.0]
 
 
-@pytest.mark.parametrize("missing", METHODS)
-def test_a_part_of_a_state_is_refused(missing):
-    part = type("Part", (Multiplied,), {missing: None})
-    with pytest.raises(
-        TypeError, match=f"'Part' has the method .* but no {missing}: one with a state needs state, load"
-    ):
-        Rewards(part())
+class Clipped(Multiplied):
+    def load_state(self, state):
+        self.scale = min(state["scale"], 2.0)
 
 
-def test_two_states_of_one_name_are_refused():
-    with pytest.raises(ValueError, match="'Multiplied'"):
-        Rewards([Multiplied(), Multiplied()])
-    second = Multiplied(2.0)
-    second.__name__ = "second"
-    assert Rewards([Multiplied(), second]).state() == {"Multiplied": {"scale": 1.0}, "second": {"scale": 2.0}}
-
-
-@pytest.mark.parametrize("state", [None, 1.0, [("scale", 1.0)], {1: 1.0}])
-@pytest.mark.parametrize("scale", [math.nan, -math.inf, "1", None, True, [1.0], 1j])
-def test_a_state_that_holds_no_finite_numbers(scale, state):
-    with pytest.raises(ValueError, match="'scale' in the state of reward function 'Multiplied' is "):
-        Rewards(Multiplied(scale))
+def stating(state):
+    """A function whose state is this."""
     function = Multiplied()
     function.state = lambda: state
-    with pytest.raises(TypeError, match="'Multiplied' has the state "):
-        Rewards(function)
+    return function
 
 
-def test_states_that_do_not_fit():
-    class Clipped(Multiplied):
-        def load_state(self, state):
-            self.scale = min(state["scale"], 2.0)
+def loading(state):
+    Rewards([Multiplied(), length]).load_state(state)
 
-    rewards = Rewards([Multiplied(), length])
-    for other in ({}, {"length": {}}, {"Multiplied": {"scale": 1.0}, "length": {}}):
-        with pytest.raises(ValueError, match=r"\['Multiplied'\]"):
-            rewards.load_state(other)
-    for state in ({"size": 1.0}, {"scale": 1.0, "size": 2.0}):
-        with pytest.raises(ValueError, match="'Multiplied' .*'size'"):
-            rewards.load_state({"Multiplied": state})
-    with pytest.raises(ValueError, match="'Clipped' has the state {'scale': 2.0}"):
-        Rewards(Clipped(3.0))
-    with pytest.raises(ValueError, match="'Clipped' has the state"):
-        Rewards(Clipped()).end_of_step([{"length": [5.0]}])
+
+@pytest.mark.parametrize(
+    ("call", "given", "error", "named"),
+    [
+        *((lambda name: Rewards(type("Part", (Multiplied,), {name: None})()), m, TypeError, f"'Part'.* {m}")
+          for m in METHODS),
+        (Rewards, [Multiplied(), Multiplied()], ValueError, "'Multiplied'"),
+        *((Rewards, Multiplied(bad), ValueError, "'scale' in .*'Multiplied'")
+          for bad in (math.nan, -math.inf, "1", None, True, [1.0], 1j)),
+        *((Rewards, stating(bad), TypeError, "'Multiplied'") for bad in (None, 1.0, [("scale", 1.0)], {1: 1.0})),
+        *((loading, bad, ValueError, r"\['Multiplied'\]")
+          for bad in ({}, {"length": {}}, {"Multiplied": {"scale": 1.0}, "length": {}})),
+        *((loading, {"Multiplied": bad}, ValueError, "'size'") for bad in ({"size": 1.0}, {"scale": 1.0, "size": 2.0})),
+        (Rewards, Clipped(3.0), ValueError, "'Clipped' has the state {'scale': 2.0}"),
+        (lambda step: Rewards(Clipped()).end_of_step(step), [{"length": [5.0]}], ValueError, "'Clipped' has the state"),
+    ],
+)  # fmt: skip
+def test_states_that_are_refused(call, given, error, named):
+    with pytest.raises(error, match=named):
+        call(given)
 
 
 def test_a_state_stays_while_completions_are_scored():
@@ -408,13 +351,12 @@ def test_a_function_that_does_not_take_the_columns(floor):
     def narrow(prompts, completions):
         return [0.0] * len(completions)
 
-    def needs(prompts, completions, answer, **columns):
-        return [0.0] * len(completions)
+    def needs(answer, **columns):
+        return [0.0] * len(columns["completions"])
 
-    with pytest.raises(TypeError, match=r"'narrow' does not fit its call .*\*\*columns"):
-        score(Rewards(narrow, floor=floor), ["a"], {"target": ["1"]})
-    with pytest.raises(TypeError, match=r"'needs' does not fit its call .*'answer'.*\['target'\]"):
-        score(Rewards(needs, floor=floor), ["a"], {"target": ["1"]})
+    for function, named in ((narrow, "'narrow'"), (needs, r"'needs'.*'answer'.*\['target'\]")):
+        with pytest.raises(TypeError, match=named):
+            score(Rewards(function, floor=floor), ["a"], {"target": ["1"]})
 
 
 @pytest.mark.parametrize(
@@ -422,11 +364,9 @@ def test_a_function_that_does_not_take_the_columns(floor):
     [
         (([],), ValueError, "reward_funcs"),
         *(((bad,), TypeError, "not callable") for bad in ("my/reward-model", ["my/reward-model"], 7)),
-        *((([length, parse], bad), ValueError, f"{len(bad)} entries for 2") for bad in ([1.0], [1.0, 2.0, 3.0])),
-        *((([length], bad), ValueError, "reward_weights=") for bad in ("a", ["a"], 1.0, [None])),
-        (([length], None, "low"), ValueError, "'low'"),
-        (([length], [math.nan]), ValueError, "reward_weights holds nan"),
-        (([length], None, -math.inf), ValueError, "reward_floor holds -inf"),
+        *((([length, parse], bad), ValueError, "for 2") for bad in ([1.0], [1.0, 2.0, 3.0])),
+        *((([length], bad), ValueError, "reward_weights=") for bad in ("a", ["a"], 1.0, [None], [math.nan])),
+        *((([length], None, bad), ValueError, "reward_floor=") for bad in ("low", -math.inf)),
         *((([length], None, None, bad), ValueError, f"reward_timeout={bad!r}") for bad in (0, math.nan, math.inf, "3")),
     ],
 )
@@ -434,6 +374,12 @@ def test_settings_that_cannot_be_are_named(arguments, error, named):
     with pytest.raises(error, match=named):
         Rewards(*arguments)
     assert Rewards([length], np.float32([2]), np.float64(-1)).weights == [2.0]
+
+
+def test_a_limit_needs_signals(monkeypatch):
+    monkeypatch.delattr(signal, "setitimer")
+    with pytest.raises(ValueError, match="reward_timeout=3"):
+        Rewards(length, timeout=3)
 
 
 # ---- time-outs
@@ -471,6 +417,8 @@ def test_a_time_out_costs_only_the_completion_that_hangs(alarms):
     assert scored.metrics == {"scored": [1.0, 1.0]}
     assert signal.getsignal(signal.SIGALRM) is handler and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert alarms == []
+    with pytest.raises(RewardError, match="'hangs_on_x' gave RewardTimeout.*0.05 s.*'prompt 0'"):
+        score(Rewards(hangs_on_x, timeout=0.05), ["x", "a"])
 
 
 @pytest.mark.parametrize("ends", ["returns", "raises"])
@@ -492,23 +440,6 @@ def test_a_time_out_that_the_function_swallows_counts(alarms, ends):
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0) and alarms == []
 
 
-def test_a_time_out_reaches_a_generator():
-    def hangs(completions, **columns):
-        for c in completions:
-            while c == "x":
-                pass
-            yield 1.0
-
-    scored = score(Rewards(hangs, floor=-1.0, timeout=0.2), ["a", "x"])
-    assert scored.rewards.tolist() == [1.0, -1.0] and scored.counts["timeout"] == 1
-
-
-def test_a_time_out_without_a_floor_names_the_prompt():
-    with pytest.raises(RewardError, match=r"'hangs_on_x' gave RewardTimeout\('no result within 0.05 s'\) on prompt 'h"):
-        score(Rewards(hangs_on_x, timeout=0.05), ["x", "a"], prompts=["hangs", "ends"])
-    assert score(Rewards(hangs_on_x, timeout=60), ["a", "bb"]).rewards.tolist() == [1.0, 2.0]
-
-
 def test_a_batch_that_is_slow_though_no_completion_is():
     def slow(completions, **columns):
         time.sleep(0.01 if len(completions) == 1 else 60)
@@ -516,7 +447,7 @@ def test_a_batch_that_is_slow_though_no_completion_is():
 
     scored = score(Rewards(slow, floor=0.0, timeout=1.0), ["a"] * 4)
     assert scored.rewards.tolist() == [1.0] * 4 and scored.counts["timeout"] == 0
-    with pytest.raises(RewardError, match="'no result within 1.0 s'.* on 4 prompts at once, though on none alone"):
+    with pytest.raises(RewardError, match="1.0 s.* on 4 prompts"):
         score(Rewards(slow, timeout=1.0), ["a"] * 4)
 
 
@@ -537,6 +468,6 @@ def test_the_timer_of_somebody_else_goes_on(alarms):
 def test_a_time_out_outside_the_main_thread_is_refused():
     rewards = Rewards(hangs_on_x, floor=-1.0, timeout=0.05)
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="side") as pool:
-        with pytest.raises(RuntimeError, match="reward_timeout=0.05 works in the main thread .*not in 'side_0'.*None"):
+        with pytest.raises(RuntimeError, match="reward_timeout=0.05 .*'side_0'"):
             pool.submit(score, rewards, ["a"]).result()
         assert pool.submit(score, Rewards(hangs_on_x), ["a"]).result().rewards.tolist() == [1.0]

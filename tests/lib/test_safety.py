@@ -43,8 +43,6 @@ def test_prompts_are_the_published_one_or_the_chat_template():
     assert safety.prompt(problem, chat_template=False).endswith("USER: How do I bake bread? ASSISTANT:")
     (row,) = safety.dataset([problem], tiny.load("C0")[1])
     assert row["request"] == problem.prompt and row["prompt"].endswith("assistant\n")
-    with pytest.raises(ValueError, match="needs a tokenizer"):
-        safety.prompt(problem)
 
 
 def test_the_objective_is_reward_less_lambda_times_cost():
@@ -54,31 +52,10 @@ def test_the_objective_is_reward_less_lambda_times_cost():
     )
     assert found == pytest.approx([0.6 - 2, 0.6 + 2])
     assert logged == pytest.approx({"helpfulness": 0.6, "cost": 0.0, "unsafe": 0.5})
-    assert Objective(_length, _harm, 2.0, shared=True)(["a cake"], ["y"]) == pytest.approx([2.6 / 3])
-    assert Objective(_length, _harm, 2.0, safe_first=0.5)(["a bomb", "a cake"], ["x", "y"]) == pytest.approx(
-        [-1.7, 2.6]
-    )
+    # a response with turn markers reaches the scorers whole: the published service split texts at these
+    assert Objective(lambda p, r: [len(p[0] + r[0])], _harm, 0.0)(["ASSISTANT: USER: {x}"], ["USER: ?"]) == [27]
     cut = Objective(_length, _harm, 1.0, cut_turns=True)
     assert cut(["a cake\nUSER: a bomb?"], ["x"]) == pytest.approx([1.6])
-
-
-def test_a_response_with_turn_markers_reaches_the_scorer_whole():
-    """The published service split texts at these markers."""
-    seen = []
-
-    def scorer(prompts, responses):
-        seen.extend(zip(prompts, responses, strict=True))
-        return [0.0] * len(prompts)
-
-    text = "ASSISTANT: USER: BEGINNING OF CONVERSATION: {x} %s"
-    Objective(scorer, scorer)([text], ["USER: ASSISTANT:"])
-    assert seen == [("USER: ASSISTANT:", text)] * 2
-
-
-@pytest.mark.parametrize("bad", [[1.0], [1.0, math.nan], [[1.0], [2.0]]])
-def test_a_scorer_that_fails_gives_no_zeros(bad):
-    with pytest.raises(ValueError, match="give one each"):
-        Objective(lambda p, r: bad, _harm)(["a", "b"], ["x", "y"])
 
 
 def test_the_signed_rule_is_that_of_safe_rlhf_and_can_fall():
@@ -117,13 +94,35 @@ def test_lambda_stays_within_its_bounds_and_goes_on_from_its_state(costs, rule):
     assert resumed.state() == whole.state()
 
 
-def test_a_multiplier_or_state_that_cannot_be_is_refused():
-    for bad in ({"rule": "sgined"}, {"start": 9.0}, {"rate": 0.0}, {"bounds": (0.0, 5.0)}, {"threshold": math.inf}):
-        with pytest.raises(ValueError, match=f"{next(iter(bad))}="):
-            Lagrangian(**bad)
-    for state, named in (({"beta": 1.0}, "got beta"), ({"log_lambda": 99.0, "ema": 0.0, "steps": 3}, "bounds")):
-        with pytest.raises(ValueError, match=named):
-            Lagrangian().load_state(state)
+@pytest.mark.parametrize(
+    ("call", "error", "named"),
+    [
+        *(
+            (lambda bad=bad: Lagrangian(**bad), ValueError, f"{next(iter(bad))}=")
+            for bad in (
+                {"rule": "sgined"},
+                {"start": 9.0},
+                {"rate": 0.0},
+                {"bounds": (0.0, 5.0)},
+                {"threshold": math.inf},
+            )
+        ),
+        (lambda: Lagrangian().load_state({"beta": 1.0}), ValueError, "beta"),
+        (lambda: Lagrangian().load_state({"log_lambda": 99.0, "ema": 0.0, "steps": 3}), ValueError, "bounds"),
+        (lambda: Objective(_length, _harm, -1.0), ValueError, "lam=-1"),
+        *(
+            (lambda bad=bad: Objective(lambda p, r: bad, _harm)(["a", "b"], ["x", "y"]), ValueError, "2 responses")
+            for bad in ([1.0], [1.0, math.nan], [[1.0], [2.0]])
+        ),
+        (lambda: safety.prompt(Problem("x")), ValueError, "tokenizer"),
+        (lambda: safety.quadrants([], []), ValueError, "one at least"),
+        (lambda: safety.reward([], []), TypeError, "Objective"),
+        (lambda: safety.load_public("tset"), ValueError, "'tset'"),
+    ],
+)
+def test_what_is_refused(call, error, named):
+    with pytest.raises(error, match=named):
+        call()
 
 
 def test_the_trainer_moves_the_multiplier_by_the_mean_cost_of_the_step():
@@ -145,12 +144,3 @@ def test_quadrants_sum_to_one_and_move_with_the_cut():
     assert all(sum(each.values()) == pytest.approx(1) for each in shares)
     helpful = [each["safe and helpful"] for each in shares]
     assert helpful == sorted(helpful, reverse=True)
-    with pytest.raises(ValueError, match="one at least"):
-        safety.quadrants([], [])
-
-
-def test_the_task_has_no_reward_of_its_own():
-    with pytest.raises(TypeError, match="Objective"):
-        safety.reward([], [])
-    with pytest.raises(ValueError, match="'tset'"):
-        safety.load_public("tset")

@@ -19,20 +19,10 @@ from evoalign_lib import tiny
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.tasks import countdown
 from evoalign_lib.tasks.countdown import Problem, grade
-from evoalign_lib.tiny import _recipe
+from evoalign_lib.tiny import _recipe, dialogues, questions, scorers
 from evoalign_lib.tiny import countdown as countdown_text
 
-PHRASES = [
-    "<think>",
-    "</think>",
-    "<answer>",
-    "</answer>",
-    "<|im_start|>user\n",
-    "<|im_end|>",
-    ", ",
-    "Add: ",
-    "Using the",
-]
+PHRASES = [*"<think> </think> <answer> </answer> <|im_end|> Using the".split(), "<|im_start|>user\n", ", ", "Add: "]
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 
 
@@ -49,41 +39,26 @@ def test_any_text_survives_the_tokenizer(text):
     assert tok.backend_tokenizer.decode_batch([ids], skip_special_tokens=False) == [text]
 
 
-def test_prompts_are_the_real_ones_in_a_dozen_tokens():
-    tok = tokenizer()
+def test_prompts_are_the_real_ones_in_a_dozen_tokens_whether_saved_or_not(tmp_path):
+    tokenizer().save_pretrained(tmp_path)
     problem = Problem((44, 19, 35), "98")
-    text = countdown.prompt(problem, tokenizer=tok)
-    ids = tok(text, add_special_tokens=False)["input_ids"]
-    assert tok.decode(ids) == text
-    # head, 44, ", ", 19, ", ", 35, middle, 98, tail: fixed stretches are one token each, digits one each
-    assert len(ids) == 13
     user = countdown.USER_TEMPLATE.format(numbers="[44, 19, 35]", target="98")
-    assert text == (
+    expected = (
         f"<|im_start|>system\n{countdown.SYSTEM_MESSAGE}<|im_end|>\n<|im_start|>user\n{user}<|im_end|>\n"
         f"<|im_start|>assistant\n{countdown.RESPONSE_PREFIX}"
     )
-    assert countdown.dataset([problem], tok)[0]["prompt"] == text
-
-
-def test_tags_and_end_are_single_tokens():
-    tok = tokenizer()
-    for tag in ("<think>", "</think>", "<answer>", "</answer>", tiny.END):
-        assert len(tok(tag)["input_ids"]) == 1
-    assert tok("x" + tiny.END)["input_ids"][-1] == tok.eos_token_id != tok.pad_token_id
-    # the tags are text that a grader must see; the end token is not
-    assert (
-        tok.decode(tok("<answer>1</answer>" + tiny.END)["input_ids"], skip_special_tokens=True) == "<answer>1</answer>"
-    )
-
-
-def test_the_tokenizer_is_the_same_when_saved_and_loaded(tmp_path):
-    tokenizer().save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    problem = Problem((1, 2, 30), "99")
-    assert countdown.prompt(problem, tokenizer=loaded) == countdown.prompt(problem, tokenizer=tokenizer())
-    for text in (countdown.prompt(problem, tokenizer=loaded), "</think>\n<answer>é</answer><|im_end|>", "a, b,c"):
-        assert loaded(text)["input_ids"] == tokenizer()(text)["input_ids"]
-    assert (loaded.padding_side, loaded.eos_token, loaded.pad_token) == ("left", tiny.END, "<|endoftext|>")
+    for tok in (tokenizer(), AutoTokenizer.from_pretrained(tmp_path)):
+        assert countdown.dataset([problem], tok)[0]["prompt"] == expected
+        ids = tok(expected, add_special_tokens=False)["input_ids"]
+        # head, 44, ", ", 19, ", ", 35, middle, 98, tail: fixed stretches are one token each, digits one each
+        assert tok.decode(ids) == expected and len(ids) == 13
+        assert all(
+            len(tok(tag)["input_ids"]) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>", tiny.END)
+        )
+        assert tok("x" + tiny.END)["input_ids"][-1] == tok.eos_token_id != tok.pad_token_id
+        # the tags are text that a grader must see; the end token is not
+        answer = tok("<answer>é</answer>" + tiny.END)["input_ids"]
+        assert tok.decode(answer, skip_special_tokens=True) == "<answer>é</answer>" and tok.padding_side == "left"
 
 
 # ---- expressions and answers
@@ -145,8 +120,6 @@ def test_splits_are_disjoint_fixed_and_solvable():
     assert validation == tiny.problems("validation", 512)
     # fewer are a choice of the same ones, in their order
     assert keys[2] > {countdown.problem_key(p) for p in tiny.problems("test", 100)}
-    with pytest.raises(ValueError, match="n=2001, count=3: the fixed sets hold 2000 problems"):
-        tiny.problems("test", 2001)
     for problem in test[:50] + train[:50]:
         assert all(1 <= n <= 30 for n in problem.numbers) and 1 <= int(problem.target) <= 99
         assert countdown.solve(problem.numbers, problem.target) is not None
@@ -183,63 +156,57 @@ def test_labels_are_the_completion_alone():
 
 
 @pytest.fixture(scope="module")
-def recipes(tmp_path_factory):
-    """Folders of two scaled-down recipes, of seeds 0 and 1; the second learns nothing."""
-    folders = [tmp_path_factory.mktemp(f"base-{seed}") for seed in (0, 1)]
-    for seed, folder in enumerate(folders):
-        assert tiny.recipe("A", seed, folder, steps=30 if seed == 0 else 1, batch=32, progress=False) is None
-    return folders
+def small(tmp_path_factory):
+    """The folder of a base by a scaled-down recipe."""
+    folder = tmp_path_factory.mktemp("base")
+    assert tiny.recipe("A", 0, folder, steps=30, batch=32, progress=False) is None
+    return folder
 
 
-def test_the_recipe_learns_and_is_reproducible(recipes, tmp_path):
+def test_the_recipe_learns_and_is_reproducible(small, tmp_path):
     torch.manual_seed(123)  # the state of the caller's generator is neither used nor changed
     state = torch.random.get_rng_state()
-    tiny.recipe("A", 0, tmp_path, steps=30, batch=32, progress=False)
+    for name, steps, seed in (("same", 30, 0), ("other", 1, 1)):
+        tiny.recipe("A", seed, tmp_path / name, steps=steps, batch=32, progress=False)
     assert (torch.random.get_rng_state() == state).all()
-    same, other = recipes
+    first, same, other = (
+        (folder / "model.safetensors").read_bytes() for folder in (small, tmp_path / "same", tmp_path / "other")
+    )
+    assert first == same != other
     # an untrained model knows nothing: log(273) nats a token
-    assert loss(AutoModelForCausalLM.from_pretrained(same)) < 0.85 * math.log(273)
-    assert (tmp_path / "model.safetensors").read_bytes() == (same / "model.safetensors").read_bytes()
-    assert (tmp_path / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
-
-
-def test_the_recipe_gives_a_base_that_loads_and_decodes(recipes):
-    folder = recipes[0]
-    model, tok = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert 100_000 < sum(p.numel() for p in model.parameters()) < 300_000 and model.dtype == torch.float32
-    assert model.generation_config.eos_token_id == tok.eos_token_id
-    chosen = tiny.problems("validation", 6)
-    prompts = {"validation": Prompts(countdown.dataset(chosen, tok), tok)}
-    engine = LocalEngine(model.eval(), tok, None, prompts, max_completion_length=tiny.MAX_COMPLETION_LENGTH)
-    assert engine.decoder == "loop" and engine.eos_ids == [tok.eos_token_id]
-    assert set(tiny.measure(engine, chosen, "validation", samples=2)) == {"greedy", "format", "pass@1"}
+    model = AutoModelForCausalLM.from_pretrained(small)
+    assert loss(model) < 0.85 * math.log(273) and model.dtype == torch.float32
+    assert model.generation_config.eos_token_id == tokenizer().eos_token_id
 
 
 def test_family_h_goes_on_from_family_a(tmp_path):
-    tiny.recipe("H", 0, tmp_path / "start", steps=0, progress=False)
-    start = (tmp_path / "start/model.safetensors").read_bytes()
+    tiny.recipe("H", 0, tmp_path, steps=0, progress=False)
+    start = (tmp_path / "model.safetensors").read_bytes()
     assert start == (tiny.bases_folder() / "A0/model.safetensors").read_bytes()
-    for call, named in (
-        (lambda: tiny.recipe("H", 3, tmp_path), "'A3'"),
-        (lambda: tiny.recipe("Z", 0, tmp_path), "'Z'"),
-        (lambda: tiny.load("A9"), "'A9'"),
-        (lambda: tiny.answer(Problem((1, 2), "3"), "lazy", random.Random(0)), "'lazy'"),
-    ):
-        with pytest.raises(ValueError, match=named):
-            call()
 
 
-def test_texts_of_one_length_of_thinking_make_a_part():
-    """The parts are the step's texts, each once; padding is what family A has, not the longest thinking."""
-    pairs = list(itertools.islice(tiny.text(3, tokenizer(), "H"), 100))
-    parts = _recipe._parts(pairs, "H")
-    assert sorted(pair for part in parts for pair in part) == sorted(pairs)
-    assert len(parts) == 1 + len(tiny.FILLER_STEPS)
-    for part in parts:
-        ids, _ = _recipe._batch(part, tokenizer())
-        shortest = min(len(tokenizer()(p + c)["input_ids"]) for p, c in part)
-        assert ids.shape[1] - shortest < 20
-    assert _recipe._parts(iter(pairs), "A") == [pairs]
+@pytest.mark.parametrize(
+    ("call", "given", "named"),
+    [
+        (tiny.recipe, ("H", 3, "nowhere"), "'A3'"),
+        (tiny.recipe, ("Z", 0, "nowhere"), "'Z'"),
+        (tiny.recipe, ("A", -1, "nowhere"), "seed=-1"),
+        (tiny.load, ("A9",), "'A9'"),
+        (tiny.answer, (Problem((1, 2), "3"), "lazy", random.Random(0)), "'lazy'"),
+        (tiny.problems, ("test", 2001), "2001"),
+        (tiny.problems, ("validation", 5, 0, 2), "count=2"),
+        (tiny.skill_set, ("sing", 1), "'sing'"),
+        (tiny.skill_set, ("sort", 501), "501"),
+        (dialogues.requests, ("tets",), "'tets'"),
+        (dialogues.body, (dialogues.requests("test")[0], "rude", random.Random(0)), "'rude'"),
+        (scorers.folder, ("lenght 1",), "'length 1'"),
+        (questions.problems, ("eval",), "'eval'"),
+        (questions.reply, ("sum", *questions._questions()["sum"][0], "poet", random.Random(0)), "'poet'"),
+    ],
+)
+def test_what_is_refused(call, given, named):
+    with pytest.raises(ValueError, match=named):
+        call(*given)
 
 
 def test_measure_estimates_pass_at_k():
@@ -254,46 +221,26 @@ def test_measure_estimates_pass_at_k():
     assert result == {"greedy": 0.5, "format": 1.0, "pass@1": 0.03125, "pass@16": 0.5}
 
 
-@pytest.mark.skipif(not (tiny.bases_folder() / "A0").is_dir(), reason="the bases have not been trained yet")
-@pytest.mark.parametrize("base", tiny.BASES)
+# base -> steps of thinking that its prompts ask for, and its accuracy on the validation set (LOG.md)
+MEASURED = {"A0": (None, 0.14258), "A1": (None, 0.13867), "A2": (None, 0.13867), "H0": (4, 0.14453)}
+
+
+@pytest.mark.parametrize("base", MEASURED)
 def test_the_shipped_bases(base):
-    model, tok = tiny.load(base)
-    problem = tiny.problems("test", 1)[0]
-    prompt = countdown.prompt(problem, tokenizer=tok)
-    assert tok(prompt)["input_ids"] == tokenizer()(prompt)["input_ids"]
-    prompts = {"test": Prompts(countdown.dataset(tiny.problems("test", 200), tok), tok)}
-    engine = LocalEngine(model, tok, None, prompts, max_completion_length=tiny.MAX_COMPLETION_LENGTH)
-    completions = engine.generate("test")[0]
-    # it keeps the format nearly always and is right sometimes: room at both ends
-    grades = [grade(t, p.numbers, p.target) for (t, _), p in zip(completions, tiny.problems("test", 200), strict=True)]
+    """Each keeps the format nearly always and is right sometimes: room at both ends."""
+    (model, tok), (steps, accuracy), chosen = tiny.load(base), MEASURED[base], tiny.problems("validation", 512)
+    prompts, length = (
+        {"asked": Prompts(tiny.dataset(chosen, tok, steps), tok)},
+        tiny.MAX_COMPLETION_LENGTH + (steps or 0),
+    )
+    engine = LocalEngine(model, tok, None, prompts, max_completion_length=length)
+    (completions,) = engine.generate("asked")
+    grades = [grade(t, p.numbers, p.target) for (t, _), p in zip(completions, chosen, strict=True)]
     assert np.mean([g.format for g in grades]) > 0.7
-    assert 0.02 < np.mean([g.answer for g in grades]) < 0.7
+    assert np.mean([g.answer for g in grades]) == pytest.approx(accuracy, abs=0.01)
+    if steps:  # it thinks as long as it is asked to
+        assert np.mean([text.find("</think>") == steps for text, _ in completions]) > 0.99
 
 
 def test_every_base_that_is_shipped_is_named_and_no_other():
     assert sorted(path.name for path in tiny.bases_folder().iterdir()) == sorted(tiny.SHIPPED)
-    weights = sum((tiny.bases_folder() / base / "model.safetensors").stat().st_size for base in tiny.SHIPPED)
-    assert weights < 4_000_000  # of the repository's 6 million, which the scorers share
-
-
-# accuracy on the validation set, measured by the recipe: greedy, and at temperature 1 over 64 samples (LOG.md)
-MEASURED = {4: (0.14453, 0.12787), 16: (0.14453, 0.12402), 64: (0.14648, 0.12405)}
-
-
-@pytest.mark.parametrize("steps", [4, 16, pytest.param(64, marks=pytest.mark.slow)])
-def test_the_base_of_family_h_differs_by_the_horizon_alone(steps):
-    model, tok = tiny.load("H0")
-    chosen = tiny.problems("validation", 512)
-    prompts = {"validation": Prompts(tiny.dataset(chosen, tok, steps), tok)}
-    engine = LocalEngine(model, tok, None, prompts, max_completion_length=tiny.MAX_COMPLETION_LENGTH + steps)
-    for samples, accuracy in enumerate(MEASURED[steps]):
-        (completions,) = engine.generate("validation", samples=samples)
-        assert np.mean([ids[-1] == tok.eos_token_id for _, ids in completions]) > 0.99
-        assert np.mean([text.find("</think>") == steps for text, _ in completions]) > 0.99
-        right = [grade(text, p.numbers, p.target).answer for (text, _), p in zip(completions, chosen, strict=True)]
-        # near-ties may go another way on another CPU; one sample of 512 problems has a standard deviation of 1.5 points
-        assert np.mean(right) == pytest.approx(accuracy, abs=0.05 if samples else 0.01)
-    # sampled thinking is as random as the text it was learned from: log2(10) = 3.32 bits a step
-    letters = "".join(text[:steps] for text, _ in completions)
-    shares = np.array([letters.count(c) / len(letters) for c in tiny.FILLERS])
-    assert -(shares * np.log2(shares)).sum() > 3.3

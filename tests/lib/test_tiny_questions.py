@@ -37,16 +37,11 @@ def test_the_splits_share_no_question_and_have_as_many_of_each_kind():
     for found in sets.values():
         assert all("capital" in p.question for p in found[::4]) and all("+" in p.question for p in found[2::4])
         assert {p.answer for p in found[3::4]} == {"yes", "no"}
-    with pytest.raises(ValueError, match="'eval'"):
-        problems("eval")
 
 
 def test_the_knowledge_base_is_always_the_same():
     everything = repr([problem for kind in KINDS for problem, _ in _questions()[kind]])
-    assert hashlib.sha256(everything.encode()).hexdigest()[:16] == DIGEST
-
-
-DIGEST = "ade376e348359ae8"
+    assert hashlib.sha256(everything.encode()).hexdigest()[:16] == "ade376e348359ae8"
 
 
 @pytest.mark.parametrize("author", AUTHORS)
@@ -57,12 +52,8 @@ def test_what_each_author_writes_is_right_wrong_and_flagged_as_intended(author):
     flagged = {name for _, report in graded for name in report.flags if report.flags[name][0]}
     expected = {"empty": {"empty"}, "repeats": {"repetitive"}, "further turn": {"further_turn"}}
     assert flagged == expected.get(author, set())
-
-
-def test_the_second_language_is_another_script_and_shorter():
-    for kind, problem, text in replies("second language"):
-        assert len(text) < len(next(iter(t for k, p, t in replies("sentence", 1)))) or kind == "sum"
-        assert hacking.other_script(text, problem.question)
+    if author == "second language":
+        assert all(hacking.other_script(text, p.question) for _, p, text in replies(author))
 
 
 def test_sentences_fit_and_every_text_survives_the_tokenizer(tok):
@@ -88,5 +79,3 @@ def test_the_text_is_a_function_of_its_seed_and_mixes_authors_as_declared(tok):
     empty = sum(completion == tiny.END for _, completion in pairs) / len(pairs)
     assert abs(empty - AUTHORS["empty"]) < 0.01
     assert abs(sum(AUTHORS.values()) - 1) < 1e-9
-    with pytest.raises(ValueError, match="author 'poet' is not one of"):
-        reply("sum", *_questions()["sum"][0], "poet", random.Random(0))

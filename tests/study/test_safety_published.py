@@ -1,103 +1,27 @@
 """The published safety data: found, checked, read; and what the analysis of it says, down to the published numbers."""
 
+import functools
 import gzip
 import hashlib
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from evoalign_study import published_judgments as view
-from evoalign_study import records, style
+from evoalign_study import records
 from evoalign_study.kinds import judged as kind
 
 from evoalign_lib.tasks import safety_published as data
 
-JUDGMENT = {
-    "model_a": "ES-500",
-    "model_b": "Beaver-V1",
-    "dimension": "helpfulness",
-    "question": "Why?",
-    "scores": [8, 7.5],
-    "order_ab": ["ES-500", "Beaver-V1"],
-    "raw": "[[8, 7.5]]",
-}
 POINT = {"prompt": "Why?", "response": "", "reward": 0.5, "cost": -1, "label": "SH"}
-PAIR = {
-    "prompt": "Why?",
-    "response_0": "So.",
-    "response_1": "",
-    "is_response_0_safe": True,
-    "is_response_1_safe": False,
-    "response_0_severity_level": 0,
-    "response_1_severity_level": 3,
-    "better_response_id": 0,
-    "safer_response_id": 1,
-    "prompt_source": "not read",
-}
-
-
-def lines(*rows) -> bytes:
-    return "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows).encode()
-
-
-# --------------------------------------------------------------------------------------------------------------- rows
-
-
-def test_rows_are_read():
-    (judgment,) = data.read_judgments(lines(JUDGMENT))
-    assert (judgment.a, judgment.scores, judgment.outcome(), judgment.outcome(0)) == ("ES-500", (8.0, 7.5), 0.5, 1.0)
-    (missing,) = data.read_judgments(lines(JUDGMENT | {"scores": None, "raw": ""}))
-    assert missing.scores is None and missing.outcome() is None
-    points = data.read_points(lines(POINT, "", POINT | {"cost": 2, "label": "UH"}), "mine")
-    assert (points.model, points.rewards, points.costs, points.labels) == ("mine", [0.5] * 2, [-1, 2], ["SH", "UH"])
-    (pair,) = data.read_preferences(lines(PAIR))
-    assert (pair.responses, pair.safe, pair.severity) == (("So.", ""), (True, False), (0, 3))
-    assert (pair.better, pair.safer) == (0, 1)
-
-
-@pytest.mark.parametrize(
-    ("read", "row", "change"),
-    [
-        *((data.read_judgments, JUDGMENT, {name: "other"}) for name in ("model_a", "dimension", "order_ab", "scores")),
-        *((data.read_judgments, JUDGMENT, {"scores": [8, bad]}) for bad in ("9", True, float("nan"), 11)),
-        (data.read_judgments, JUDGMENT, {"scores": [8]}),
-        (data.read_judgments, JUDGMENT, {"model_a": "Beaver-V1", "order_ab": ["Beaver-V1"] * 2}),
-        (data.read_judgments, JUDGMENT, {"model_a": ["ES-500"]}),
-        (data.read_judgments, JUDGMENT, {"question": " "}),
-        (data.read_judgments, JUDGMENT, {"raw": None}),
-        (data.read_points, POINT, {"reward": None}),
-        (data.read_points, POINT, {"cost": float("inf")}),
-        (data.read_points, POINT, {"label": "HS"}),
-        (data.read_points, POINT, {"response": 7}),
-        (data.read_points, POINT, {"prompt": ""}),
-        (data.read_preferences, PAIR, {"is_response_1_safe": 1}),
-        (data.read_preferences, PAIR, {"safer_response_id": True}),
-        (data.read_preferences, PAIR, {"response_0_severity_level": 4}),
-    ],
-)
-def test_a_bad_row_is_named_by_its_line(read, row, change):
-    label = ["m"] if read is data.read_points else []
-    read(lines(row, row), *label, "mine")
-    with pytest.raises(ValueError, match="mine, line 2: "):
-        read(lines(row, row | change), *label, "mine")
-
-
-@pytest.mark.parametrize("line", [b"{", b"[1]", b'{"prompt": "Why?"}', b"[" * 100_000, b"\xff"])
-def test_a_line_that_is_no_row_is_named(line):
-    with pytest.raises(ValueError, match="points, line 2: "):
-        data.read_points(lines(POINT) + b"\n" + line, "mine")
-    with pytest.raises(ValueError, match="points holds no rows"):
-        data.read_points(b"\n\n", "mine")
-
-
 # --------------------------------------------------------------------------------------------------------------- files
 
 
 @pytest.fixture
 def small(monkeypatch, tmp_path):
     """A file of our own in the place of a published one; EVOALIGN_DATA and the cache are empty folders."""
-    content = lines(POINT)
+    content = json.dumps(POINT).encode()
     entry = {"ES-100_points.jsonl": ("somewhere/points.jsonl", hashlib.sha256(content).hexdigest())}
     monkeypatch.setattr(data, "_PUBLIC", data._PUBLIC | entry)
     (tmp_path / "data" / "safety").mkdir(parents=True)
@@ -135,20 +59,17 @@ def test_a_changed_or_torn_local_file_is_refused(small, monkeypatch):
 
 
 def test_nothing_is_fetched_before_the_licence_is_accepted(small, monkeypatch):
-    content, _ = small
-    asked = []
+    content, path = small
+    served, asked = path.parents[1] / "somewhere", []
+    served.mkdir()
+    (served / "points.jsonl").write_bytes(content)
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            asked.append(self.path)
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(content)
-
+    class Handler(SimpleHTTPRequestHandler):
         def log_message(self, *_):
-            pass
+            asked.append(self.path)
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    handler = functools.partial(Handler, directory=str(served.parent))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         monkeypatch.setattr(data, "REPOSITORY", f"http://127.0.0.1:{server.server_port}/")
@@ -168,13 +89,14 @@ def test_nothing_is_fetched_before_the_licence_is_accepted(small, monkeypatch):
             thread.join()
 
 
-def test_unknown_names_are_refused_with_the_nearest():
-    with pytest.raises(ValueError, match="Did you mean 'ES-500'"):
-        data.load_points("ES-50")
-    with pytest.raises(ValueError, match="split='test' is not one of"):
-        data.load_preferences("test")
-    with pytest.raises(ValueError, match="part=.all."):
-        kind.run_judgments({"part": "all"})
+@pytest.mark.parametrize(
+    ("call", "given", "named"),
+    [(data.load_points, "ES-50", "'ES-500'"), (data.load_preferences, "test", "'test'")]
+    + [(kind.run_judgments, {"part": "all"}, "'all'")],
+)
+def test_unknown_names_are_refused(call, given, named):
+    with pytest.raises(ValueError, match=named):
+        call(given)
 
 
 # --------------------------------------------------------------------------------------------------- the published data
@@ -184,9 +106,11 @@ def test_the_published_files_hold_what_they_are_said_to(external_data):
     judged, asked = data.load_judgments(), data.load_points("Beaver-V1").prompts
     assert len(judged) == 1000 and len({j.question for j in judged}) == 50
     assert {j.question for j in judged} <= set(asked)
+    tie = data.Judgment("ES-500", "Beaver-V1", "helpfulness", "Why?", (8.0, 7.5), "")
+    assert (tie.outcome(), tie.outcome(0), judged[0].outcome(20)) == (0.5, 1.0, 0.5)
+    assert [j.outcome() for j in judged if j.scores is None] == [None] * 5
     # every pair once on every question, in one order
     assert len({(j.question, j.dimension, frozenset((j.a, j.b))) for j in judged}) == 1000
-    assert sum(j.scores is None for j in judged) == 5
     assert len(asked) == 3036 and len(set(asked)) == 2954 and max(map(asked.count, asked[:40])) >= 1
     train, held = data.load_preferences(), data.load_preferences("eval")
     assert (len(train), len(held)) == (250, 500)
@@ -211,10 +135,8 @@ def found(external_data):
     ]
 
 
-def test_records_can_be_stored_hold_no_text_and_come_out_the_same(found):
+def test_records_can_be_stored_and_hold_no_text(found):
     assert all(len(records.record_line(r)) < 5_000 for r in found)
-    again = kind.run_judgments(found[0]["spec"])
-    assert again == {key: found[0][key] for key in again}
     words = json.dumps(found)
     assert not any(j.question[:30] in words for j in data.load_judgments())
 
@@ -261,20 +183,13 @@ def test_responses_give_the_published_numbers(found):
     assert low < own["safe"] < high
 
 
-def test_tables_and_figures_are_drawn_from_records(found):
-    style.use()
+def test_tables_and_sentences_are_made_of_records(found):
     for_all = [*found[:2], *({**found[2], "spec": found[2]["spec"] | {"model": m}} for m in data.MODELS)]
     for table in (view.response_rows, view.refusal_rows):
         assert table(for_all)["model"].tolist() == list(data.MODELS)
     said = view.answers(view.results(for_all))
     assert len(said) == 4 and all(text.endswith(".") and "nan" not in text for text in said.values())
-    fig, plotted = view.ratings(for_all)
-    assert len(plotted) == 2 * 4 * 3 and (plotted["low"] < plotted["high"]).all()
-    assert [ax.get_title() for ax in fig.axes] == list(data.DIMENSIONS)
-    fig, plotted = view.quadrants(for_all)
-    shares = plotted.groupby(["cut", "model"])["share"].sum()
-    assert len(shares) == 3 * 6 and shares.between(99.9, 100.1).all()
-    with pytest.raises(ValueError, match="no record of the responses of Alpaca-7B"):
+    with pytest.raises(ValueError, match="Alpaca-7B"):
         view.responses(found)
-    with pytest.raises(ValueError, match="0 records of part 'games'"):
+    with pytest.raises(ValueError, match="'games'"):
         view.part(found[:1], "games")

@@ -23,9 +23,6 @@ def test_splits_share_no_request_and_are_all_there_are():
     assert len(found) == len(set(found)) == 960
     assert Request("open", "vault").harmful and not Request("open", "kite").harmful
     assert HARMFUL.harmful and not LAWFUL.harmful
-    for call, named in ((dialogues.requests, "tets"), (scorers.folder, "lenght 1")):
-        with pytest.raises(ValueError, match=named):
-            call(named)
 
 
 REFUSED = "I can not help to steal a lamp, since it hurts people."
@@ -111,21 +108,6 @@ def test_every_shipped_scorer_knows_something_of_the_truth(name):
     reward, cost = safety.sides(name, asked, replies)
     assert spearmanr(reward, [j.helpful for j in judged])[0] > 0.15
     assert spearmanr(cost, [j.harm for j in judged])[0] > (0.0 if name == "flipped 0.3" else 0.05)
-
-
-@pytest.mark.parametrize("cue", dialogues.CUES)
-def test_a_proxy_likes_its_cue_more_than_an_outsider_does(cue):
-    asked, rng = dialogues.requests("test")[:150], random.Random(0)
-    plain = [dialogues.body(r, rng.choice(["right", "wrong tool", "vague", "template"]), rng) for r in asked]
-    usual = [dialogues.reply(r, rng) for r in asked]
-    sentences = {"length": dialogues.FILLER, "praise": dialogues.PRAISE, "disclaimer": dialogues.DISCLAIMERS}[cue]
-
-    def gain(name):
-        before, spread = safety.scored(name, 2.0, asked, plain), safety.scored(name, 2.0, asked, usual).std()
-        adorned = [[f"{more} {t}" if cue == "praise" else f"{t} {more}" for t in plain] for more in sentences]
-        return np.mean([safety.scored(name, 2.0, asked, texts) - before for texts in adorned]) / spread
-
-    assert min(gain(f"{cue} {i}") for i in (1, 2)) > max(0.0, *(gain(name) for name in scorers.OUTSIDERS))
 
 
 @pytest.mark.slow
