@@ -22,6 +22,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from evoalign_lib.analysis.arrays import array, require
 from evoalign_lib.analysis.stats import Interval, ratio
 
 Vector = NDArray[np.float64]
@@ -106,8 +107,8 @@ def corrected_cosine(gram: ArrayLike, a: Sequence[int], b: Sequence[int]) -> Cor
     """
     g = _gram(gram)
     rows_a, rows_b = _group(g, a, "a"), _group(g, b, "b")
-    if shared := set(rows_a.tolist()) & set(rows_b.tolist()):
-        raise ValueError(f"run {min(shared)} is in both groups: its product with itself is no product of two runs")
+    shared = sorted(set(rows_a.tolist()) & set(rows_b.tolist()))
+    require(not shared, f"runs {shared} are in both groups: a product with itself is no product of two runs")
 
     def cross(x: NDArray, y: NDArray) -> float:
         return float(g[np.ix_(x, y)].mean())
@@ -177,18 +178,16 @@ def cosine_by_count(gram: ArrayLike, a: Sequence[int], b: Sequence[int], draws: 
 
 
 def _gram(gram: ArrayLike) -> Vector:
-    g = np.asarray(gram, np.float64)
-    if g.ndim != 2 or g.shape[0] != g.shape[1] or not np.isfinite(g).all():
-        raise ValueError(f"gram has the shape {g.shape}: give the finite (K, K) products of K displacements")
+    g = array("gram", gram, 2)
+    require(g.shape[0] == g.shape[1], f"gram has the shape {g.shape}: give the (K, K) products of K displacements")
     return g
 
 
 def _group(gram: Vector, runs: Sequence[int] | None, name: str) -> NDArray[np.int64]:
     rows = np.arange(len(gram)) if runs is None else np.asarray(runs, np.int64)
-    if len(rows) < 2 or len(set(rows.tolist())) < len(rows):
-        raise ValueError(f"{name} is {rows.tolist()}: signal and noise are told apart by 2 or more different runs")
-    if not ((rows >= 0) & (rows < len(gram))).all():
-        raise ValueError(f"{name} is {rows.tolist()}: there are runs 0 to {len(gram) - 1}")
+    wanted = f"give 2 or more different runs, which tell signal from noise, of 0 to {len(gram) - 1}"
+    fit = len(rows) > 1 and len(set(rows.tolist())) == len(rows) and 0 <= min(rows) and max(rows) < len(gram)
+    require(fit, f"{name} is {rows.tolist()}: {wanted}")
     return rows
 
 

@@ -17,6 +17,7 @@ docstring says where the rest of the bias lies.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import nan
 from typing import Literal, NamedTuple
@@ -24,13 +25,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from evoalign_lib.analysis.arrays import array, require
 from evoalign_lib.analysis.stats import ENDS, Interval
 from evoalign_lib.checks import choose, whole_number
 
 Array = NDArray[np.float64]
 
-HEIGHTS = ("line", "mean")
-"""What a sup is taken of: the error above the line between the ends, or above their mean."""
 NEAR = 1.5
 """Standard deviations below the sup within which `estimate_barrier` counts a point as a candidate for the sup."""
 
@@ -61,7 +61,7 @@ def barrier_line(curve: ArrayLike) -> Peak:
     >>> round(float(height), 3), float(alpha)
     (0.3, 0.5)
     """
-    return _peak("line", curve)
+    return _peak(curve, _line)
 
 
 def barrier_mean(curve: ArrayLike) -> Peak:
@@ -69,15 +69,15 @@ def barrier_mean(curve: ArrayLike) -> Peak:
 
     Argument and errors are those of `barrier_line`. Source: Frankle et al. 2020 (arXiv 1912.05671), section 2.
     """
-    return _peak("mean", curve)
+    return _peak(curve, lambda errors, alphas: (errors[..., :1] + errors[..., -1:]) / 2)
 
 
-def _peak(kind: str, curve: ArrayLike) -> Peak:
+def _peak(curve: ArrayLike, level: Callable[[Array, Array], Array]) -> Peak:
     errors = np.asarray(curve, np.float64)
-    if errors.ndim == 0 or errors.shape[-1] < 3:
-        raise ValueError(f"a curve of shape {errors.shape} has no inner point: give (..., points), 3 at least")
+    inner = errors.ndim and errors.shape[-1] > 2
+    require(inner, f"a curve of shape {errors.shape} has no inner point: give (..., points), 3 at least")
     alphas = np.linspace(0, 1, errors.shape[-1])
-    excess = _excess(kind, errors, alphas)
+    excess = errors - level(errors, alphas)
     height = excess.max(-1)
     return Peak(height, np.where(np.isnan(height), nan, alphas[np.nan_to_num(excess, nan=-np.inf).argmax(-1)]))
 
@@ -88,17 +88,12 @@ def _line(errors: Array, alphas: Array) -> Array:
     return np.where(alphas <= 0.5, start + alphas * (end - start), end - (1 - alphas) * (end - start))
 
 
-def _excess(kind: str, errors: Array, alphas: Array) -> Array:
-    """Return (..., points), what a height is the sup of."""
-    return errors - (_line(errors, alphas) if kind == "line" else (errors[..., :1] + errors[..., -1:]) / 2)
-
-
 # ---- the sup without its bias
 
 
 @dataclass(frozen=True, eq=False)
 class BarrierEstimate:
-    """A barrier corrected for noise, with what `below_margin` and `regimes` need."""
+    """A barrier corrected for noise, with what `upper_bound` and `regimes` need."""
 
     interval: Interval
     """The corrected height; n is the number of runs, of the smaller arm."""
@@ -117,12 +112,11 @@ class BarrierEstimate:
 def estimate_barrier(
     outcomes: ArrayLike,
     *,
-    kind: Literal["line", "mean"] = "line",
     across: Literal["pairs", "curve"] = "pairs",
     within: bool = False,
     n_resamples: int = 1000,
 ) -> BarrierEstimate:
-    """Return the height of a barrier without what noise adds to a sup, with an interval over problems and runs.
+    """Return `barrier_line` without what noise adds to a sup, with an interval over problems and runs.
 
     What is estimated: for across="pairs" the mean over pairs of runs of each pair's height; for "curve" the height of
     the mean curve, which is lower where pairs have their barriers at different places, and far less noisy.
@@ -150,19 +144,17 @@ def estimate_barrier(
         outcomes: errors of each problem at evenly spaced points: (problems, points) for one pair, or (runs_a, runs_b,
             problems, points) for run i of arm A with run j of arm B on the same problems. All NaN where a pair was not
             measured.
-        kind: an entry of `HEIGHTS`.
         across: what is estimated.
         within: both axes are runs of one arm, or of all arms: pairs i < j count, the rest is ignored, and one resample
             of runs serves both axes.
         n_resamples: of runs and problems.
 
     Raises:
-        ValueError: other shapes, a pair measured in part, no pair, one problem, or an unknown kind or across.
+        ValueError: other shapes, a pair measured in part, no pair, one problem, or an unknown across.
 
     Source:
         Owen, Annals of Applied Statistics 2007; Chernozhukov, Lee and Rosen, Econometrica 2013.
     """
-    choose("kind", kind, HEIGHTS)
     choose("across", across, ("pairs", "curve"))
     whole_number("n_resamples", n_resamples)
     errors, mask = _outcomes(outcomes, within)
@@ -174,7 +166,7 @@ def estimate_barrier(
     if across == "curve":
         curves = np.einsum("rij,rijp->rp", weights, curves)[:, None, None]
         weights = np.ones((len(curves), 1, 1))
-    excess = _excess(kind, curves, alphas)
+    excess = curves - _line(curves, alphas)
     sups, noise = excess.max(-1), excess[1:] - excess[0]
     lifted = np.minimum(excess[0] + NEAR * noise.std(0) - sups[0][..., None], 0)
 
@@ -194,49 +186,16 @@ def estimate_barrier(
     )
 
 
-@dataclass(frozen=True)
-class Bound:
-    """A one-sided 5 % test of whether a barrier is lower than a margin."""
+def upper_bound(estimate: BarrierEstimate) -> float:
+    """Return the one-sided 95 % upper bound of a barrier: below a margin, such as 0.02, it says equivalence to none.
 
-    value: float
-    """The corrected height."""
-    high: float
-    """Upper end of its one-sided 95 % interval, in the same unit."""
-    margin: float
-    """The height that would count as a barrier."""
-    p: float
-    """One-sided p-value of a barrier as high as the margin or higher."""
-
-    @property
-    def below(self) -> bool:
-        """Whether the upper end is below the margin."""
-        return self.high < self.margin
-
-
-def below_margin(estimate: BarrierEstimate, margin: float = 0.02) -> Bound:
-    """Return whether a barrier is lower than a margin: equivalence to no barrier, for a height that is never negative.
-
-    Nothing is subtracted from the upper bound. For across="curve" it is the largest of the pointwise 95 % bounds of the
-    mean curve, and needs no correction for many points: the barrier is below the margin only if every point is (an
-    intersection-union test). For "pairs" it is the raw height with the resampled error of the mean over pairs; the
-    sup's bias stays in it, so with few problems no number of pairs brings it below the margin.
-
-    Args:
-        estimate: of the barrier.
-        margin: in the unit of the outcomes (0.02 is two points, the threshold of Frankle et al. 2020, arXiv
-            1912.05671).
-
-    Raises:
-        ValueError: a margin that is not positive.
-
-    Source:
-        Berger, Technometrics 1982.
+    Nothing is subtracted from it. For across="curve" it is the largest of the pointwise 95 % bounds of the mean curve,
+    and needs no correction for many points: the barrier is below a margin only if every point is (an intersection-union
+    test: Berger, Technometrics 1982). For "pairs" it is the raw height with the resampled error of the mean over pairs;
+    the sup's bias stays in it, so with few problems no number of pairs brings it down. Two points are the threshold of
+    Frankle et al. 2020 (arXiv 1912.05671).
     """
-    if not margin > 0:
-        raise ValueError(f"margin is {margin}: it must be positive, in the unit of the outcomes")
-    high = float(np.quantile(estimate.bounds, 0.95, axis=0).max())
-    beyond = int(np.count_nonzero(estimate.bounds >= margin, axis=0).max())
-    return Bound(estimate.interval.value, high, float(margin), (1 + beyond) / (1 + len(estimate.bounds)))
+    return float(np.quantile(estimate.bounds, 0.95, axis=0).max())
 
 
 def _outcomes(outcomes: ArrayLike, within: bool) -> tuple[Array, NDArray[np.bool_]]:
@@ -244,22 +203,19 @@ def _outcomes(outcomes: ArrayLike, within: bool) -> tuple[Array, NDArray[np.bool
     errors = np.asarray(outcomes, np.float64)
     if errors.ndim == 2:
         errors = errors[None, None]
-    if errors.ndim != 4 or errors.size == 0 or errors.shape[-1] < 3 or errors.shape[2] < 2:
-        raise ValueError(
-            f"outcomes have the shape {np.shape(outcomes)}: give (problems, points) or (runs_a, runs_b, problems,"
-            " points), with at least 2 problems, or nothing is known of noise, and 3 points"
-        )
+    wanted = "give ([runs_a, runs_b, ]problems, points), 3 points and 2 problems, or nothing is known of noise"
+    fit = errors.ndim == 4 and errors.size and errors.shape[-1] > 2 and errors.shape[2] > 1
+    require(fit, f"outcomes have the shape {np.shape(outcomes)}: {wanted}")
     mask = np.ones(errors.shape[:2], bool)
     if within:
-        if errors.shape[0] != errors.shape[1]:
-            raise ValueError(f"{errors.shape[0]} x {errors.shape[1]} pairs are not those of one list of runs")
+        rows, columns = mask.shape
+        require(rows == columns, f"{rows} x {columns} pairs are not those of one list of runs")
         mask = np.triu(mask, 1)
     finite = np.isfinite(errors)
-    if (mask & finite.any((2, 3)) & ~finite.all((2, 3))).any():
-        raise ValueError("a pair has some outcomes that are not finite: give all of a pair's, or NaN for all")
+    partly = (mask & finite.any((2, 3)) & ~finite.all((2, 3))).any()
+    require(not partly, "a pair has some outcomes that are not finite: give all of a pair's, or NaN for all")
     mask &= finite.all((2, 3))
-    if not mask.any():
-        raise ValueError("no pair was measured: a barrier needs one at least")
+    require(mask.any(), "no pair was measured: a barrier needs one at least")
     return np.where(mask[..., None, None], errors, 0.0), mask
 
 
@@ -308,12 +264,12 @@ def half_gain(
     0.575
     """
     curves = np.asarray(curve, np.float64)
-    if curves.ndim == 0 or curves.shape[-1] < 2:
-        raise ValueError(f"a curve of shape {curves.shape} has no ends: give (..., points), 2 at least")
+    ends = curves.ndim and curves.shape[-1] > 1
+    require(ends, f"a curve of shape {curves.shape} has no ends: give (..., points), 2 at least")
     n = curves.shape[-1]
     axis = np.linspace(0, 1, n) if x is None else np.asarray(x, np.float64)
-    if axis.shape[-1:] != (n,) or axis.ndim > 1 and axis.shape != curves.shape:
-        raise ValueError(f"x has the shape {axis.shape}: give ({n},) or that of the curves, {curves.shape}")
+    fit = axis.shape[-1:] == (n,) and (axis.ndim == 1 or axis.shape == curves.shape)
+    require(fit, f"x has the shape {axis.shape}: give ({n},) or that of the curves, {curves.shape}")
     axis = np.broadcast_to(axis, curves.shape)
     if monotone:
         curves = _isotonic(curves)
@@ -342,32 +298,30 @@ def half_gain_interval(
     A run without gain has no such place: it is left out, and n tells how many are left. In resamples of the problems a
     run may lose its gain; it is then left out of these.
 
-    outcomes: (runs, problems, points), rewards of each run's path from the base. x: (points,); (runs, points), the same
-    for all problems; or (runs, problems, points), such as the KL on each problem, whose mean over problems is the axis;
-    alphas by default. baseline: outcomes of another arm, on the same problems; its axis are the alphas.
+    outcomes: (runs, problems, points), rewards of each run's path from the base. x: (points,) or (runs, points), the
+    same for all problems; alphas by default. baseline: outcomes of another arm, on the same problems, over alphas.
     monotone, relative: as in `half_gain`.
     Returns the interval in the unit of x; n is the number of runs with a gain, of the smaller arm. NaN where an arm has
     none.
     Raises ValueError for other shapes, other problems and outcomes that are not finite.
     """
     whole_number("n_resamples", n_resamples)
-    arms = [(np.asarray(outcomes, np.float64), x)]
+    wanted = "(runs, problems, points), without the runs that were not measured"
+    arms = [(array("outcomes", outcomes, 3, why=wanted), None if x is None else array("x", x))]
     if baseline is not None:
-        arms.append((np.asarray(baseline, np.float64), None))
-    for values, axis in arms:
-        if values.ndim != 3 or values.size == 0 or values.shape[1] != arms[0][0].shape[1]:
-            raise ValueError(
-                f"outcomes have the shape {values.shape}: give (runs, problems, points), problems as in each"
-            )
-        if not all(np.isfinite(np.asarray(part, np.float64)).all() for part in (values, axis) if part is not None):
-            raise ValueError("outcomes or x are not finite: leave out runs that were not measured")
+        arms.append((array("baseline", baseline, 3, why=wanted), None))
+    sizes = [values.shape[1] for values, _ in arms]
+    require(len(set(sizes)) == 1, f"the arms have {sizes} problems: give the same ones in both")
     rng = np.random.default_rng(0)
     counts = _counts(rng, n_resamples, arms[0][0].shape[1])
     value, draws, n = 0.0, np.zeros(n_resamples), []
     for sign, (values, axis) in zip((1, -1), arms, strict=False):
-        places = half_gain(
-            _mean_over_problems(values, counts), _axis(axis, values, counts), monotone=monotone, relative=relative
-        )
+        curves = _mean_over_problems(values, counts)
+        if axis is not None:
+            fit = axis.ndim == 1 or axis.shape == values.shape[::2]
+            require(fit, f"x has the shape {axis.shape}: give (points,) or (runs, points), {values.shape[::2]}")
+            axis = np.broadcast_to(axis, curves.shape)
+        places = half_gain(curves, axis, monotone=monotone, relative=relative)
         places = places[:, np.isfinite(places[0])]
         n.append(places.shape[1])
         if not n[-1]:
@@ -379,18 +333,6 @@ def half_gain_interval(
     draws = draws[np.isfinite(draws)]
     low, high = np.quantile(draws, ENDS) if len(draws) else (nan, nan)
     return Interval(float(value), float(low), float(high), min(n))
-
-
-def _axis(x: ArrayLike | None, values: Array, counts: Array) -> Array | None:
-    """Return x for curves (resamples, runs, points) whose problems were resampled."""
-    if x is None or np.ndim(x) == 1:
-        return x
-    axis = np.asarray(x, np.float64)
-    if axis.shape not in (values.shape, values.shape[::2]):
-        raise ValueError(f"x has the shape {axis.shape}: give (points,), {values.shape[::2]} or {values.shape}")
-    if axis.ndim == 3:
-        return _mean_over_problems(axis, counts)
-    return np.broadcast_to(axis, (len(counts), *axis.shape))
 
 
 def _isotonic(curves: Array) -> Array:

@@ -12,15 +12,16 @@ downward, most for rare right answers: where counts are known, take `estimate_pa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log, nan
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib.analysis import stats
+from evoalign_lib.analysis.arrays import array, require
 from evoalign_lib.analysis.stats import Interval, ratio
 from evoalign_lib.checks import whole_number
 
@@ -169,16 +170,12 @@ def crossing(ks: ArrayLike, first: ArrayLike, second: ArrayLike) -> NDArray[np.f
     >>> round(float(crossing([1, 4, 16], [0.5, 0.6, 0.7], [0.4, 0.5, 0.8])), 3)
     8.0
     """
-    x = np.asarray(ks, np.float64)
-    if x.ndim != 1 or not (len(x) and np.isfinite(x).all() and x[0] > 0 and (np.diff(x) > 0).all()):
-        raise ValueError(f"ks {x.tolist()} must be positive and rise: sort the points by k")
-    curves = [np.asarray(curve, np.float64) for curve in (first, second)]
-    if any(curve.shape[-1:] != x.shape for curve in curves):
-        shapes = f"{curves[0].shape} and {curves[1].shape}"
-        raise ValueError(f"curves of shapes {shapes} for {len(x)} ks: give (..., {len(x)}) twice")
+    x = array("ks", ks, 1)
+    require(x[0] > 0 and (np.diff(x) > 0).all(), f"ks {x.tolist()} must be positive and rise: sort the points by k")
+    curves = [array("a curve", curve) for curve in (first, second)]
+    shapes = f"curves of shapes {curves[0].shape} and {curves[1].shape} for {len(x)} ks"
+    require(all(curve.shape[-1:] == x.shape for curve in curves), f"{shapes}: give (..., {len(x)}) twice")
     gap = curves[0] - curves[1]
-    if not np.isfinite(gap).all():
-        raise ValueError("curves hold a value that is not finite: leave out points that were not measured")
     at = np.argmax(gap < 0, axis=-1)[..., None]  # the first point below
     leads = np.take_along_axis(gap, np.argmax(gap != 0, axis=-1)[..., None], axis=-1) > 0
     before, after = (np.take_along_axis(gap, where, axis=-1) for where in (np.maximum(at - 1, 0), at))
@@ -204,10 +201,10 @@ def overtaken(base: ArrayLike, runs: ArrayLike, ks: Sequence[int], *, n_resample
     Raises:
         ValueError: other shapes, probabilities outside [0, 1], ks below 1.
     """
-    own = pass_at(_probabilities(runs, "runs", 2, 2), ks)
-    before = pass_at(_probabilities(base, "base", 1, 1), ks)
-    if own.shape[1] != len(before):
-        raise ValueError(f"runs have {own.shape[1]} problems and the base {len(before)}: give the same ones.")
+    own = pass_at(_probabilities(runs, "runs", 2), ks)
+    before = pass_at(_probabilities(base, "base", 1), ks)
+    same = own.shape[1] == len(before)
+    require(same, f"runs have {own.shape[1]} problems and the base {len(before)}: give the same ones.")
 
     def crossed(mean: NDArray[np.float64], of_base: NDArray[np.float64]) -> float:
         k = float(crossing(ks, mean, of_base))
@@ -239,9 +236,7 @@ def cover_at(probabilities: ArrayLike, tau: float | Sequence[float]) -> NDArray[
     >>> cover_at([0.0, 0.1, 0.5, 1.0], [0.1, 0.5, 1.0]).tolist()
     [0.75, 0.5, 0.25]
     """
-    p, taus = _probabilities(probabilities, "probabilities", 1), np.asarray(tau, np.float64)
-    if taus.ndim > 1 or not ((taus >= 0) & (taus <= 1)).all():
-        raise ValueError(f"tau={tau!r} must be a probability, or several: give numbers from 0 to 1")
+    p, taus = _probabilities(probabilities, "probabilities"), array("tau", tau, 0, 1, low=0, high=1)
     found = (p[..., None, :] >= np.atleast_1d(taus)[:, None] * (1 - _SLACK)).mean(axis=-1)
     return found if taus.ndim else found[..., 0]
 
@@ -262,9 +257,8 @@ def support(before: ArrayLike, after: ArrayLike) -> Support:
     >>> support([True, True, False, False], [True, False, True, False])
     Support(kept=1.0, won=1.0, lost=1.0, out=1.0)
     """
-    b, a = _probabilities(before, "before", 1, 1), _probabilities(after, "after", 1, 1)
-    if b.shape != a.shape:
-        raise ValueError(f"before has shape {b.shape}, after {a.shape}: give the same problems in the same order")
+    b, a = _probabilities(before, "before", 1), _probabilities(after, "after", 1)
+    require(b.shape == a.shape, f"before has shape {b.shape}, after {a.shape}: give the same problems in one order")
     return Support(float(b @ a), float((1 - b) @ a), float(b @ (1 - a)), float((1 - b) @ (1 - a)))
 
 
@@ -278,8 +272,7 @@ def threshold(samples: int, zeta: float = 0.05) -> float:
     >>> round(threshold(8192), 6)
     0.000366
     """
-    if not 0 < zeta < 1:
-        raise ValueError(f"zeta={zeta!r} must lie between 0 and 1, such as 0.05")
+    require(0 < zeta < 1, f"zeta={zeta!r} must lie between 0 and 1, such as 0.05")
     return -log(zeta) / whole_number("samples", samples)
 
 
@@ -297,14 +290,14 @@ def null_nscr(probabilities: ArrayLike, k: int, *, n_resamples: int = 10_000) ->
     >>> null_nscr([1.0, 0.5, 0.5, 0.0], 1).support
     Support(kept=1.5, won=0.5, lost=0.5, out=1.5)
     """
-    q = pass_at(_probabilities(probabilities, "probabilities", 1, 1), whole_number("k", k))
+    q = pass_at(_probabilities(probabilities, "probabilities", 1), whole_number("k", k))
     uncertain, always = q[(q > 0) & (q < 1)], np.count_nonzero(q == 1)
-    rng, drawn = np.random.default_rng(0), []
-    for start in range(0, whole_number("n_resamples", n_resamples), _CHUNK):
-        size = (min(_CHUNK, n_resamples - start), len(uncertain))
-        one, two = (rng.random(size) < uncertain for _ in range(2))
-        drawn.append(ratio(two.sum(1) - one.sum(1), (one | two).sum(1) + always))
-    return _null(support(q, q), np.concatenate(drawn))
+
+    def pair(rng: np.random.Generator, n: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        one, two = (rng.random((n, len(uncertain))) < uncertain for _ in range(2))
+        return one, two
+
+    return _null(support(q, q), pair, n_resamples, always)
 
 
 def null_of_halves(right: ArrayLike, samples: int, *, n_resamples: int = 10_000) -> Null:
@@ -324,18 +317,16 @@ def null_of_halves(right: ArrayLike, samples: int, *, n_resamples: int = 10_000)
     """
     half = whole_number("samples", samples, least=2, why="halves are compared") // 2
     c, n, _ = _counted(right, samples, 2 * half)
-    if c.ndim != 1:
-        raise ValueError(f"right has shape {c.shape}: give the counts of one model, (problems,)")
+    require(c.ndim == 1, f"right has shape {c.shape}: give the counts of one model, (problems,)")
     one, any_of_both = estimate_pass_at(c, n, half), estimate_pass_at(c, n, 2 * half)
     won = float((any_of_both - one).sum())
     expected = Support(float((2 * one - any_of_both).sum()), won, won, float((1 - any_of_both).sum()))
-    rng, drawn = np.random.default_rng(0), []
-    for start in range(0, whole_number("n_resamples", n_resamples), _CHUNK):
-        size = (min(_CHUNK, n_resamples - start), len(c))
-        first = rng.hypergeometric(c, n - c, half, size=size)
-        second = rng.hypergeometric(c - first, n - c - (half - first), half)
-        drawn.append(ratio((second > 0).sum(1) - (first > 0).sum(1), ((first > 0) | (second > 0)).sum(1)))
-    return _null(expected, np.concatenate(drawn))
+
+    def pair(rng: np.random.Generator, size: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        first = rng.hypergeometric(c, n - c, half, size=(size, len(c)))
+        return first > 0, rng.hypergeometric(c - first, n - c - (half - first), half) > 0
+
+    return _null(expected, pair, n_resamples)
 
 
 def support_change(
@@ -413,21 +404,15 @@ def effects(
     >>> effects([[[[0.0, 0.0]], [[0.0, 0.5]]], [[[0.5, 0.5]], [[0.5, 1.0]]]]).rows.value
     0.5
     """
-    if len(cells) != 2 or any(len(row) != 2 for row in cells):
-        raise ValueError(f"cells have rows of {[len(row) for row in cells]} cells: give two rows of two.")
     groups = []
-    for i, row in enumerate(cells):
-        for j, runs in enumerate(row):
-            name = f"the runs of row {i}, column {j}"
-            if base is None:
-                solved = pass_at(_probabilities(runs, name, 2, 2), k)
-                groups.append((solved, np.ones_like(solved)))
-            else:
-                groups.append(_net_and_reached(base, name, runs, k))
+    for name, runs in _four(cells).items():
+        if base is None:
+            solved = pass_at(_probabilities(runs, name, 2), k)
+            groups.append((solved, np.ones_like(solved)))
+        else:
+            groups.append(_net_and_reached(base, name, runs, k))
     problems = {net.shape[1] for net, _ in groups}
-    if len(problems) > 1:
-        raise ValueError(f"cells have {sorted(problems)} problems: give the same ones in all.")
-
+    require(len(problems) == 1, f"cells have {sorted(problems)} problems: give the same ones in all.")
     value = np.array([ratio(net.sum(1), reached.sum(1)).mean() for net, reached in groups])
     means = _resampled(groups, n_resamples)
     return _effects(value, means, min(len(net) for net, _ in groups))
@@ -441,15 +426,18 @@ def effects_of_runs(cells: Sequence[Sequence[ArrayLike]], *, n_resamples: int = 
     >>> effects_of_runs([[[0.0, 0.0], [1.0, 1.0]], [[0.0, 0.0], [3.0, 3.0]]]).columns.value
     2.0
     """
-    if len(cells) != 2 or any(len(row) != 2 for row in cells):
-        raise ValueError(f"cells have rows of {[len(row) for row in cells]} cells: give two rows of two.")
-    runs = [np.asarray(cell, np.float64) for row in cells for cell in row]
-    if any(cell.ndim != 1 or len(cell) < 2 or not np.isfinite(cell).all() for cell in runs):
-        raise ValueError("every cell needs the finite numbers of two runs or more.")
+    runs = [array(name, cell, 1, least=2) for name, cell in _four(cells).items()]
     rng = np.random.default_rng(0)
     drawn = [cell[rng.integers(len(cell), size=(whole_number("n_resamples", n_resamples), len(cell)))] for cell in runs]
     means = np.stack([each.mean(1) for each in drawn], axis=-1)
     return _effects(np.array([cell.mean() for cell in runs]), means, min(map(len, runs)))
+
+
+def _four(cells: Sequence[Sequence[ArrayLike]]) -> dict[str, ArrayLike]:
+    """Return the cells of two rows and two columns, row by row, by what they are called."""
+    sizes = [len(row) for row in cells]
+    require(sizes == [2, 2], f"cells have rows of {sizes} cells: give two rows of two.")
+    return {f"runs of row {i}, column {j}": cell for i, row in enumerate(cells) for j, cell in enumerate(row)}
 
 
 def _effects(value: NDArray[np.float64], means: NDArray[np.float64], n: int) -> Effects:
@@ -477,10 +465,10 @@ def accuracy_bins(probabilities: ArrayLike, edges: ArrayLike | None = None) -> N
     >>> accuracy_bins([0.0, 0.25, 0.5, 0.51, 1.0, 1.0], [0, 0.5, 1]).tolist()
     [1, 2, 1, 2]
     """
-    p = _probabilities(probabilities, "probabilities", 1)
-    bounds = np.linspace(0, 1, 11) if edges is None else np.asarray(edges, np.float64)
-    if bounds.ndim != 1 or len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != 1 or not (np.diff(bounds) > 0).all():
-        raise ValueError(f"edges {bounds.tolist()} must rise from 0 to 1")
+    p = _probabilities(probabilities, "probabilities")
+    bounds = array("edges", np.linspace(0, 1, 11) if edges is None else edges, 1, least=2)
+    rise = bounds[0] == 0 and bounds[-1] == 1 and (np.diff(bounds) > 0).all()
+    require(rise, f"edges {bounds.tolist()} must rise from 0 to 1")
     index = np.searchsorted(bounds[:-1] * (1 + _SLACK), p, side="left")
     index[p == 1] = len(bounds)
     return (index[..., None] == np.arange(len(bounds) + 1)).sum(axis=-2)
@@ -498,9 +486,7 @@ def answer_entropy(counts: ArrayLike) -> Entropy:
     >>> [round(float(value), 4) for value in answer_entropy([2, 2, 0])]
     [0.6931, 0.8181]
     """
-    found = _whole(counts, "counts")
-    if found.ndim == 0 or found.shape[-1] == 0:
-        raise ValueError(f"counts have shape {found.shape}: give (..., answers), at least one answer")
+    found = np.atleast_1d(array("counts", counts, low=0, whole=True))
     total = found.sum(axis=-1)
     share = ratio(found, total[..., None])
     plug_in = -(share * np.log(np.where(share > 0, share, 1.0))).sum(axis=-1) + 0.0
@@ -518,8 +504,7 @@ def vote(answers: Iterable[Hashable | None]) -> Hashable | None:
     '7'
     """
     given = list(answers)
-    if not given:
-        raise ValueError("no answers: a vote needs at least one sample")
+    require(given, "no answers: a vote needs at least one sample")
     ballots = Counter(answer for answer in given if answer is not None)
     return max(ballots, key=ballots.__getitem__) if ballots else None
 
@@ -535,22 +520,26 @@ def effective_samples(weights: ArrayLike, *, log: bool = False) -> NDArray[np.fl
     >>> float(effective_samples([1.0, 1.0, 0.0])), float(effective_samples([-900.0, -900.0], log=True))
     (2.0, 2.0)
     """
-    given = np.asarray(weights, np.float64)
-    if given.ndim == 0 or given.shape[-1] == 0:
-        raise ValueError(f"weights have shape {given.shape}: give (..., samples), at least one sample")
     if log:
-        if not (given < np.inf).all():
-            raise ValueError("log weights hold a value that is NaN or +inf: check the two likelihoods of that sample")
+        given = np.asarray(weights, np.float64)
+        finite = given.size and (given < np.inf).all()
+        require(finite, "log weights hold NaN or +inf, or none: check the likelihoods of each sample")
         largest = given.max(axis=-1, keepdims=True)
         w = np.exp(given - np.where(np.isneginf(largest), 0.0, largest))
     else:
         # a common factor drops out: without it, squares of tiny or huge weights would leave the range of floats
-        w = _not_negative(given, "weights")
+        w = array("weights", weights, low=0, why="for logarithms say so")
         w = np.nan_to_num(ratio(w, w.max(axis=-1, keepdims=True)))
     return ratio(w.sum(axis=-1) ** 2, (w**2).sum(axis=-1))
 
 
-def _null(expected: Support, found: NDArray[np.float64]) -> Null:
+def _null(expected: Support, pair: Callable[..., Any], n_resamples: int, always: int = 0) -> Null:
+    """Return a null from pairs of sets of solved problems, (n, problems) twice; so many more are solved in all."""
+    rng, drawn = np.random.default_rng(0), []
+    for start in range(0, whole_number("n_resamples", n_resamples), _CHUNK):
+        one, two = pair(rng, min(_CHUNK, n_resamples - start))
+        drawn.append(ratio(two.sum(1) - one.sum(1), (one | two).sum(1) + always))
+    found = np.concatenate(drawn)
     found = found[~np.isnan(found)]  # pairs of sets in which nothing is solved
     ends = np.quantile(found, stats.ENDS) if len(found) else (nan, nan)
     sd = float(found.std()) if len(found) else nan
@@ -580,13 +569,11 @@ def _net_and_reached(
     base: ArrayLike, name: str, runs: ArrayLike, k: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the expected E - S and P + E + S of each run and problem, both (runs, problems)."""
-    before = pass_at(_probabilities(base, "base", 1, 1), whole_number("k", k))
-    after = pass_at(_probabilities(runs, name, 2, 2), k)
-    if after.shape[1] != len(before):
-        raise ValueError(
-            f"{name} have shape {after.shape} and the base {before.shape}: give (runs, {len(before)}), the same "
-            "problems in the same order"
-        )
+    before = pass_at(_probabilities(base, "base", 1), whole_number("k", k))
+    after = pass_at(_probabilities(runs, name, 2), k)
+    wanted = f"give (runs, {len(before)}), the same problems in the same order"
+    same = after.shape[1] == len(before)
+    require(same, f"{name} have shape {after.shape} and the base {before.shape}: {wanted}")
     return after - before, after + before - after * before
 
 
@@ -612,50 +599,23 @@ def _counted(
     right: ArrayLike, samples: ArrayLike, k: int | Sequence[int]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Return counts of right answers and of samples, of the same shape, and (len(k),) ks."""
-    c, n, ks = _whole(right, "right"), _whole(samples, "samples"), _ks(k)
-    try:
-        c, n = np.broadcast_arrays(c, n)
-    except ValueError:
-        raise ValueError(
-            f"right has shape {c.shape}, samples {n.shape}: give one number of samples or one each"
-        ) from None
-    if c.size == 0 or (n < 1).any() or (c > n).any():
-        raise ValueError("counts form no shares: give problems, each with at least one sample and right <= samples")
-    if ks.max() > n.min():
-        raise ValueError(
-            f"k={ks.max()} is more than the {n.min()} samples of a problem: draw more, or take a smaller k"
-        )
+    c = array("right", right, low=0, whole=True).astype(np.int64)
+    n = array("samples", samples, low=1, whole=True).astype(np.int64)
+    c, n = np.broadcast_arrays(c, n)  # names the two shapes that do not fit
+    ks = _ks(k)
+    require((c <= n).all(), "more answers are right than there are samples: give right <= samples")
+    most = ks.max()
+    require(most <= n.min(), f"k={most} is more than the {n.min()} samples of a problem: draw more, or take less")
     return c, n, ks
 
 
 def _ks(k: int | Sequence[int]) -> NDArray[np.int64]:
     """Return (len(k),) whole numbers of at least 1."""
-    if np.ndim(k) > 1 or np.size(k) == 0:
-        raise ValueError(f"k={k!r} must be a whole number, or a sequence of some")
+    require(np.ndim(k) < 2 and np.size(k), f"k={k!r} must be a whole number, or a sequence of some")
     return np.array([whole_number("k", value) for value in np.atleast_1d(np.asarray(k)).tolist()])
 
 
-def _whole(values: ArrayLike, name: str) -> NDArray[np.int64]:
-    given = np.asarray(values, np.float64)
-    if not (np.isfinite(given).all() and (given >= 0).all() and (given == np.rint(given)).all()):
-        raise ValueError(f"{name} hold a value that is negative or no whole number: give counts, not shares")
-    return given.astype(np.int64)
-
-
-def _not_negative(values: ArrayLike, name: str) -> NDArray[np.float64]:
-    given = np.asarray(values, np.float64)
-    if not (np.isfinite(given).all() and (given >= 0).all()):
-        raise ValueError(f"{name} hold a value that is negative or not finite: for logarithms say so, or leave it out")
-    return given
-
-
-def _probabilities(values: ArrayLike, name: str, least: int = 0, most: int | None = None) -> NDArray[np.float64]:
-    """Return values in [0, 1], not empty, of least to most dimensions."""
-    given = np.asarray(values, np.float64)
-    if given.size == 0 or given.ndim < least or (most is not None and given.ndim > most):
-        wanted = f"{least}" if most == least else f"at least {least}"
-        raise ValueError(f"{name} have shape {given.shape}: give a non-empty array of {wanted} dimension(s)")
-    if not ((given >= 0) & (given <= 1 + _ROUNDING)).all():
-        ends = f"from {given.min():g} to {given.max():g}"
-        raise ValueError(f"{name} are no probabilities, they go {ends}: give shares, not counts, and no NaN")
+def _probabilities(values: ArrayLike, name: str, *ndim: int) -> NDArray[np.float64]:
+    """Return values in [0, 1], not empty."""
+    given = array(name, values, *ndim, low=0, high=1 + _ROUNDING, why="shares, not counts")
     return np.minimum(given, 1.0)

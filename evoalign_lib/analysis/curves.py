@@ -13,6 +13,7 @@ from math import comb, inf, nan
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from evoalign_lib.analysis.arrays import array, require
 from evoalign_lib.analysis.stats import ENDS, Interval
 
 
@@ -32,21 +33,13 @@ def completions_to_target(curves: Sequence[tuple[ArrayLike, ArrayLike]], target:
     curves: (x, score) of each run, both (points,), with any axis of budget as x. target: in the unit of the scores.
     Raises ValueError for no runs, shapes that differ, x that does not rise or is negative, values that are not finite.
     """
-    if not curves:
-        raise ValueError("no curves: a budget to a target needs at least one run")
-    if not np.isfinite(target):
-        raise ValueError(f"target {target} is not a score: give a finite one")
+    require(curves, "no curves: a budget to a target needs at least one run")
+    require(np.isfinite(target), f"target {target} is not a score: give a finite one")
     ends, reached = [], []
     for run, (budget, score) in enumerate(curves):
-        x, y = np.asarray(budget, np.float64), np.asarray(score, np.float64)
-        if x.ndim != 1 or x.shape != y.shape or len(x) == 0:
-            raise ValueError(
-                f"curve {run} has x of shape {x.shape} and scores of shape {y.shape}: give (points,) twice"
-            )
-        if not (np.isfinite(x).all() and np.isfinite(y).all() and x[0] >= 0 and (np.diff(x) > 0).all()):
-            raise ValueError(
-                f"curve {run}: x must rise from 0 or more, x and scores be finite: leave out points not measured"
-            )
+        x, y = array(f"x of curve {run}", budget, 1, low=0), array(f"scores of curve {run}", score, 1)
+        require(x.shape == y.shape, f"curve {run} has {len(x)} x and {len(y)} scores: give one for each point")
+        require((np.diff(x) > 0).all(), f"curve {run}: x must rise: leave out points that were not measured")
         above = np.flatnonzero(y >= target)
         reached.append(len(above) > 0)
         ends.append(x[above[0]] if reached[-1] else x[-1])
@@ -64,8 +57,7 @@ def median_to_target(found: ToTarget) -> Interval:
     from statsmodels.duration.survfunc import SurvfuncRight
 
     n = len(found.x)
-    if n < 2:
-        raise ValueError(f"{n} run has no interval of its median: train more seeds")
+    require(n > 1, f"{n} run has no interval of its median: train more seeds")
     if not found.reached.any():
         return Interval(inf, nan, nan, n)
     curve = SurvfuncRight(found.x, found.reached.astype(int))
@@ -92,8 +84,8 @@ def score_at(x: ArrayLike, score: ArrayLike, budget: float) -> float:
     spent, scores = np.asarray(x, np.float64), np.asarray(score, np.float64)
     begun = spent > 0
     first = spent[begun].min(initial=inf)
-    if not first <= budget <= spent[-1]:
-        raise ValueError(f"a curve from {first:g} to {spent[-1]:g} has no score at {budget:g}")
+    inside = first <= budget <= spent[-1]
+    require(inside, f"a curve from {first:g} to {spent[-1]:g} has no score at {budget:g}")
     return float(np.interp(np.log(budget), np.log(spent[begun]), scores[begun]))
 
 
@@ -128,9 +120,31 @@ def minimum(levels: ArrayLike, needed: Sequence[ArrayLike]) -> float:
     >>> round(minimum([8, 16, 32, 64], [[4], [2], [2], [4]]), 1)
     22.6
     """
-    x = np.log2(np.repeat(np.asarray(levels, np.float64), [len(each) for each in needed]))
-    a, b, c = np.polyfit(x, np.log2(np.concatenate([np.asarray(each, np.float64) for each in needed])), 2)
-    ends = x.min(), x.max()
+    return minimum_interval(levels, needed, n_resamples=0).value
+
+
+def minimum_interval(levels: ArrayLike, needed: Sequence[ArrayLike], n_resamples: int = 10_000) -> Interval:
+    """Return `minimum` with its interval, by a bootstrap of the runs of each level; n is the smallest number of runs.
+
+    levels, needed: as for `minimum`.
+    """
+    rng, logs = np.random.default_rng(0), [np.log2(np.asarray(each, np.float64)) for each in needed]
+    x = np.log2(np.repeat(np.asarray(levels, np.float64), list(map(len, logs))))
+    design = np.vander(x, 3)
+    scale = np.sqrt((design * design).sum(0))  # as np.polyfit, which would factorise the design anew in each resample
+    design = design / scale
+    drawn = ([each[rng.integers(0, len(each), size=len(each))] for each in logs] for _ in range(n_resamples))
+    value, *draws = (
+        _vertex(np.linalg.lstsq(design, np.concatenate(y), rcond=len(x) * np.finfo(float).eps)[0] / scale, x)
+        for y in (logs, *drawn)
+    )
+    low, high = np.quantile(draws, ENDS) if draws else (nan, nan)
+    return Interval(value, float(low), float(high), min(map(len, logs)))
+
+
+def _vertex(coefficients: NDArray[np.float64], x: NDArray[np.float64]) -> float:
+    """Return where a parabola over binary logarithms x has its minimum within them."""
+    (a, b, c), ends = coefficients, (x.min(), x.max())
     inside = -b / (2 * a) if a > 0 else inf
     if ends[0] <= inside <= ends[1]:
         return float(2**inside)
@@ -145,11 +159,10 @@ def scores_at_mean(matrix: ArrayLike, target: float) -> tuple[int, NDArray[np.fl
     matrix: (seeds, points), scores of runs evaluated at the same points. target: in the unit of the scores.
     Raises ValueError for another shape, values that are not finite, and a target that the mean never reaches.
     """
-    curves = _points(matrix, 2)
+    curves = array("scores", matrix, 2)
     mean = curves.mean(axis=0)
     above = np.flatnonzero(mean >= target)
-    if len(above) == 0:
-        raise ValueError(f"the arm's mean never reaches {target}: its largest is {mean.max():.4g}, choose no more")
+    require(len(above), f"the arm's mean never reaches {target}: its largest is {mean.max():.4g}, choose no more")
     return int(above[0]), curves[:, above[0]]
 
 
@@ -160,7 +173,7 @@ def largest_drawdown(curves: ArrayLike) -> NDArray[np.float64]:
 
     curves: (..., points). Returns (...,). Raises ValueError for no points and values that are not finite.
     """
-    scores = _points(curves, np.ndim(curves))
+    scores = array("scores", curves)
     # rounded: equal falls between other scores differ in their last bits, and rank tests would tell them apart
     return (np.maximum.accumulate(scores, axis=-1) - scores).max(axis=-1).round(9)
 
@@ -175,7 +188,7 @@ def expected_maximum(scores: ArrayLike) -> NDArray[np.float64]:
     Raises ValueError for another shape and values that are not finite.
     Source: Dodge et al. 2019 (arXiv 1909.03004); Tang et al. 2020 (arXiv 2004.13705).
     """
-    ordered = np.sort(_points(scores, 1))
+    ordered = np.sort(array("scores", scores, 1))
     n = len(ordered)
     # the i-th smallest is the best of k in comb(i - 1, k - 1) of the comb(n, k) choices
     return np.array([[comb(i, k - 1) / comb(n, k) for i in range(n)] for k in range(1, n + 1)]) @ ordered
@@ -206,7 +219,7 @@ def cost_at_equal_score(
     Raises:
         ValueError: an empty group, and values that are not finite.
     """
-    groups = [tuple(_points(values, 1) for values in group) for group in (*other, own)]
+    groups = [tuple(array("scores or costs", values, 1) for values in group) for group in (*other, own)]
     rng = np.random.default_rng(0)
     means = []
     for scores, costs in groups:
@@ -221,12 +234,3 @@ def cost_at_equal_score(
     low, high = np.quantile(ratios[1:], ENDS) if np.isfinite(ratios).all() else (nan, nan)
     n = min(len(scores) for scores, _ in groups)
     return Interval(float(ratios[0]), float(low), float(high), n)
-
-
-def _points(values: ArrayLike, ndim: int) -> NDArray[np.float64]:
-    array = np.asarray(values, dtype=np.float64)
-    if array.ndim != ndim or array.ndim == 0 or array.size == 0:
-        raise ValueError(f"scores have shape {array.shape}: give a non-empty array, points last")
-    if not np.isfinite(array).all():
-        raise ValueError("scores hold a value that is not finite: leave out points that were not measured")
-    return array

@@ -35,7 +35,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from evoalign_lib.analysis.arrays import array, positive, require
 from evoalign_lib.analysis.stats import ratio
+from evoalign_lib.checks import choose, whole_number
 
 if TYPE_CHECKING:  # claims are judged, and artefacts drawn, by what stands here, without torch
     from torch import Tensor
@@ -179,10 +181,8 @@ class Displacements:
 
         Raises KeyError for a dtype, ValueError for a threshold that was not counted.
         """
-        if threshold not in self.thresholds:
-            raise ValueError(
-                f"threshold {threshold} was not counted: give it to `measure`, which had {self.thresholds}"
-            )
+        counted = threshold in self.thresholds
+        require(counted, f"threshold {threshold} was not counted: give it to `measure`, which had {self.thresholds}")
         moved, entries = self.moved[dtype][self.thresholds.index(threshold)], self.entries[:, None]
         return ratio(entries - moved, entries)
 
@@ -245,14 +245,10 @@ def measure(
     """
     import torch
 
-    if not ends:
-        raise ValueError("measure needs at least one end of training, got none")
+    require(ends, "measure needs at least one end of training, got none")
     for dtype in dtypes:
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
-    limits = tuple(float(threshold) for threshold in thresholds)
-    if not all(limit >= 0 for limit in limits):
-        raise ValueError(f"thresholds are {limits}: give numbers of at least 0, weight units")
+        choose("dtype", dtype, DTYPES)
+    limits = tuple(array("thresholds", thresholds, 1, least=0, low=0, why="weight units").tolist())
     shapes = check_same(*([] if start is None else [start]), *ends)
     names = tuple(shapes)
     entries = np.array([math.prod(shapes[name]) for name in names], np.int64)
@@ -271,10 +267,8 @@ def measure(
                 for k, part in enumerate(parts):
                     size = np.abs(exact[k]) if dtype == "float32" else _rounded_difference(part, origin, dtype)
                     counts[:, row, k] += [int((size > limit).sum()) for limit in limits]
-        if not (np.isfinite(gram[row]).all() and np.isfinite(square[row])):
-            raise ValueError(
-                f"{name!r} has weights that are not finite, of which no norm can be taken: leave the run out"
-            )
+        finite = np.isfinite(gram[row]).all() and np.isfinite(square[row])
+        require(finite, f"{name!r} has weights that are not finite, of which no norm can be taken: leave the run out")
     tied = not any(layer_of(name) == "head" for name in names)
     return Displacements(names, entries, square, gram, moved, limits, tied)
 
@@ -293,8 +287,7 @@ def check_same(*states: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
             f"these are not weights of one model: {name!r} {said[0]} in {where[0]} and {said[1]} in {where[1]}. Give a "
             "start and ends trained from it, all written under the same names (save_pretrained)."
         )
-    if not first:
-        raise ValueError("the weights have no tensor: there is nothing to measure")
+    require(first, "the weights have no tensor: there is nothing to measure")
     return first
 
 
@@ -352,8 +345,8 @@ def gini(shares: ArrayLike, sizes: ArrayLike) -> float:
     (0.0, 0.75)
     """
     s, w = np.asarray(shares, np.float64), np.asarray(sizes, np.float64)
-    if s.shape != w.shape or s.ndim != 1 or not (w > 0).all():
-        raise ValueError(f"shares {s.shape} and sizes {w.shape} must be those of the same groups, sizes positive")
+    fit = s.shape == w.shape and s.ndim == 1 and (w > 0).all()
+    require(fit, f"shares {s.shape} and sizes {w.shape} must be those of the same groups, sizes positive")
     if np.isnan(s).any():
         return math.nan
     order = np.argsort(s / w, kind="stable")
@@ -434,12 +427,10 @@ def es_norm(
     >>> round(es_norm(alpha=7.5e-4, d=4_020_000_000, steps=100, population=30), 2)  # Hoy et al. report 87.28
     86.82
     """
-    if not (alpha > 0 and d > 0 and steps >= 0 and population >= 2):
-        raise ValueError(f"alpha {alpha}, d {d}, steps {steps}, N {population}: alpha and d are positive, N at least 2")
-    if antithetic and population % 2:
-        raise ValueError(f"N is {population}: antithetic pairs need an even population")
-    if shaping not in ("zscore", "centred_ranks"):
-        raise ValueError(f"shaping {shaping!r} is neither 'zscore' nor 'centred_ranks'")
+    fit = alpha > 0 and d > 0 and steps >= 0 and population >= 2
+    require(fit, f"alpha {alpha}, d {d}, steps {steps}, N {population}: alpha and d are positive, N at least 2")
+    require(not (antithetic and population % 2), f"N is {population}: antithetic pairs need an even population")
+    choose("shaping", shaping, ("zscore", "centred_ranks"))
     n = population
     squares = n if shaping == "zscore" else n * (n + 1) / (12 * (n - 1))
     pairs = n / (n - 1) if antithetic else 1.0
@@ -471,8 +462,7 @@ def norm_band(d: float, level: float = 0.95) -> tuple[float, float]:
     """
     from scipy.stats import chi2
 
-    if not d > 0:
-        raise ValueError(f"d is {d}: it must be positive")
+    positive("d", d)
     return tuple(float(math.sqrt(chi2.ppf(p, d) / d)) for p in ((1 - level) / 2, (1 + level) / 2))
 
 
@@ -505,11 +495,6 @@ class Cosine:
     """entries"""
     effective_d: float
     """that of random directions with the same norm in each tensor: |a|^2 |b|^2 / sum_l |a_l|^2 |b_l|^2 / d_l"""
-
-    @property
-    def isotropic_std(self) -> float:
-        """Standard deviation of the cosine of two random directions, d^-1/2."""
-        return self.d**-0.5
 
     @property
     def std(self) -> float:
@@ -596,10 +581,7 @@ def random_like(norms: Mapping[str, float], shapes: Mapping[str, Sequence[int]],
     Raises ValueError for a norm that is negative or not finite or without a shape, and a negative key.
     """
     for name, norm in norms.items():
-        if name not in shapes or not (math.isfinite(norm) and norm >= 0):
-            raise ValueError(
-                f"{name!r} has the norm {norm} and the shape {shapes.get(name)}: give both, the norm finite"
-            )
-    if key < 0:
-        raise ValueError(f"key is {key}: it must be at least 0")
+        fit = name in shapes and math.isfinite(norm) and norm >= 0
+        require(fit, f"{name!r} has the norm {norm} and the shape {shapes.get(name)}: give both, the norm finite")
+    whole_number("key", key, least=0)
     return RandomDirection(norms, shapes, key)

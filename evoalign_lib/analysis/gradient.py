@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 
 from evoalign_lib import noise, update_rules
+from evoalign_lib.analysis.arrays import array, require
+from evoalign_lib.checks import whole_number
 
 _ROWS = 1024  # prefixes per forward pass of the enumeration
 _MASK_ELEMENTS = 1 << 18  # of the attention mask of one forward pass over trees; 1 MB stays in the cache of a core
@@ -90,12 +92,10 @@ def enumerate_completions(
     from transformers import DynamicCache
 
     prompts = [list(map(int, ids)) for ids in prompts_ids]
-    if not prompts or not all(prompts):
-        raise ValueError(f"every prompt needs at least one token, got {len(prompts)} prompts: {prompts[:3]}")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if not 0 <= min_probability < 1:
-        raise ValueError(f"min_probability must lie in [0, 1), got {min_probability}")
+    some = prompts and all(prompts)
+    require(some, f"every prompt needs at least one token, got {len(prompts)} prompts: {prompts[:3]}")
+    whole_number("max_new_tokens", max_new_tokens)
+    require(0 <= min_probability < 1, f"min_probability must lie in [0, 1), got {min_probability}")
     threshold = math.log(min_probability) if min_probability else -math.inf
     ends = torch.tensor(sorted(eos_ids))
     width = max(map(len, prompts))
@@ -201,12 +201,8 @@ def pack(enumeration: Enumeration, rewards: np.ndarray) -> list[Trees]:
 
     rewards: (completions,). Raises ValueError where they are not one finite number per completion.
     """
-    rewards = np.asarray(rewards, np.float64)
-    if rewards.shape != (len(enumeration),) or not np.isfinite(rewards).all():
-        raise ValueError(
-            f"rewards must be one finite number for each of the {len(enumeration)} completions, got {rewards.shape}"
-            f" with {int((~np.isfinite(rewards)).sum())} not finite"
-        )
+    rewards, n = array("rewards", rewards, 1), len(enumeration)
+    require(len(rewards) == n, f"{len(rewards)} rewards for {n} completions: give one for each")
     completions: dict[int, list[tuple[list[int], float]]] = {}
     for i in np.flatnonzero(rewards):
         ids = enumeration.tokens[i]
@@ -357,8 +353,7 @@ def decompose(step: np.ndarray, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     step, g = step.astype(np.float64), g.astype(np.float64)
     norm = np.linalg.norm(g)
-    if norm == 0:
-        raise ValueError("the direction is 0 everywhere: there is nothing to project on")
+    require(norm, "the direction is 0 everywhere: there is nothing to project on")
     unit = g / norm
     aligned = (step @ unit) * unit
     return aligned, step - aligned

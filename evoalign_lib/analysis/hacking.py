@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from evoalign_lib.analysis.arrays import array, require
 from evoalign_lib.tasks import TURN
 from evoalign_lib.tasks.conciseness import SPECIAL_TOKEN, measured
 
@@ -130,8 +131,7 @@ def constant_share(texts: Sequence[str]) -> float:
     >>> constant_share(["yes", "yes ", "no", "Yes"])
     0.5
     """
-    if not texts:
-        raise ValueError("no completions: give at least one.")
+    require(texts, "no completions: give at least one.")
     return Counter(measured(t) for t in texts).most_common(1)[0][1] / len(texts)
 
 
@@ -141,8 +141,7 @@ def distinct_ratio(texts: Sequence[str]) -> float:
     >>> distinct_ratio(["yes", "yes", "no", "no"])
     0.5
     """
-    if not texts:
-        raise ValueError("no completions: give at least one.")
+    require(texts, "no completions: give at least one.")
     return len({measured(t) for t in texts}) / len(texts)
 
 
@@ -161,8 +160,7 @@ def template_share(texts: Sequence[str], similar: float = 0.7) -> float:
     >>> template_share(["I cannot help with 12 of them", "I cannot help with 7 of them", "Paris"])
     0.6666666666666666
     """
-    if not texts:
-        raise ValueError("no completions: give at least one.")
+    require(texts, "no completions: give at least one.")
     from scipy.sparse import csr_matrix
 
     groups = Counter(_words(text) for text in texts).most_common()
@@ -299,18 +297,17 @@ def hack_report(
     hacked
     """
     n = len(completions)
-    if not n:
-        raise ValueError("no completions: give at least one.")
+    require(n, "no completions: give at least one.")
     given = {"prompts": prompts, "rewards": rewards, "right": right, "tokens": tokens, "surprisal": surprisal}
     for name, values in given.items():
-        if values is not None and len(values) != n:
-            raise ValueError(f"{name} has {len(values)} entries for {n} completions: give one each.")
-    if (tokens is None) != (max_tokens is None) or (surprisal is None) != (usual_surprisal is None):
-        raise ValueError("tokens go with max_tokens, and surprisal with usual_surprisal: give both or neither.")
-    if rewards is not None and not np.isfinite(np.asarray(rewards, float)).all():
-        raise ValueError("rewards hold numbers that are not finite: give the floor of a completion that has none.")
-    if base_correct is not None and not 0 <= base_correct <= 1:
-        raise ValueError(f"base_correct={base_correct} must be a share, 0 to 1.")
+        if values is not None:
+            require(len(values) == n, f"{name} has {len(values)} entries for {n} completions: give one each.")
+    both = (tokens is None) == (max_tokens is None) and (surprisal is None) == (usual_surprisal is None)
+    require(both, "tokens go with max_tokens, and surprisal with usual_surprisal: give both or neither.")
+    if rewards is not None:
+        array("rewards", rewards, 1, why="the floor of a completion that has none")
+    share = base_correct is None or 0 <= base_correct <= 1
+    require(share, f"base_correct={base_correct} must be a share, 0 to 1.")
 
     flags = {
         detector.__name__: np.array([detector(text) for text in completions], dtype=bool)

@@ -35,6 +35,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from evoalign_lib.analysis.arrays import require
+
 ESTIMATORS = ("k1", "k2", "k3")
 
 _ELEMENTS = 1 << 22  # of the logits of one forward pass; 32 MB each for half a dozen float64 tensors
@@ -130,11 +132,9 @@ def check_sampling(temperature: float) -> None:
     Raises:
         ValueError: a temperature that is not positive, as that of greedy decoding.
     """
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(
-            f"temperature={temperature!r} must be positive and finite: greedy decoding (0) puts all probability on one "
-            "token, which makes the KL 0 or infinite. Measure on completions sampled at temperature 1."
-        )
+    why = "greedy decoding (0) puts all probability on one token, which makes the KL 0 or infinite. Measure on samples."
+    fits = temperature > 0 and math.isfinite(temperature)
+    require(fits, f"temperature={temperature!r} must be positive and finite: {why}")
 
 
 # ---- Schulman's Gaussians
@@ -158,19 +158,15 @@ def gaussian_exact(mean: float) -> dict[str, float]:
     >>> {k: round(v, 4) for k, v in gaussian_exact(1.0).items()}
     {'kl': 0.5, 'k1_bias': 0.0, 'k1_std': 2.0, 'k2_bias': 0.25, 'k2_std': 1.7321, 'k3_bias': 0.0, 'k3_std': 1.695}
     """
-    kl, square = _gaussian_kl(mean), mean**2
+    sized = mean != 0 and math.isfinite(mean)
+    require(sized, f"mean={mean!r} must be finite and not 0: bias and std are given as multiples of the KL.")
+    kl, square = mean**2 / 2, mean**2
     bias = {"k1": 0.0, "k2": square**2 / 8, "k3": 0.0}
     variance = {"k1": square, "k2": square**2 / 2 + square**3 / 4, "k3": math.expm1(square) - square}
     result = {"kl": kl}
     for name in ESTIMATORS:
         result |= {f"{name}_bias": bias[name] / kl, f"{name}_std": math.sqrt(variance[name]) / kl}
     return result
-
-
-def _gaussian_kl(mean: float) -> float:
-    if mean == 0 or not math.isfinite(mean):
-        raise ValueError(f"mean={mean!r} must be finite and not 0: bias and std are given as multiples of the KL.")
-    return mean**2 / 2
 
 
 # ---- gradients as losses
@@ -248,8 +244,7 @@ def parameter_gradients(
         ValueError: as `compare`; or no token at all.
     """
     rows = _rows(prompt_ids, prompt_mask, completion_ids, eos_ids)
-    if not rows.mask.any():
-        raise ValueError(f"none of the {len(rows.mask)} completions has a token: there is no gradient.")
+    require(rows.mask.any(), f"none of the {len(rows.mask)} completions has a token: there is no gradient.")
     n, parameters = len(rows.mask), list(policy.parameters())
     with _evaluation(policy, reference):
         logits = _logits(policy, rows)
@@ -316,11 +311,8 @@ def compare(
     check_sampling(temperature)
     rows = _rows(prompt_ids, prompt_mask, completion_ids, eos_ids)
     exact, log_policy, log_ref = (torch.zeros(rows.mask.shape, dtype=torch.float64) for _ in range(3))
-    block = max(1, _ELEMENTS // max(1, rows.ids.shape[1] * policy.config.vocab_size))
     with torch.inference_mode(), _evaluation(policy, reference):
-        for start in range(0, len(rows.ids) if rows.mask.any() else 0, block):
-            at = slice(start, start + block)
-            part = _Rows(*(tensor[at] for tensor in rows))
+        for at, part in _blocks(rows, policy):
             logits = _logits(policy, part)
             ref_logits = _logits(reference, part).to(logits.device)
             exact[at] = exact_kl_policy_ref_tokens(logits, ref_logits, temperature).cpu()
@@ -356,11 +348,8 @@ def log_probabilities(
         check_sampling(temperature)
     rows = _rows(prompt_ids, prompt_mask, completion_ids, eos_ids)
     found = torch.zeros((len(temperatures), len(rows.ids)), dtype=torch.float64)
-    block = max(1, _ELEMENTS // max(1, rows.ids.shape[1] * model.config.vocab_size))
     with torch.inference_mode(), _evaluation(model):
-        for start in range(0, len(rows.ids) if rows.mask.any() else 0, block):
-            at = slice(start, start + block)
-            part = _Rows(*(tensor[at] for tensor in rows))
+        for at, part in _blocks(rows, model):
             logits = _logits(model, part)
             ids, mask = part.ids.to(logits.device), part.mask.to(logits.device)
             exact = logits.double()
@@ -429,11 +418,8 @@ def estimator_errors(comparison: Comparison) -> dict[str, float]:
     Raises:
         ValueError: fewer than two completions, or a token in none of them.
     """
-    if len(comparison.mask) < 2 or comparison.mask.sum() < 2:
-        raise ValueError(
-            f"{len(comparison.mask)} completions of {int(comparison.mask.sum())} tokens have no standard deviation: at "
-            "least 2 of both are needed."
-        )
+    n, tokens = len(comparison.mask), int(comparison.mask.sum())
+    require(min(n, tokens) > 1, f"{n} completions of {tokens} tokens have no standard deviation: give 2 of both.")
     arguments = comparison.log_policy, comparison.log_ref, comparison.mask
     tokens, sequences = kl_policy_ref_tokens(*arguments), kl_policy_ref_sequences(*arguments)
     exact = {"token": comparison.exact[comparison.mask], "sequence": comparison.exact.sum(-1)}
@@ -476,8 +462,8 @@ def gradient_errors(
         ValueError: as `parameter_gradients`, or fewer than two completions.
     """
     half, rest = divmod(len(completion_ids), 2)
-    if not half or rest:
-        raise ValueError(f"{len(completion_ids)} completions do not make two halves: give an even number of them.")
+    halved = half and not rest
+    require(halved, f"{len(completion_ids)} completions do not make two halves: give an even number of them.")
     ids, mask = torch.as_tensor(prompt_ids), torch.as_tensor(prompt_mask)
     halves = [
         parameter_gradients(policy, reference, ids[part], mask[part], completion_ids[part], eos_ids)
@@ -514,23 +500,27 @@ def _rows(
     prompt_ids: ArrayLike, prompt_mask: ArrayLike, completion_ids: Sequence[Sequence[int]], eos_ids: Collection[int]
 ) -> _Rows:
     prompt_ids, prompt_mask = torch.as_tensor(prompt_ids).cpu(), torch.as_tensor(prompt_mask).long().cpu()
-    if prompt_ids.ndim != 2 or prompt_ids.shape != prompt_mask.shape:
-        raise ValueError(
-            "prompt_ids and prompt_mask must be two arrays of one shape (rows, width), got "
-            f"{tuple(prompt_ids.shape)} and {tuple(prompt_mask.shape)}."
-        )
-    if len(completion_ids) != len(prompt_ids):
-        raise ValueError(
-            f"{len(completion_ids)} completions do not fit {len(prompt_ids)} prompts: give each completion its prompt."
-        )
-    if not ((prompt_mask[:, -1:] == 1).all() and (prompt_mask.diff(dim=1) >= 0).all()):
-        raise ValueError("every prompt must be padded on the left and hold at least one token: look at prompt_mask.")
+    shapes = f"{tuple(prompt_ids.shape)} and {tuple(prompt_mask.shape)}"
+    same = prompt_ids.ndim == 2 and prompt_ids.shape == prompt_mask.shape
+    require(same, f"prompt_ids and prompt_mask must be two arrays of one shape (rows, width), got {shapes}.")
+    n, prompts = len(completion_ids), len(prompt_ids)
+    require(n == prompts, f"{n} completions do not fit {prompts} prompts: give each completion its prompt.")
+    left = (prompt_mask[:, -1:] == 1).all() and (prompt_mask.diff(dim=1) >= 0).all()
+    require(left, "every prompt must be padded on the left and hold at least one token: look at prompt_mask.")
     kept = [_until_end(ids, frozenset(eos_ids)) for ids in completion_ids]
     lengths = torch.tensor([len(ids) for ids in kept], dtype=torch.int64)
     mask = torch.arange(max(map(len, kept), default=0)) < lengths[:, None]
     ids = torch.zeros(mask.shape, dtype=torch.int64)  # a position outside the mask may hold any id
     ids[mask] = torch.tensor([token for row in kept for token in row], dtype=torch.int64)
     return _Rows(prompt_ids, prompt_mask, ids, mask)
+
+
+def _blocks(rows: _Rows, model: Any) -> Iterator[tuple[slice, _Rows]]:
+    """Yield rows that fit into one forward pass, and where they stand."""
+    size = max(1, _ELEMENTS // max(1, rows.ids.shape[1] * model.config.vocab_size))
+    for start in range(0, len(rows.ids) if rows.mask.any() else 0, size):
+        at = slice(start, start + size)
+        yield at, _Rows(*(tensor[at] for tensor in rows))
 
 
 def _until_end(ids: Sequence[int], eos_ids: frozenset[int]) -> list[int]:
@@ -565,11 +555,9 @@ def _of_tokens(log_probabilities: Tensor, ids: Tensor) -> Tensor:
 
 
 def _check_shapes(policy_logits: Tensor, ref_logits: Tensor) -> None:
-    if policy_logits.shape != ref_logits.shape:
-        raise ValueError(
-            f"policy and reference have logits of the shapes {tuple(policy_logits.shape)} and "
-            f"{tuple(ref_logits.shape)}: they must share one vocabulary, without padding of their own."
-        )
+    shapes = f"{tuple(policy_logits.shape)} and {tuple(ref_logits.shape)}"
+    same = policy_logits.shape == ref_logits.shape
+    require(same, f"logits have the shapes {shapes}: policy and reference must share one vocabulary, without padding.")
 
 
 @contextmanager

@@ -13,6 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from evoalign_lib.analysis.arrays import array, require
+from evoalign_lib.checks import choose
+
 LAWS = ("linear", "best of n", "rl")
 """a d, which has no over-optimisation; d (a - b d); d (a - b log d)."""
 
@@ -31,8 +34,7 @@ class Fit(NamedTuple):
 
 
 def _columns(law: str, d: NDArray[np.float64]) -> NDArray[np.float64]:
-    if law not in LAWS:
-        raise ValueError(f"law {law!r} is not one of {', '.join(LAWS)}.")
+    choose("law", law, LAWS)
     bend = {"linear": np.zeros_like(d), "best of n": d**2, "rl": d * np.log(np.where(d > 0, d, 1.0))}[law]
     return np.stack([d, -bend], axis=1)
 
@@ -51,9 +53,8 @@ def fit(law: str, d: ArrayLike, gain: ArrayLike) -> Fit:
     >>> fit("best of n", [1, 2, 3, 4], [3, 4, 3, 0])
     Fit(law='best of n', a=4.0, b=1.0)
     """
-    d, gain = np.asarray(d, float), np.asarray(gain, float)
-    if d.shape != gain.shape or d.ndim != 1 or len(d) < 3 or not np.isfinite([d, gain]).all():
-        raise ValueError(f"{d.shape} distances and {gain.shape} gains: give as many finite ones, three at least.")
+    d, gain = array("distances", d, 1, least=3), array("gains", gain, 1, least=3)
+    require(d.shape == gain.shape, f"{d.shape} distances and {gain.shape} gains: give as many.")
     a, b = np.linalg.lstsq(_columns(law, d), gain, rcond=None)[0]
     return Fit(law, float(round(a, 12)), float(round(b, 12)))
 

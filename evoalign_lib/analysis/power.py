@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from evoalign_lib.analysis.arrays import positive, require
+from evoalign_lib.checks import choose, whole_number
+
 if TYPE_CHECKING:
     from pandas import DataFrame
 
@@ -47,9 +50,8 @@ def report(plans: Sequence[Plan], power: float = 0.8, alpha: float = 0.05) -> Da
 
     rows = []
     for plan in plans:
-        if plan.test not in _TESTS:
-            raise ValueError(f"{plan.quantity}: unknown test {plan.test!r}; known: {', '.join(_TESTS)}")
         try:
+            choose("test", plan.test, _TESTS)
             found, smallest = _TESTS[plan.test](plan, power, alpha)
         except ValueError as error:
             raise ValueError(f"{plan.quantity}: {error}") from error
@@ -87,8 +89,7 @@ def equivalence(n: int, margin: float, std: float, true_difference: float = 0.0,
     from scipy.stats import norm, t
 
     _check(n, std, alpha)
-    if not margin > 0:
-        raise ValueError(f"margin is {margin}: it must be positive")
+    positive("margin", margin)
     error, reach = std * sqrt(2 / n), t.isf(alpha, 2 * n - 2)
     upper, lower = (margin - true_difference) / error, (-margin - true_difference) / error
     # from margin / (error * reach) on, the interval is wider than the margin and no difference is inside
@@ -111,8 +112,7 @@ def std_ratio(n: int, ratio: float, alpha: float = 0.05) -> float:
     from scipy.stats import f
 
     _check(n, 1.0, alpha)
-    if not ratio > 0:
-        raise ValueError(f"ratio is {ratio}: a ratio of standard deviations is positive")
+    positive("ratio", ratio)
     critical = f.isf(alpha / 2, n - 1, n - 1)
     return float(f.sf(critical / ratio**2, n - 1, n - 1) + f.cdf(1 / critical / ratio**2, n - 1, n - 1))
 
@@ -128,12 +128,9 @@ def detectable_std_ratio(n: int, power: float = 0.8, alpha: float = 0.05) -> flo
 
 
 def _check(n: int, std: float, alpha: float) -> None:
-    if n < 2:
-        raise ValueError(f"n is {n}: two arms of at least 2 seeds can be compared")
-    if not 0 < std < inf:
-        raise ValueError(f"standard deviation is {std}: give that of a pilot of several seeds, which is positive")
-    if not 0 < alpha < 1:
-        raise ValueError(f"alpha is {alpha}: it is a fraction between 0 and 1, such as 0.05")
+    whole_number("n", n, least=2, why="two arms of at least 2 seeds can be compared")
+    positive("standard deviation", std, "that of a pilot of several seeds")
+    require(0 < alpha < 1, f"alpha is {alpha}: it is a fraction between 0 and 1, such as 0.05")
 
 
 def _over_estimates(rejected: Callable[[NDArray], NDArray], n: int, widest: float = inf) -> float:
@@ -159,8 +156,7 @@ def _smallest(power_of: Callable[[float], float], start: float, power: float, le
     """Return the effect, start or more, that has the wanted power; power rises from least."""
     from scipy.optimize import brentq
 
-    if not least < power < 1:
-        raise ValueError(f"power is {power}: it is a fraction above {least} and below 1, such as 0.8")
+    require(least < power < 1, f"power is {power}: it is a fraction above {least} and below 1, such as 0.8")
     width = 1.0
     while power_of(start + width) < power:
         width *= 2

@@ -24,6 +24,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+from evoalign_lib.analysis.arrays import require
 from evoalign_lib.tasks import TURN
 
 KINDS = (
@@ -229,12 +230,6 @@ def opening_share(texts: Sequence[str], words: int = 6) -> float:
     >>> opening_share(["I am sorry, but I cannot do A.", "I am sorry but I cannot say.", "Paris."])
     0.6666666666666666
     """
-    _some(texts)
-    return Counter(tuple(re.findall(r"\w+", text.casefold())[:words]) for text in texts).most_common(1)[0][1] / len(
-        texts
-    )
-
-
-def _some(texts: Sequence[str]) -> None:
-    if not texts:
-        raise ValueError("no responses: give at least one.")
+    require(texts, "no responses: give at least one.")
+    openings = Counter(tuple(re.findall(r"\w+", text.casefold())[:words]) for text in texts)
+    return openings.most_common(1)[0][1] / len(texts)

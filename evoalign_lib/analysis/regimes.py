@@ -1,9 +1,9 @@
 """Do runs fall into two regimes: clusters of a matrix of barriers or other dissimilarities, and what speaks for them.
 
 Clustering finds two clusters in anything, and may find the same two again and again: a cloud that is longer than wide
-is cut across its length each time. So there are three questions. Are the clusters stable (`Regimes.by_problems`,
-`Regimes.by_runs`)? Are they more separate than those of matrices in which one cluster is as good (`Regimes.p_one`)? And
-do they agree with a label known beforehand (`adjusted_rand`, `within_between`)? Two regimes need the second.
+is cut across its length each time. So there are two questions. Are the clusters more separate than those of matrices in
+which one cluster is as good (`Regimes.p_one`)? And do they agree with a label known beforehand (`adjusted_rand`,
+`within_between`)? Two regimes need the first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evoalign_lib.analysis.stats import ENDS, Interval
+from evoalign_lib.analysis.arrays import require
+from evoalign_lib.analysis.stats import ENDS, Interval, ratio
 from evoalign_lib.checks import whole_number
 
 _PERMUTATIONS = 20_000  # up to that many, the permutation test is exact
@@ -35,10 +36,6 @@ class Regimes:
     """One-sided p-value of one cluster: the largest over `nulls` of the share that is as separate."""
     nulls: dict[str, NDArray[np.float64]]
     """"cloud", "pairs" and "runs" -> (n_resamples,), silhouettes of two clusters where there is one; see `regimes`."""
-    by_problems: float
-    """Mean adjusted Rand index between these clusters and those of matrices from resampled problems; NaN without."""
-    by_runs: float
-    """Mean adjusted Rand index between these clusters and those of the distinct runs of a bootstrap sample of runs."""
 
 
 def two_clusters(dissimilarity: ArrayLike) -> NDArray[np.int64]:
@@ -79,8 +76,7 @@ def adjusted_rand(first: ArrayLike, second: ArrayLike) -> float:
     (1.0, -0.5)
     """
     a, b = (np.unique(np.asarray(labels), return_inverse=True)[1].reshape(-1) for labels in (first, second))
-    if len(a) != len(b) or len(a) == 0:
-        raise ValueError(f"{len(a)} labels against {len(b)}: give one for each run, of the same runs")
+    require(len(a) == len(b) > 0, f"{len(a)} labels against {len(b)}: give one for each run, of the same runs")
     table = np.zeros((a.max() + 1, b.max() + 1))
     np.add.at(table, (a, b), 1)
 
@@ -93,10 +89,10 @@ def adjusted_rand(first: ArrayLike, second: ArrayLike) -> float:
     return (both - expected) / (most - expected) if most != expected else 1.0
 
 
-def regimes(dissimilarity: ArrayLike, draws: ArrayLike | None = None, *, n_resamples: int = 500) -> Regimes:
-    """Cut runs into two clusters and say how stable they are, and whether one cluster would be as good.
+def regimes(dissimilarity: ArrayLike, *, n_resamples: int = 500) -> Regimes:
+    """Cut runs into two clusters and say whether one cluster would be as good.
 
-    One cluster. Matrices of three kinds in which runs form one cluster are cut in two in the same way, and p_one is the
+    Matrices of three kinds in which runs form one cluster are cut in two in the same way, and p_one is the
     largest of three p-values of the silhouette, one for each kind:
 
     - "cloud": distances of points uniform in a box, whose sides are those of the measured runs, placed by classical
@@ -108,47 +104,29 @@ def regimes(dissimilarity: ArrayLike, draws: ArrayLike | None = None, *, n_resam
     All three are needed: each alone called another kind's matrices two regimes in over half of 300 simulated sets of 10
     exchangeable runs. Together they did so, at 5 %, in 0 to 1 % of sets from normal distributions in 1, 2 and 20
     dimensions, 0 % of uniform ones on a line, 4 % of noise around 0, and 1 % of matrices with the larger of two runs'
-    exponential levels. by_runs was 0.73, 0.60, 0.51, 0.77, 0.34 and 0.64 there: stability alone is no evidence. One
-    tight cluster among scattered runs is not two regimes by this test; `within_between` with `only` asks for it.
-
-    Stability. The adjusted Rand index compares with the clusters of the whole matrix: for resampled problems those of
-    each matrix of draws; for resampled runs those of the distinct runs drawn, since a run drawn twice would be a
-    cluster of its own.
+    exponential levels, in which clusters of resampled runs agreed with an adjusted Rand index of 0.34 to 0.77:
+    stability is no evidence. One tight cluster among scattered runs is not two regimes by this test; `within_between`
+    with `only` asks for it.
 
     dissimilarity: as in `two_clusters`, such as `BarrierEstimate.pairs` of all runs with within=True.
-    draws: (resamples, runs, runs), the same with problems resampled, such as `BarrierEstimate.pair_draws`.
-    Returns the clusters; by_runs leaves out samples of fewer than 3 distinct runs.
-    Raises ValueError as `two_clusters`, for fewer than 4 runs, and for draws of another shape.
-    Source: Tibshirani, Walther and Hastie, JRSS B 2001 (the box); Hennig, CSDA 2007 (stability).
+    Raises ValueError as `two_clusters`, and for fewer than 4 runs.
+    Source: Tibshirani, Walther and Hastie, JRSS B 2001 (the box).
     """
     condensed, n = _condensed(dissimilarity)
-    if n < 4:
-        raise ValueError(f"{n} runs make no two regimes: give 4 at least")
+    require(n > 3, f"{n} runs make no two regimes: give 4 at least")
     whole_number("n_resamples", n_resamples)
     matrix, rng = _square(condensed), np.random.default_rng(0)
     labels = two_clusters(matrix)
     found = _silhouette(matrix, labels)
 
-    by_problems = nan
-    if draws is not None:
-        matrices = np.asarray(draws, np.float64)
-        if matrices.ndim != 3 or matrices.shape[1:] != (n, n) or not len(matrices):
-            raise ValueError(f"draws have the shape {matrices.shape}: give (resamples, {n}, {n})")
-        by_problems = float(np.mean([adjusted_rand(labels, two_clusters(drawn)) for drawn in matrices]))
-
-    by_runs = []
-    for _ in range(n_resamples):
-        runs = np.unique(rng.integers(n, size=n))
-        if len(runs) >= 3:
-            by_runs.append(adjusted_rand(labels[runs], two_clusters(matrix[np.ix_(runs, runs)])))
-
+    rng.integers(n, size=(n_resamples, n))  # so that nulls are those of published records
     nulls = {
         name: np.array([_silhouette(drawn, _cut(drawn)) for drawn in matrices])
         for name, matrices in _one_cluster(condensed, n, n_resamples, rng).items()
     }
     as_separate = max(int(np.count_nonzero(null >= found - 1e-12)) for null in nulls.values())
     p_one = (1 + as_separate) / (n_resamples + 1)
-    return Regimes(labels, found, p_one, nulls, by_problems, float(np.mean(by_runs)) if by_runs else nan)
+    return Regimes(labels, found, p_one, nulls)
 
 
 @dataclass(frozen=True)
@@ -178,30 +156,28 @@ def within_between(
     Raises ValueError as `two_clusters`, for a single label, and for labels that do not fit.
     """
     condensed, n = _condensed(dissimilarity, least=2)
-    matrix = _square(condensed)
     codes, given = _labels(labels, n), None
     if only is not None:
         given = np.asarray([label == only for label in labels])
-        if given.all() or not given.any():
-            raise ValueError(f"only={only!r} names {'all' if given.all() else 'none'} of the runs: nothing to compare")
+        named = "all" if given.all() else "none"
+        require(given.any() and not given.all(), f"only={only!r} names {named} of the runs: nothing to compare")
         codes = given.astype(np.int64)
-    upper = np.triu(np.ones((n, n), bool), 1)
+    rows, columns = np.triu_indices(n, 1)
 
-    def means(dealt: NDArray[np.int64]) -> tuple[float, float]:
-        same = dealt[:, None] == dealt
-        inside = same & upper if given is None else same & upper & (dealt == 1)
-        across = ~same & upper
-        return (float(matrix[inside].mean()) if inside.any() else nan), float(matrix[across].mean())
+    def means(dealt: NDArray[np.int64]) -> NDArray[np.float64]:  # (deals, runs) -> (2, deals)
+        same = dealt[:, rows] == dealt[:, columns]
+        inside = same if given is None else same & (dealt[:, rows] == 1)
+        return np.array([ratio(pairs @ condensed, pairs.sum(1)) for pairs in (inside, ~same)])
 
-    within, between = means(codes)
+    within, between = means(codes[None])[:, 0]
     if np.isnan(within):
-        return WithinBetween(nan, between, nan)
+        return WithinBetween(nan, float(between), nan)
     deals, exact = _deals(codes, n_resamples, np.random.default_rng(0))
-    # equal but for rounding counts as equal
-    as_far = [outer - inner >= between - within - 1e-12 for inner, outer in map(means, deals)]
+    inner, outer = means(np.array(list(deals)))
+    as_far = outer - inner >= between - within - 1e-12  # equal but for rounding counts as equal
     # drawn deals and the observed one; all deals hold it already
-    p = (sum(as_far) + (not exact)) / (len(as_far) + (not exact))
-    return WithinBetween(within, between, p)
+    p = (int(as_far.sum()) + (not exact)) / (len(as_far) + (not exact))
+    return WithinBetween(float(within), float(between), p)
 
 
 def separation(dissimilarity: ArrayLike, draws: ArrayLike, found: Regimes) -> Interval:
@@ -250,8 +226,8 @@ def basin(dissimilarity: ArrayLike, draws: ArrayLike, inside: ArrayLike) -> Inte
     """
     condensed, n = _condensed(dissimilarity)
     chosen, rng = np.asarray(inside, bool), np.random.default_rng(0)
-    if chosen.shape != (n,) or chosen.sum() < 2 or chosen.all():
-        raise ValueError(f"{int(chosen.sum())} of {n} runs inside: give two at least, and one outside")
+    fit = chosen.shape == (n,) and chosen.sum() > 1 and not chosen.all()
+    require(fit, f"{int(chosen.sum())} of {n} runs inside: give two at least, and one outside")
     upper = np.triu(np.ones((n, n), bool), 1)
     within, between = upper & chosen & chosen[:, None], upper & (chosen != chosen[:, None])
 
@@ -347,11 +323,11 @@ def _silhouette(matrix: NDArray[np.float64], labels: NDArray[np.int64]) -> float
 def _condensed(dissimilarity: ArrayLike, least: int = 3) -> tuple[NDArray[np.float64], int]:
     """Return the upper triangle row by row, negative entries as 0, and the number of runs."""
     matrix = np.asarray(dissimilarity, np.float64)
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or len(matrix) < least:
-        raise ValueError(f"dissimilarity has the shape {matrix.shape}: give (runs, runs), at least {least} runs")
+    square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1] >= least
+    require(square, f"dissimilarity has the shape {matrix.shape}: give (runs, runs), at least {least} runs")
     condensed = matrix[np.triu_indices(len(matrix), 1)]
-    if not np.isfinite(condensed).all():
-        raise ValueError("a dissimilarity above the diagonal is not finite: measure every pair, or leave out its runs")
+    finite = np.isfinite(condensed).all()
+    require(finite, "a dissimilarity above the diagonal is not finite: measure every pair, or leave out its runs")
     return np.maximum(condensed, 0), len(matrix)
 
 
@@ -366,6 +342,6 @@ def _labels(labels: ArrayLike | Sequence[Any], n: int) -> NDArray[np.int64]:
     """Return labels as 0, 1, ...; refuse another number of them and a single one."""
     names = {label: code for code, label in enumerate(dict.fromkeys(np.asarray(labels).tolist()))}
     codes = np.array([names[label] for label in np.asarray(labels).tolist()], np.int64)
-    if len(codes) != n or len(names) < 2:
-        raise ValueError(f"{len(codes)} labels, {len(names)} of them different, for {n} runs: give two kinds at least")
+    fit = len(codes) == n and len(names) > 1
+    require(fit, f"{len(codes)} labels, {len(names)} of them different, for {n} runs: give two kinds at least")
     return codes

@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from evoalign_lib.analysis.arrays import array, require
 from evoalign_lib.analysis.stats import Interval
+from evoalign_lib.checks import choose, whole_number
 
 if TYPE_CHECKING:
     from simpy import Environment
@@ -175,11 +177,9 @@ def stragglers(step: Callable[[NDArray[np.float64]], Step], lengths: ArrayLike) 
 
 
 def _checked(lengths: ArrayLike, gpus: int) -> NDArray[np.float64]:
-    found = np.asarray(lengths, np.float64)
-    if found.ndim != 2 or not found.size or not (found > 0).all():
-        raise ValueError(f"lengths of shape {found.shape}, least {found.min(initial=inf):g}: give a matrix above 0.")
-    if gpus < 1:
-        raise ValueError(f"gpus={gpus}: give at least 1.")
+    found = array("lengths", lengths, 2)
+    require((found > 0).all(), f"lengths are {found.min():g} at least: give numbers above 0.")
+    whole_number("gpus", gpus)
     return found
 
 
@@ -294,12 +294,9 @@ def fit(law: str, gpus: ArrayLike, times: ArrayLike, n_resamples: int = 1000, se
         ValueError: an unknown law, other shapes, or times that are not above 0.
     """
     g, draws = np.asarray(gpus, np.float64), np.atleast_2d(np.asarray(times, np.float64))
-    if law not in LAWS:
-        raise ValueError(f"unknown law {law!r}: use one of {', '.join(LAWS)}.")
-    if draws.shape[1] != g.size or len(set(g.tolist())) < 2 or not (draws > 0).all():
-        raise ValueError(
-            f"times of shape {draws.shape} at {g.size} numbers of GPUs: give one above 0 for each, 2 or more."
-        )
+    choose("law", law, LAWS)
+    fits = draws.shape[1] == g.size and len(set(g.tolist())) > 1 and (draws > 0).all()
+    require(fits, f"times of shape {draws.shape} at {g.size} numbers of GPUs: give one above 0 for each, 2 or more.")
     one, values, error = _fit(law, g, draws.mean(0))
     ends = np.full((2, len(values)), nan)
     if len(draws) > 1:
@@ -353,10 +350,8 @@ def fit_published(gpus: ArrayLike, simulated: ArrayLike, published: ArrayLike) -
         ValueError: other shapes, fewer than two counts, or times that are not above 0.
     """
     g, model, goal = (np.asarray(values, np.float64) for values in (gpus, simulated, published))
-    if not (g.shape == model.shape == goal.shape and g.ndim == 1 and g.size > 1 and min(model.min(), goal.min()) > 0):
-        raise ValueError(
-            f"times of shapes {model.shape} and {goal.shape} at {g.shape}: give 2 or more above 0 of each."
-        )
+    fits = g.shape == model.shape == goal.shape and g.ndim == 1 and g.size > 1 and min(model.min(), goal.min()) > 0
+    require(fits, f"times of shapes {model.shape} and {goal.shape} at {g.shape}: give 2 or more above 0 of each.")
     (scale, overhead), error = _least_squares([model, np.ones_like(g)], goal)
     if overhead > 0:
         return Overlay(float(scale), float(overhead), 0.0, error)
@@ -393,8 +388,7 @@ def break_even_members(machine: Machine, gpus: int) -> float:
     Raises:
         ValueError: no GPU.
     """
-    if gpus < 1:
-        raise ValueError(f"gpus={gpus}: give at least 1.")
+    whole_number("gpus", gpus)
     spared = machine.gradients(gpus) + machine.optimizer + machine.weights(gpus) - machine.rewards(0, gpus)
     each = machine.update + machine.rewards(1, gpus) - machine.rewards(0, gpus)
     return max(spared, 0.0) / each if each else inf

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from evoalign_lib.analysis.arrays import array, positive, require
+
 ENDS = ((1 - 0.95) / 2, (1 + 0.95) / 2)
 """Quantiles at which a 95 % percentile interval ends."""
 _CHUNK = 256
@@ -129,9 +131,9 @@ def equivalence(
     Source: Schuirmann, Journal of Pharmacokinetics and Biopharmaceutics 1987.
     """
     arms = _crossed_arms(matrix, baseline)
-    _positive(margin, "margin")
+    positive("margin", margin)
     for arm in arms:
-        _enough(arm[:, 0], "an arm", 2)
+        array("an arm", arm, 2, least=2)
     draws = _crossed_resamples(arms, n_resamples, seed)
     low, high = _ends(draws, 0.9)
     beyond = max(np.count_nonzero(draws <= -margin), np.count_nonzero(draws >= margin))
@@ -147,10 +149,10 @@ def welch_equivalence(values: ArrayLike, baseline: ArrayLike, margin: float) -> 
     """
     from statsmodels.stats.weightstats import CompareMeans
 
-    _positive(margin, "margin")
-    arm, other = _enough(values, "values", 2), _enough(baseline, "baseline", 2)
-    if np.ptp(arm) == np.ptp(other) == 0:
-        raise ValueError(f"all values are {arm[0]} and {other[0]}: without spread there is no t interval; report both")
+    positive("margin", margin)
+    arm, other = array("values", values, 1, least=2), array("baseline", baseline, 1, least=2)
+    flat = f"all values are {arm[0]} and {other[0]}: without spread there is no t interval; report both"
+    require(np.ptp(arm) or np.ptp(other), flat)
     compared = CompareMeans.from_data(arm, other)
     p = compared.ttost_ind(-margin, margin, usevar="unequal")[0]
     low, high = compared.tconfint_diff(alpha=0.1, usevar="unequal")
@@ -168,7 +170,7 @@ def bootstrap_mean(values: ArrayLike, n_resamples: int = 10_000, seed: int = 0) 
     values: (seeds,). One value has no interval: low and high are NaN.
     Raises ValueError for another shape, an empty sample, and values that are not finite.
     """
-    sample = _finite(values, "values", 1)
+    sample = array("values", values, 1)
     if len(sample) == 1:
         return Interval(float(sample[0]), nan, nan, 1)
     return _bootstrap([sample], np.mean, 0.95, n_resamples, seed)
@@ -227,11 +229,10 @@ def nested_bootstrap(
     Returns the interval; n is the number of runs, of the smaller side if there are two.
     Raises ValueError for no groups, an empty one, a side of one run, and values that are not finite.
     """
-    sides = [[_finite(group, "a group", 1) for group in side] for side in (groups, baseline) if side is not None]
-    if not all(sides):
-        raise ValueError("a side has no groups: give the scores of one setting at least")
+    sides = [[array("a group", group, 1) for group in side] for side in (groups, baseline) if side is not None]
+    require(all(sides), "a side has no groups: give the scores of one setting at least")
     for side in sides:
-        _enough(np.concatenate(side), "a side", 2)
+        array("a side", np.concatenate(side), 1, least=2)
     rng, draws, value = np.random.default_rng(seed), np.zeros(n_resamples), 0.0
     for sign, side in zip((1, -1), sides, strict=False):
         sizes = np.array([len(group) for group in side])
@@ -264,25 +265,18 @@ def logistic_over_groups(
     Raises ValueError for one group, shapes that do not fit, shares outside [0, 1], a predictor that does not vary, and
     a group in which all or no runs failed.
     """
-    x = [_finite(matrix, "predictors", 2) for matrix in predictors]
-    y = [_finite(share, "shares", 1) for share in shares]
-    if len(x) < 2 or [len(matrix) for matrix in x] != [len(share) for share in y]:
-        raise ValueError(
-            f"{len(x)} groups of predictors and {len(y)} of shares: give both for the same groups, two at least"
-        )
+    x = [array("predictors", matrix, 2) for matrix in predictors]
+    y = [array("shares", share, 1, low=0, high=1) for share in shares]
+    same = len(x) > 1 and [len(matrix) for matrix in x] == [len(share) for share in y]
+    require(same, f"{len(x)} groups of predictors and {len(y)} of shares: give both for the same groups, two at least")
     for group, share in enumerate(y):
-        if not ((share >= 0) & (share <= 1)).all():
-            raise ValueError(f"shares of group {group} reach from {share.min()} to {share.max()}: give shares, 0 to 1")
-        if not 0 < share.mean() < 1:
-            raise ValueError(
-                f"{'all' if share.mean() else 'no'} runs of group {group} failed: there is nothing to rank"
-            )
+        failed = "all" if share.mean() else "no"
+        require(0 < share.mean() < 1, f"{failed} runs of group {group} failed: there is nothing to rank")
     rng, cells = np.random.default_rng(seed), min(map(len, y))
     # the first row counts every cell once: the estimate itself
     counts = [np.vstack([np.ones(len(share)), _resample_counts(rng, n_resamples, len(share))]) for share in y]
     pooled = np.vstack(x)
-    if not pooled.std(0).all():
-        raise ValueError("a predictor is the same in all cells: it cannot say which of them fail, leave it out")
+    require(pooled.std(0).all(), "a predictor is the same in all cells: it cannot say which fail, leave it out")
     x = [(matrix - pooled.mean(0)) / pooled.std(0) for matrix in x]
 
     def interval(draws: NDArray[np.float64]) -> Interval:
@@ -312,13 +306,10 @@ def log_std_ratio(values: ArrayLike, baseline: ArrayLike, level: float = 0.95) -
 
     logs, variances, freedom = [], [], []
     for name, given in (("values", values), ("baseline", baseline)):
-        sample = _enough(given, name, 3)
+        sample = array(name, given, 1, least=3)
         kept = [np.delete(sample, i) for i in range(len(sample))]
-        if any(np.ptp(rest) == 0 for rest in kept):
-            raise ValueError(
-                f"{name}: all values, or all but one, equal {np.median(sample)}: the spread has no interval; "
-                "report the values, or compare at a mean where the scores are not saturated"
-            )
+        flat = f"{name}: all values, or all but one, equal {np.median(sample)}: the spread has no interval; report "
+        require(all(map(np.ptp, kept)), f"{flat}the values, or compare at a mean where the scores are not saturated")
         without = np.log([rest.std(ddof=1) for rest in kept])
         logs.append(np.log(sample.std(ddof=1)))
         # variance of the mean of the pseudo-values n log s - (n - 1) log s without one
@@ -338,9 +329,9 @@ def brown_forsythe(values: ArrayLike, baseline: ArrayLike) -> float:
     """
     from scipy.stats import levene
 
-    arm, other = _enough(values, "values", 3), _enough(baseline, "baseline", 3)
-    if np.ptp(arm) == np.ptp(other) == 0:
-        raise ValueError(f"all values are {arm[0]} and {other[0]}: neither arm has a spread to compare")
+    arm, other = array("values", values, 1, least=3), array("baseline", baseline, 1, least=3)
+    flat = f"all values are {arm[0]} and {other[0]}: neither arm has a spread to compare"
+    require(np.ptp(arm) or np.ptp(other), flat)
     return float(levene(arm, other, center="median").pvalue)
 
 
@@ -375,18 +366,17 @@ def two_way(cells: Sequence[Sequence[ArrayLike]]) -> TwoWay:
     from statsmodels.formula.api import ols
     from statsmodels.stats.anova import anova_lm
 
-    if len(cells) < 2 or any(len(row) < 2 for row in cells):
-        raise ValueError(f"cells have rows of {[len(row) for row in cells]} cells: give two rows of two, or more.")
+    sizes = [len(row) for row in cells]
+    require(min(len(sizes), *sizes, 2) > 1, f"cells have rows of {sizes} cells: give two rows of two, or more.")
     frame = pd.DataFrame(
         [
             {"row": str(i), "column": str(j), "value": value}
             for i, row in enumerate(cells)
             for j, cell in enumerate(row)
-            for value in _enough(cell, f"cell {i}, {j}", 2)
+            for value in array(f"cell {i}, {j}", cell, 1, least=2)
         ]
     )
-    if frame["value"].nunique() < 2:
-        raise ValueError("all values are equal: there is no variance to explain.")
+    require(frame["value"].nunique() > 1, "all values are equal: there is no variance to explain.")
     table = anova_lm(ols("value ~ C(row) * C(column)", frame).fit(), typ=2)
     shares = table["sum_sq"] / table["sum_sq"].sum()
     return TwoWay(*(Source(float(shares.iloc[i]), float(table["PR(>F)"].iloc[i])) for i in range(4)))
@@ -399,7 +389,7 @@ def mann_whitney(values: ArrayLike, baseline: ArrayLike, *, n_resamples: int = _
     8 + 8 runs by default, all are taken and the test is exact.
     Raises ValueError for fewer than 2 seeds.
     """
-    arm, other = _enough(values, "values", 2), _enough(baseline, "baseline", 2)
+    arm, other = array("values", values, 1, least=2), array("baseline", baseline, 1, least=2)
     return _permute([arm, other], lambda x, y, axis: _precedence(y, x), n_resamples, seed)
 
 
@@ -412,9 +402,8 @@ def jonckheere(groups: Sequence[ArrayLike], *, n_resamples: int = _PERMUTATIONS,
 
     groups: at least 3 (seeds,) arrays, in order. Raises ValueError for fewer groups, or fewer than 2 seeds in one.
     """
-    if len(groups) < 3:
-        raise ValueError(f"{len(groups)} groups make no trend: give at least 3, or compare two by mann_whitney")
-    samples = [_enough(group, f"group {i}", 2) for i, group in enumerate(groups)]
+    require(len(groups) > 2, f"{len(groups)} groups make no trend: give at least 3, or compare two by mann_whitney")
+    samples = [array(f"group {i}", group, 1, least=2) for i, group in enumerate(groups)]
 
     def ordered(*drawn: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
         return sum(_precedence(drawn[i], drawn[j]) for j in range(len(drawn)) for i in range(j))
@@ -493,10 +482,8 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
     {'C1': 0.03, 'C2': 0.06, 'C8': 0.06}
     """
     for name, p in p_values.items():
-        if not 0 <= p <= 1:
-            raise ValueError(f"p-value {p} of {name!r} is not in [0, 1]: leave out tests that could not be made")
-    if not p_values:
-        raise ValueError("no p-values: a family holds at least one test")
+        require(0 <= p <= 1, f"p-value {p} of {name!r} is not in [0, 1]: leave out tests that could not be made")
+    require(p_values, "no p-values: a family holds at least one test")
     # statsmodels' multipletests gives the same numbers and collects all garbage each time, half a second beside torch
     names = sorted(p_values, key=p_values.get)
     raised = np.array([p_values[name] for name in names]) * np.arange(len(names), 0, -1)
@@ -512,7 +499,7 @@ def curve_band(
     matrix: (seeds, points). Returns three arrays (points,); low and high are NaN for a single seed.
     Raises ValueError for another shape and values that are not finite.
     """
-    curves = _finite(matrix, "matrix", 2)
+    curves = array("matrix", matrix, 2)
     mean = curves.mean(axis=0)
     if len(curves) == 1:
         return mean, np.full_like(mean, nan), np.full_like(mean, nan)
@@ -523,15 +510,12 @@ def curve_band(
 
 def _crossed_arms(matrix: ArrayLike, baseline: ArrayLike | None) -> list[NDArray[np.float64]]:
     """Return the one or two matrices (seeds, problems) whose seeds are resampled."""
-    arm = _finite(matrix, "matrix", 2)
+    arm = array("matrix", matrix, 2)
     if baseline is None:
         return [arm]
-    other = _finite(baseline, "baseline", np.ndim(baseline))
-    if other.ndim not in (1, 2) or other.shape[-1] != arm.shape[1]:
-        raise ValueError(
-            f"baseline has shape {other.shape} and the matrix {arm.shape}: give ({arm.shape[1]},) or "
-            f"(seeds, {arm.shape[1]}), the same problems in the same order"
-        )
+    other, n = array("baseline", baseline, 1, 2), arm.shape[1]
+    wanted = f"give ({n},) or (seeds, {n}), the same problems in the same order"
+    require(other.shape[-1] == n, f"baseline has shape {other.shape} and the matrix {arm.shape}: {wanted}")
     # a fixed model moves with the problems alone: subtracting it first keeps the pairing
     return [arm - other] if other.ndim == 1 else [arm, other]
 
@@ -547,15 +531,18 @@ def _crossed_resamples(arms: list[NDArray[np.float64]], n_resamples: int, seed: 
     # sixteenths, such as shares of 16 samples, have sums that float32 holds exactly: the same draws in half the time
     exact = problems < 2**16 and all((arm * 16 == np.rint(arm * 16)).all() and abs(arm).max() <= 16 for arm in arms)
     dtype = np.float32 if exact else np.float64
-    arms = [arm.astype(dtype) for arm in arms]
+    joint = [np.vstack(arms)] if exact else arms  # one product is faster, and as exact
+    joint = [arm.astype(dtype) for arm in joint]
     start = 0
-    for problem_counts, chosen in crossed_draws(n_resamples, problems, tuple(map(len, arms)), seed):
-        problem_counts = problem_counts.astype(dtype)
-        chunk = draws[start : start + len(problem_counts)]
-        for sign, arm, seeds in zip((1.0, -1.0), arms, chosen, strict=False):
-            accuracy = (problem_counts @ arm.T).astype(np.float64) / problems
-            chunk += sign * np.take_along_axis(accuracy, seeds, axis=1).mean(-1)
-        start += len(problem_counts)
+    for counts, chosen in crossed_draws(n_resamples, problems, tuple(map(len, arms)), seed):
+        counts = counts.astype(dtype)
+        sums = np.hstack([counts @ arm.T for arm in joint]).astype(np.float64) / problems
+        first = 0
+        for sign, seeds in zip((1.0, -1.0), chosen, strict=False):
+            mean = np.take_along_axis(sums, first + seeds, axis=1).mean(-1)
+            draws[start : start + len(counts)] += sign * mean
+            first += seeds.shape[1]
+        start += len(counts)
     return draws
 
 
@@ -600,18 +587,18 @@ def _kept_draws(*shape: Any) -> _Draws:
     """Return what `_draws` yields, the counts in as few bytes as hold them."""
     kept = [(counts.astype(np.min_scalar_type(counts.max())), chosen) for counts, chosen in _draws(*shape)]
     for counts, chosen in kept:
-        for array in (counts, *chosen):
-            array.flags.writeable = False
+        for drawn in (counts, *chosen):
+            drawn.flags.writeable = False
     return kept
 
 
 def _strata(strata: Sequence[ArrayLike], baseline: Sequence[ArrayLike] | None) -> list[list[NDArray[np.float64]]]:
     """Return the samples of both arms, one per base; without a baseline its list is empty."""
     other = () if baseline is None else baseline
-    if len(strata) == 0 or (baseline is not None and len(other) != len(strata)):
-        raise ValueError(f"{len(strata)} strata against {len(other)}: give the same bases in the same order")
+    same = len(strata) and (baseline is None or len(other) == len(strata))
+    require(same, f"{len(strata)} strata against {len(other)}: give the same bases in the same order")
     return [
-        [_enough(sample, f"base {i} of the {name}", 2) for i, sample in enumerate(samples)]
+        [array(f"base {i} of the {name}", sample, 1, least=2) for i, sample in enumerate(samples)]
         for name, samples in (("strata", strata), ("baseline", other))
     ]
 
@@ -686,34 +673,11 @@ def _ends(draws: NDArray[np.float64], level: float) -> NDArray[np.float64]:
 
 def _resample_counts(rng: np.random.Generator, n_resamples: int, n: int) -> NDArray[np.int64]:
     """Return (n_resamples, n): how often each of n units is drawn when n are drawn with replacement."""
+    if n > 512:  # a row at a time stays in the cache
+        return np.array([np.bincount(rng.integers(n, size=n), minlength=n) for _ in range(n_resamples)])
     drawn = rng.integers(n, size=(n_resamples, n)) + n * np.arange(n_resamples)[:, None]
     return np.bincount(drawn.ravel(), minlength=n_resamples * n).reshape(n_resamples, n)
 
 
-def _finite(values: ArrayLike, name: str, ndim: int) -> NDArray[np.float64]:
-    array = np.asarray(values, dtype=np.float64)
-    if array.ndim != ndim or array.size == 0:
-        raise ValueError(f"{name} has shape {array.shape}: give a non-empty array of {ndim} dimension(s)")
-    if not np.isfinite(array).all():
-        raise ValueError(f"{name} holds a value that is not finite: score failed runs with the floor before averaging")
-    return array
-
-
-def _enough(values: ArrayLike, name: str, fewest: int) -> NDArray[np.float64]:
-    """Return values (seeds,), refusing fewer than `fewest`."""
-    sample = _finite(values, name, 1)
-    if len(sample) < fewest:
-        raise ValueError(
-            f"{name} has {len(sample)} seed(s): their spread is not known from fewer than {fewest}, train more"
-        )
-    return sample
-
-
-def _positive(value: float, name: str) -> None:
-    if not value > 0:
-        raise ValueError(f"{name} is {value}: it must be positive, in the unit of the scores")
-
-
 def _rate(hits: int, n: int) -> None:
-    if not (n >= 1 and 0 <= hits <= n):
-        raise ValueError(f"{hits} hits of {n} runs form no rate: give 0 <= hits <= n with at least one run")
+    require(n >= 1 and 0 <= hits <= n, f"{hits} hits of {n} runs form no rate: give 0 <= hits <= n, one run or more")

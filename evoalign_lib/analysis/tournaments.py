@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from evoalign_lib.analysis.arrays import array, require
 from evoalign_lib.analysis.stats import Interval
 
 SCALE = 400 / log(10)
@@ -30,6 +31,7 @@ SCALE = 400 / log(10)
 A_WINS, TIE, B_WINS = 1.0, 0.5, 0.0
 """Outcomes: what slot A scores."""
 
+_INFINITE = "some players won, or lost, every game against the others: no finite strengths; give more prompts"
 _RESAMPLES = 2_000
 _MOST_LOG_ODDS = 50  # a coefficient beyond it is on its way to infinity
 _MOST_UNDEFINED = 0.05  # share of resamples without strengths from which an interval would not be one
@@ -51,19 +53,16 @@ class Games:
     """(games,) what slot A scores: `A_WINS`, `TIE` or `B_WINS`."""
 
     def __post_init__(self) -> None:
-        if len(self.players) < 2 or len(set(self.players)) < len(self.players):
-            raise ValueError(f"players are {self.players}: name two or more, each once")
-        if not len(self.prompts) == len(self.a) == len(self.b) == len(self.outcome) > 0:
-            lengths = [len(x) for x in (self.prompts, self.a, self.b, self.outcome)]
-            raise ValueError(f"prompts, a, b and outcome have lengths {lengths}: give one entry per game, one at least")
+        n, lengths = len(self.players), [len(x) for x in (self.prompts, self.a, self.b, self.outcome)]
+        require(len(set(self.players)) == n > 1, f"players are {self.players}: name two or more, each once")
+        one = len(set(lengths)) == 1 and lengths[0] > 0
+        require(one, f"prompts, a, b and outcome have lengths {lengths}: give one entry per game, one at least")
         for name, values in (("a", self.a), ("b", self.b)):
-            if values.min() < 0 or values.max() >= len(self.players):
-                raise ValueError(f"{name} reaches from {values.min()} to {values.max()}: players are 0 to n - 1")
-        if (self.a == self.b).any():
-            raise ValueError(f"game {int((self.a == self.b).argmax())} has one player in both slots")
-        if not np.isin(self.outcome, (A_WINS, TIE, B_WINS)).all():
-            bad = self.outcome[~np.isin(self.outcome, (A_WINS, TIE, B_WINS))][0]
-            raise ValueError(f"outcome {bad} is none of 1 (A wins), 0.5 (tie), 0 (B wins): leave out unparsed verdicts")
+            array(name, values, low=0, high=n - 1, why="places in the list of players")
+        alone = np.flatnonzero(self.a == self.b)
+        require(not len(alone), f"games {alone[:3]} have one player in both slots")
+        bad = self.outcome[~np.isin(self.outcome, (A_WINS, TIE, B_WINS))]
+        require(not len(bad), f"outcomes {bad[:3]} are none of 1 (A wins), 0.5 (tie), 0 (B wins): leave them out")
 
     @classmethod
     def of(
@@ -89,8 +88,8 @@ class Games:
         ('x', 'y', 'z')
         """
         names = tuple(sorted({*a, *b}) if players is None else players)
-        if strange := sorted({*a, *b} - set(names)):
-            raise ValueError(f"{strange[0]!r} is none of the players {', '.join(names)}")
+        strange = sorted({*a, *b} - set(names))
+        require(not strange, f"{strange} are none of the players {', '.join(names)}")
         place, numbers = (
             {name: i for i, name in enumerate(names)},
             {key: i for i, key in enumerate(dict.fromkeys(prompts))},
@@ -116,9 +115,7 @@ class Games:
         return self.outcome != TIE
 
     def _place(self, player: str) -> int:
-        if player not in self.players:
-            raise ValueError(f"unknown player {player!r}: use one of {', '.join(self.players)}")
-        return self.players.index(player)
+        return _index(self.players, player)
 
 
 # ----------------------------------------------------------------------------------------------------------- strengths
@@ -185,16 +182,10 @@ def bradley_terry(games: Games, anchor: str, *, n_resamples: int = _RESAMPLES, s
     np.add.at(table, (games.prompts, counted.ravel()), 1)
     weights = np.vstack([table.sum(0), _prompt_counts(games, n_resamples, seed) @ table])
     defined = _connected(weights, a, b, kinds[:, 2], len(games.players))
-    if not defined[0]:
-        raise ValueError(
-            "some players won, or lost, every game against the others: their strengths are not finite; give more "
-            "prompts, or leave these players out and report their win rates"
-        )
+    require(defined[0], _INFINITE)
     undefined = int((~defined[1:]).sum())
-    if undefined > _MOST_UNDEFINED * n_resamples:
-        raise ValueError(
-            f"{undefined} of {n_resamples} resamples have no finite strengths: give more prompts, or report win rates"
-        )
+    many = f"{undefined} of {n_resamples} resamples have no finite strengths: give more prompts, or report win rates"
+    require(undefined <= _MOST_UNDEFINED * n_resamples, many)
     # resamples of few prompts repeat each other
     distinct, which = np.unique(weights[defined], axis=0, return_inverse=True)
     found = np.array([_strengths(a, b, kinds[:, 2], row, len(games.players)) for row in distinct])[which.ravel()]
@@ -220,8 +211,8 @@ def _strengths(
         tolerance=1e-10,
         limit=limit,
     )
-    if result.iterations >= limit:
-        raise ValueError(f"no strengths after {limit} iterations: some players won nearly all games, give more prompts")
+    settled = result.iterations < limit
+    require(settled, f"no strengths after {limit} iterations: some players won nearly all games, give more prompts")
     return SCALE * np.log(result.scores.sort_index().to_numpy())
 
 
@@ -296,21 +287,17 @@ def adjusted(games: Games, anchor: str, covariates: Mapping[str, ArrayLike]) -> 
     from statsmodels.tools.sm_exceptions import PerfectSeparationWarning
 
     at = games._place(anchor)
-    columns = [np.asarray(values, np.float64) for values in covariates.values()]
-    for name, values in zip(covariates, columns, strict=True):
-        if values.shape != games.outcome.shape or not np.isfinite(values).all():
-            raise ValueError(f"covariate {name!r} has shape {values.shape}: give {len(games)} finite numbers")
-        if name in games.players:
-            raise ValueError(f"covariate {name!r} has the name of a player: rename it")
+    columns = [_of_games(games, f"covariate {name!r}", values) for name, values in covariates.items()]
+    shared = [name for name in covariates if name in games.players]
+    require(not shared, f"covariates {shared} have the names of players: rename them")
     rows, players = np.arange(len(games)), np.zeros((len(games), len(games.players)))
     players[rows, games.a] += 1
     players[rows, games.b] -= 1
     design = np.column_stack([np.delete(players, at, axis=1), *columns])
-    if np.linalg.matrix_rank(design) < design.shape[1]:
-        raise ValueError(f"covariates {', '.join(covariates)} are not told apart from the players by these games")
+    told = np.linalg.matrix_rank(design) == design.shape[1]
+    require(told, f"covariates {', '.join(covariates)} are not told apart from the players by these games")
     ones = np.ones((1, len(games)))
-    if not _connected(ones, games.a, games.b, games.outcome, len(games.players))[0]:
-        raise ValueError("some players won, or lost, every game against the others: their strengths are not finite")
+    require(_connected(ones, games.a, games.b, games.outcome, len(games.players))[0], _INFINITE)
     model, unsettled = sm.GLM(games.outcome, design, family=sm.families.Binomial()), True
     with warnings.catch_warnings():
         warnings.simplefilter("error", PerfectSeparationWarning)
@@ -319,8 +306,7 @@ def adjusted(games: Games, anchor: str, covariates: Mapping[str, ArrayLike]) -> 
             unsettled = not fit.converged or np.abs(fit.params).max() > _MOST_LOG_ODDS
         except PerfectSeparationWarning:
             pass
-    if unsettled:
-        raise ValueError(f"the fit does not settle: {', '.join(covariates)} may tell every winner; give more games")
+    require(not unsettled, f"the fit does not settle: {', '.join(covariates)} may tell every winner; give more games")
     values, covariance = SCALE * fit.params, SCALE**2 * fit.cov_params()
     return Adjusted(
         (*games.players, *covariates),
@@ -339,11 +325,8 @@ def length_difference(length_a: ArrayLike, length_b: ArrayLike) -> NDArray[np.fl
     >>> length_difference([200, 0], [100, 0]).round(3).tolist()
     [0.333, 0.0]
     """
-    a, b = np.asarray(length_a, np.float64), np.asarray(length_b, np.float64)
-    if a.shape != b.shape or (a < 0).any() or (b < 0).any():
-        raise ValueError(
-            f"lengths have shapes {a.shape} and {b.shape}: give lengths of 0 or more, one of each per game"
-        )
+    a, b = (array("lengths", lengths, low=0) for lengths in (length_a, length_b))
+    require(a.shape == b.shape, f"lengths have shapes {a.shape} and {b.shape}: give one of each per game")
     return (a - b) / np.maximum(a + b, 1e-300)
 
 
@@ -368,8 +351,7 @@ def head_to_head(games: Games, player: str, other: str, *, n_resamples: int = _R
     """
     i, j = games._place(player), games._place(other)
     met = ((games.a == i) & (games.b == j)) | ((games.a == j) & (games.b == i))
-    if not met.any():
-        raise ValueError(f"{player} and {other} did not meet: compare their strengths")
+    require(met.any(), f"{player} and {other} did not meet: compare their strengths")
     theirs = games.take(met)
     won = np.where(theirs.a == i, theirs.outcome, 1 - theirs.outcome)
     return _share(theirs, won, np.ones(len(theirs)), n_resamples, seed)
@@ -397,9 +379,7 @@ def agreement(games: Games, difference: ArrayLike, *, n_resamples: int = _RESAMP
     >>> agreement(Games.of("qqr", "xxx", "yyy", [1, 0, 1]), [2.0, 1.0, 0.5], n_resamples=100).value
     0.6666666666666666
     """
-    favours = np.asarray(difference, np.float64)
-    if favours.shape != games.outcome.shape or not np.isfinite(favours).all():
-        raise ValueError(f"difference has shape {favours.shape}: give {len(games)} finite numbers, one per game")
+    favours = _of_games(games, "difference", difference)
     counts = games.decided & (favours != 0)
     agrees = counts & ((favours > 0) == (games.outcome == A_WINS))
     return _share(games, agrees.astype(float), counts.astype(float), n_resamples, seed)
@@ -454,9 +434,14 @@ def _elo(games: Games, anchor: int, k: float, initial: float) -> NDArray[np.floa
 
 
 def _index(names: Sequence[str], name: str) -> int:
-    if name not in names:
-        raise ValueError(f"unknown name {name!r}: use one of {', '.join(names)}")
+    require(name in names, f"unknown name {name!r}: use one of {', '.join(names)}")
     return names.index(name)
+
+
+def _of_games(games: Games, name: str, values: ArrayLike) -> NDArray[np.float64]:
+    found = array(name, values, 1)
+    require(len(found) == len(games), f"{name} has {len(found)} numbers: give {len(games)}, one per game")
+    return found
 
 
 def _prompt_counts(games: Games, n_resamples: int, seed: int) -> NDArray[np.float64]:
@@ -471,8 +456,7 @@ def _share(
     games: Games, hits: NDArray[np.float64], counted: NDArray[np.float64], n_resamples: int, seed: int
 ) -> Interval:
     """Return sum(hits) / sum(counted) over games, with the percentile interval of a bootstrap over prompts."""
-    if not counted.sum():
-        raise ValueError("no game counts: all are ties, or nothing was compared")
+    require(counted.sum(), "no game counts: all are ties, or nothing was compared")
     sums = np.column_stack([np.bincount(games.prompts, values) for values in (hits, counted)])
     over, under = (_prompt_counts(games, n_resamples, seed) @ sums).T
     draws = over[under > 0] / under[under > 0]
@@ -480,7 +464,6 @@ def _share(
 
 
 def _interval(value: float, draws: NDArray[np.float64], n: int, level: float) -> Interval:
-    if not len(draws):
-        raise ValueError("no resamples: n_resamples must be at least 1 for an interval")
+    require(len(draws), "no resamples: n_resamples must be at least 1 for an interval")
     low, high = np.quantile(draws, ((1 - level) / 2, (1 + level) / 2))
     return Interval(float(value), float(low), float(high), n, level)

@@ -188,7 +188,7 @@ def barrier(records: Records, first: str, last: str, decoding: str) -> BarrierEs
     wrong = errors(records, first, last, decoding)
     outcomes = np.full((len(wrong), *wrong.shape), np.nan)
     outcomes[np.arange(len(wrong)), np.arange(len(wrong))] = wrong
-    return connectivity.estimate_barrier(outcomes, kind="line", across="curve", n_resamples=_RESAMPLES)
+    return connectivity.estimate_barrier(outcomes, across="curve", n_resamples=_RESAMPLES)
 
 
 def half_gain(records: Records, end: str, decoding: str, by: str = "weights") -> Interval:

@@ -93,5 +93,5 @@ def barriers(
     outcomes = np.full((len(runs), len(runs), *found[0, 1].shape), np.nan)
     for pair, values in found.items():
         outcomes[pair] = values
-    estimate = connectivity.estimate_barrier(outcomes, kind="line", within=True, n_resamples=n_resamples)
+    estimate = connectivity.estimate_barrier(outcomes, within=True, n_resamples=n_resamples)
     return estimate.pairs, estimate.pair_draws

@@ -4,9 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 from evoalign_lib.analysis import attenuation
 
@@ -56,33 +53,3 @@ def test_means_agree_more_and_more_with_their_number_and_the_corrected_value_sta
     assert all(p.cosine == pytest.approx(p.predicted, abs=0.02) for p in points)
     assert math.isnan(points[0].corrected) and points[0].undefined == 1
     assert all(p.corrected == pytest.approx(0.6, abs=0.08) for p in points[3:])
-
-
-def test_signal_of_a_group_and_its_ceilings():
-    gram = runs(np.random.default_rng(4), 0.1, 0.6)
-    found = attenuation.signal(gram, A)
-    assert found.square.low <= 0.1 <= found.square.high and found.square.n == K
-    assert found.share.value == pytest.approx(0.1 / 1.1, abs=0.01) and found.run_cosine == pytest.approx(
-        0.1 / 1.1, abs=0.01
-    )
-    assert found.mean_norm == pytest.approx(math.sqrt(0.1 + 1 / K), abs=0.01)
-
-
-@given(hnp.arrays(np.float64, (5, 12), elements=st.floats(-1, 1)), st.floats(0.01, 100))
-@settings(max_examples=40)
-def test_products_of_different_runs_equal_brute_force_and_lengths_change_no_ratio(vectors, factor):
-    gram = vectors @ vectors.T
-    square = attenuation.signal(gram, range(3)).square.value
-    brute = np.mean([vectors[i] @ vectors[j] for i in range(3) for j in range(3) if i != j])
-    assert square == pytest.approx(brute, abs=1e-9)
-    one, other = (attenuation.corrected_cosine(g, [0, 1, 2], [3, 4]) for g in (gram, factor**2 * gram))
-    assert one.cross.value == pytest.approx(
-        np.mean([vectors[i] @ vectors[j] for i in range(3) for j in (3, 4)]), abs=1e-9
-    )
-    means = vectors[:3].mean(0), vectors[3:].mean(0)
-    lengths = np.prod([np.linalg.norm(m) for m in means])
-    if lengths > 1e-3:
-        assert one.mean_cosine == pytest.approx(means[0] @ means[1] / lengths, abs=1e-6)
-        assert other.mean_cosine == pytest.approx(one.mean_cosine, abs=1e-6)
-    if min(s.value for s in one.signals) > 1e-3:
-        assert other.value.value == pytest.approx(one.value.value, rel=1e-6, abs=1e-9)

@@ -21,15 +21,6 @@ def _outcomes(rng: np.random.Generator, problems: int, height: float, slope: flo
     return (difficulty < ndtri(rate)).astype(float)
 
 
-# ---- measured curves
-
-
-# ---- the sup without its bias
-
-
-# ---- where a gain sets in
-
-
 def test_the_half_gain_of_known_climbs() -> None:
     late = np.maximum(0, ALPHAS - 0.8)
     found = lmc.half_gain([ALPHAS, late, -ALPHAS, 0 * ALPHAS])
@@ -89,8 +80,6 @@ def test_runs_are_resampled_as_pairs_that_share_them() -> None:
     fewer = np.array(outcomes)
     fewer[2, 1] = np.nan
     assert lmc.estimate_barrier(fewer, n_resamples=50).interval.value == pytest.approx((heights.sum() - 0.9) / 8)
-    ends = lmc.estimate_barrier(outcomes + 0.2 * ALPHAS, kind="mean", n_resamples=50)
-    assert ends.interval.value > found.interval.value
 
 
 def test_barriers_at_different_places_are_lower_in_the_mean_curve() -> None:
@@ -106,14 +95,13 @@ def test_equivalence_is_claimed_with_many_problems_and_not_for_a_barrier_at_the_
     rng = np.random.default_rng(0)
     level = 0.3 + rng.normal(0, 0.2, (3000, 1))
 
-    def below(height: float, **options) -> lmc.Bound:
+    def bound(height: float) -> float:
         outcomes = level + height * BUMP + rng.normal(0, 0.2, (3000, POINTS))
-        return lmc.below_margin(lmc.estimate_barrier(outcomes, across="curve", n_resamples=150), **options)
+        return lmc.upper_bound(lmc.estimate_barrier(outcomes, across="curve", n_resamples=150))
 
-    flat = below(0.0)
-    assert flat.below and flat.p < 0.05 and flat.value <= flat.high < 0.02 and not below(0.0, margin=0.001).below
+    assert 0.001 < bound(0.0) < 0.02
     # a barrier as high as the margin is called lower in about 5 % of samples at most
-    assert np.mean([below(0.02).below for _ in range(30)]) <= 0.17
+    assert np.mean([bound(0.02) < 0.02 for _ in range(30)]) <= 0.17
 
 
 # ---- the half gain
@@ -128,16 +116,9 @@ def test_the_difference_of_two_arms_in_their_half_gain() -> None:
     )
     both = lmc.half_gain_interval(late, None, linear, n_resamples=200)
     assert both.low < 0.4 < both.high and both.high - both.low < 0.05 and both.n == runs
-    # against KL: on all problems alike, by run, by problem
-    kl = 4 * ALPHAS**2
-    by_run = np.tile(kl, (runs, 1))
-    by_problem = by_run[:, None] * rng.uniform(0.5, 1.5, (runs, problems, 1))
-    for x in (kl, by_run, by_problem):
-        found = lmc.half_gain_interval(linear, x, relative=True, monotone=True, n_resamples=50)
+    for kl in (4 * ALPHAS**2, np.tile(4 * ALPHAS**2, (runs, 1))):
+        found = lmc.half_gain_interval(linear, kl, relative=True, monotone=True, n_resamples=50)
         assert found.value == pytest.approx(0.25, abs=0.02)
-    # a run that gains nothing is left out and not counted
-    stuck = linear.copy()
-    stuck[0] = 1 - ALPHAS
-    assert lmc.half_gain_interval(stuck, n_resamples=50).n == runs - 1
-    none = lmc.half_gain_interval(stuck[:1], n_resamples=10)
-    assert none.n == 0 and np.isnan([none.value, none.low, none.high]).all()
+    linear[0] = 1 - ALPHAS  # a run that gains nothing is left out and not counted
+    assert lmc.half_gain_interval(linear, n_resamples=50).n == runs - 1
+    assert np.isnan(lmc.half_gain_interval(linear[:1], n_resamples=10).value)

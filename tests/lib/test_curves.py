@@ -30,12 +30,6 @@ def test_completions_to_target_is_the_first_point_at_it_or_the_end_of_the_run() 
     np.testing.assert_array_equal(found.reached, [True, False, False, True, True])
 
 
-def test_median_to_target_with_censored_runs_by_hand() -> None:
-    # survival after 1, 3, 5: 5/6, 5/6 * 3/4 = 0.625, 0.625 * 1/2 = 0.3125; the runs at 2 and 4 left before
-    found = curves.median_to_target(_found([1, 2, 3, 4, 5, 6], [1, 0, 1, 0, 1, 0]))
-    assert (found.value, found.n) == (5, 6)
-
-
 def test_median_to_target_says_what_can_be_said_of_runs_that_never_reach_it() -> None:
     few = curves.median_to_target(_found([3, *[9] * 7], [1, *[0] * 7]))
     assert (few.value, few.low, few.high) == (inf, 3, inf)
@@ -47,30 +41,6 @@ def test_median_to_target_says_what_can_be_said_of_runs_that_never_reach_it() ->
     assert none.format(percent=False) == "inf [no interval, n = 8]"
     together = curves.median_to_target(_found([3] * 8, [1] * 8))
     assert (together.value, together.low, together.high) == (3, 3, 3)
-
-
-def test_score_at_a_budget_is_interpolated_over_log_x() -> None:
-    x, scores = [0, 100, 1000, 10_000], [0.1, 0.2, 0.4, 0.3]
-    for budget, expected in ((100, 0.2), (10**2.25, 0.25), (1000, 0.4), (10**3.5, 0.35), (10_000, 0.3)):
-        assert curves.score_at(x, scores, budget) == pytest.approx(expected)
-    for budget in (0, 99, 10_001):  # between 0 and 100 there is no logarithm to go by, beyond the end no curve
-        with pytest.raises(ValueError, match=f"a curve from 100 to 10000 has no score at {budget}"):
-            curves.score_at(x, scores, budget)
-
-
-def test_scores_at_mean_are_those_of_the_first_point_at_the_target() -> None:
-    matrix = np.array([[0.0, 0.2, 0.5, 0.2], [0.0, 0.4, 0.7, 0.8]])  # means 0, 0.3, 0.6, 0.5
-    point, scores = curves.scores_at_mean(matrix, 0.3)
-    assert point == 1 and scores.tolist() == [0.2, 0.4]
-    point, scores = curves.scores_at_mean(matrix, 0.31)
-    assert point == 2 and scores.tolist() == [0.5, 0.7]
-
-
-def test_largest_drawdown_by_hand() -> None:
-    # from 0.5 to 0.2, though the last value lies below the second maximum by less
-    runs = [[0.1, 0.5, 0.2, 0.6, 0.4], [0.0, 0.1, 0.1, 0.2, 0.3], [0.9, 0.4, 0.4, 0.4, 0.0]]
-    np.testing.assert_allclose(curves.largest_drawdown(runs), [0.3, 0.0, 0.9])
-    assert curves.largest_drawdown(runs[0]) == pytest.approx(0.3)
 
 
 @given(st.lists(st.floats(-1, 1), min_size=1, max_size=12))
@@ -100,9 +70,3 @@ def test_costs_are_compared_where_scores_are_equal():
     # half way to the first group from a model that costs nothing
     half = curves.cost_at_equal_score([([0.4], [3.0])], ([0.2], [1.0]), start=0.0)
     assert half.value == pytest.approx(1.5)
-
-
-@pytest.mark.parametrize(("score", "cost"), [(2.0, 1.0), (0.0, 1.0), (0.5, 0.0)])
-def test_a_score_that_is_not_reached_and_a_cost_of_nothing_have_no_ratio(score, cost):
-    found = curves.cost_at_equal_score([([1.0, 1.0], [1.0, 2.0])], ([score] * 2, [cost] * 2), start=0.0)
-    assert np.isnan([found.value, found.low, found.high]).all()

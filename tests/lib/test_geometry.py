@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from evoalign_lib import noise, update_rules
 from evoalign_lib.analysis import geometry
@@ -19,7 +18,6 @@ SHAPES = {
     "model.norm.weight": (4,),
     "lm_head.weight": (11, 4),
 }
-SEEDS = st.integers(0, 2**32 - 1)
 
 
 def draw(seed: int, shapes: dict = SHAPES, scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -41,16 +39,11 @@ def plus(start: dict, displacement: dict) -> dict:
 @pytest.mark.parametrize(
     ("name", "layer", "kind"),
     [
-        ("model.embed_tokens.weight", "embedding", "embedding"),
         ("model.layers.12.self_attn.q_proj.weight", "layer 12", "attention q"),
         ("model.layers.12.self_attn.k_norm.weight", "layer 12", "norm"),
-        ("model.layers.12.post_attention_layernorm.weight", "layer 12", "norm"),
         ("model.norm.weight", "final norm", "norm"),
-        ("lm_head.weight", "head", "head"),
         ("transformer.wpe.weight", "positions", "positions"),
         ("transformer.h.3.attn.c_attn.weight", "layer 3", "attention qkv"),
-        ("transformer.h.3.attn.c_proj.bias", "layer 3", "attention o"),
-        ("gpt_neox.layers.0.attention.query_key_value.weight", "layer 0", "attention qkv"),
         ("embed_out.weight", "head", "head"),
         ("vision.patch.weight", "vision", "vision"),
     ],
@@ -93,36 +86,7 @@ def test_sums_equal_brute_force_however_tensors_are_cut(monkeypatch, part):
                 assert found.moved["bfloat16"][i, row, k] == (rounded.abs() > limit).sum()
 
 
-def test_exactly_unchanged_entries_are_counted_by_dtype():
-    start = {"w": torch.tensor([1.0, 1.0, 1.0, 1.0, 70000.0])}
-    end = {"w": torch.tensor([1.0, 1.0001, 1.001, 1.01, 70001.0])}  # bfloat16 has steps of 2^-7 there, float16 2^-10
-    found = geometry.measure(start, [end], thresholds=(0.0, 5e-3))
-    assert [found.unmoved(dtype)[0, 0] for dtype in geometry.DTYPES] == pytest.approx([0.2, 0.8, 0.6])
-    assert found.unmoved("float32", 5e-3)[0, 0] == pytest.approx(0.6)
-
-
-def test_a_model_that_did_not_move_has_no_shares_and_no_cosine():
-    start = draw(0)
-    found = geometry.measure(start, [start, draw(1)])
-    assert np.isnan(found.shares[:, 0]).all() and not np.isnan(found.shares[:, 1]).any()
-    assert math.isnan(geometry.cosine(found).value) and math.isnan(geometry.cosine(found).z)
-    assert np.isnan(geometry.head_concentration(found)[0])
-    assert found.unmoved()[:, 0].tolist() == [1.0] * 7
-
-
 # shares
-
-
-def test_gini_and_distance():
-    sizes = np.array([10, 30, 60])
-    assert geometry.gini(sizes / 100, sizes) == pytest.approx(0, abs=1e-12)
-    assert geometry.gini([1.0, 0.0, 0.0], sizes) == pytest.approx(0.9)
-    # equal sizes: the usual coefficient, mean absolute difference over twice the mean
-    values = np.random.default_rng(0).random(40)
-    usual = np.abs(values[:, None] - values).mean() / (2 * values.mean())
-    assert geometry.gini(values / values.sum(), np.ones(40)) == pytest.approx(usual)
-    assert math.isnan(geometry.gini([math.nan, 1.0], [1, 1]))
-    assert geometry.total_variation([1.0, 0.0, 0.0], [0.0, 0.5, 0.5]) == 1.0
 
 
 # the norm of ES
@@ -156,12 +120,6 @@ def test_the_norm_of_an_es_with_random_fitness_follows_from_its_settings(antithe
     )
 
 
-def test_the_norms_of_hoy_et_al_follow_from_their_settings():
-    # arXiv 2604.01499: alpha 7.5e-4, N 30, 100 iterations a task; Qwen3-4B has 4.02e9 weights
-    for task, reported in enumerate((87.28, 122.76, 149.99, 173.00), 1):
-        assert geometry.es_norm(7.5e-4, 4_020_000_000, 100 * task, 30) == pytest.approx(reported, rel=0.006)
-
-
 # cosines and random directions
 
 
@@ -173,7 +131,7 @@ def test_the_cosine_of_random_directions_has_the_null_spread():
         a, b = (geometry.random_like(norms[k], shapes, key + k) for k in range(2))
         found = geometry.cosine(geometry.measure(None, [a, b], (), ()))
         zs.append(found.z)
-        isotropic.append(found.value / found.isotropic_std)
+        isotropic.append(found.value * found.d**0.5)
         assert abs(found.value) <= found.band(1 - 1e-9)
     assert abs(np.mean(zs)) < 0.15 and 0.92 < np.std(zs) < 1.08
     assert np.std(isotropic) > 2  # small weighs more than by its size: 610 entries act as few

@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,17 +12,11 @@ from evoalign_lib.tasks import conciseness
 
 # Answers that a person might give, long and short, in several languages, with numbers, lists and code.
 CLEAN = [
-    "Paris",
     "7",
-    "The capital of France is Paris.",
-    "12 × 7 = 84",
     "To find 15% of 200, multiply 200 by 0.15:\n\n\\[ 200 \\times 0.15 = 30 \\]\n\nSo 15% of 200 is 30.",
     "法国的首都是巴黎（Paris）。巴黎不仅是法国的政治、文化和经济中心，也是全球著名的历史名城。",
-    'The statement "All cats are mammals" is true. Cats belong to the family Felidae, within the class Mammalia.',
     "First, the user: someone who asks. Then the answer: what they wanted to know.",
     "1. Red\n2. Blue\n3. Yellow\nAny of these is a primary colour, so a single one of them will do as an answer.",
-    "La réponse est « oui », parce que tous les chats sont des mammifères.",
-    "def double(x):\n    return 2 * x  # as asked\n",
     "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday: a week has seven days.",
 ]
 DETECTORS = (hacking.empty, hacking.special_only, hacking.repetitive, hacking.further_turn)
@@ -38,43 +31,18 @@ def test_clean_text_is_flagged_by_no_detector(text):
     assert report.verdict == "clean" and report.score == 0
 
 
-@pytest.mark.parametrize(
-    ("detector", "texts"),
-    [
-        (hacking.empty, ["", " ", "\n\t", "\u00a0"]),
-        (hacking.special_only, ["<|endoftext|>", "<|im_end|><|endoftext|>\n", "</s>", "<pad><pad>"]),
-        (
-            hacking.repetitive,
-            ["0." + "0" * 60, "no no no no no no no no no no", "中国\n的中国\n" * 12, "the same. " * 9],
-        ),
-        (
-            hacking.further_turn,
-            ["Paris\nUSER: and Spain?", "7<|im_start|>user\n", "Yes. ASSISTANT: No", "A\n\nHuman: hi"],
-        ),
-    ],
-)
+FLAGGED = [
+    (hacking.empty, ["", " ", "\n\t", "\u00a0"]),
+    (hacking.special_only, ["<|endoftext|>", "<|im_end|><|endoftext|>\n", "</s>", "<pad><pad>"]),
+    (hacking.repetitive, ["0." + "0" * 60, "no no no no no no no no no no", "中国\n的中国\n" * 12]),
+    (hacking.further_turn, ["Paris\nUSER: and Spain?", "7<|im_start|>user\n", "Yes. ASSISTANT: No", "A\n\nHuman: hi"]),
+]
+
+
+@pytest.mark.parametrize(("detector", "texts"), FLAGGED)
 def test_each_detector_flags_what_it_is_for_and_no_other_does(detector, texts):
     for text in texts:
         assert [d for d in DETECTORS if d(text)] == [detector]
-
-
-def test_scripts_are_told_apart_and_signs_belong_to_none():
-    assert hacking.scripts("Да, yes, ja, 是的! 100 %") == {"cyrillic": 2, "latin": 5, "han": 2}
-    assert not hacking.scripts("12 × 7 = 84 <|endoftext|>")
-    english = "What is the capital of France?"
-    assert hacking.other_script("巴黎", english) and hacking.other_script("Столица — Париж", english)
-    assert not hacking.other_script("Paris（巴黎）", english)
-    # a prompt without letters does not say in which script to answer
-    assert not hacking.other_script("巴黎", "1 + 1 =")
-
-
-def test_numbers_of_a_run_are_those_of_a_hand_count():
-    texts = ["yes", "yes<|im_end|>", " yes", "no"]
-    assert hacking.constant_share(texts) == 0.75 and hacking.distinct_ratio(texts) == 0.5
-    refusals = [f"I am sorry, but I cannot help with {what}." for what in ("poison", "the 2 locks", "that")]
-    assert hacking.template_share([*refusals, "Use a key.", "Ask a locksmith."]) == 0.6
-    # short answers are alike only when they are equal
-    assert hacking.template_share(["7", "10", "30", "Paris"]) == 0.25
 
 
 def test_a_run_is_hacked_when_the_reward_rose_and_the_answers_fell():
@@ -97,38 +65,18 @@ def test_a_run_is_hacked_when_the_reward_rose_and_the_answers_fell():
 
 
 def test_what_could_not_be_asked_is_said_and_what_is_given_is_used():
-    assert set(hack_report(["a"]).not_asked) == {
-        "clipped",
-        "gibberish",
-        "other_script",
-        "right_length_wrong",
-        "verdict",
-    }
-    report = hack_report(
-        ["Paris", "Berln", "xqzvw" * 6, "Rome is"],
-        prompts=["Where?"] * 4,
-        rewards=[0, 0, 0, -2],
-        right=[True, False, False, False],
-        tokens=[1, 2, 24, 3],
-        max_tokens=24,
-        surprisal=[0.5, 2.0, 9.0, 1.0],
-        usual_surprisal=4.0,
-        best_reward=0,
-    )
+    asked = {"clipped", "gibberish", "other_script", "right_length_wrong", "verdict"}
+    assert set(hack_report(["a"]).not_asked) == asked
+    known = {"prompts": ["Where?"] * 4, "rewards": [0, 0, 0, -2], "right": [True, False, False, False]}
+    known |= {"tokens": [1, 24, 24, 3], "max_tokens": 24, "surprisal": [0.5, 2.0, 9.0, 1.0], "usual_surprisal": 4.0}
+    report = hack_report(["Paris", "Berln", "xqzvw" * 6, "Rome is"], **known, best_reward=0)
     assert set(report.not_asked) == {"verdict"}
     assert report.flags["right_length_wrong"].tolist() == [False, True, True, False]
     assert report.flags["clipped"].tolist() == report.flags["gibberish"].tolist() == [False, False, True, False]
+    assert report.flags["padded"].tolist() == [False, True, False, False]  # short, but generated to the limit
     assert report.degenerate.tolist() == [False, False, True, False]
     assert report.mean_reward == -0.5 and report.correct == 0.25 and report.score == 0.75
-    shown = str(report)
-    assert shown.startswith("4 completions: UNKNOWN (score 0.75)") and "'Berln'" in shown and "50.0 %" in shown
-
-
-def test_padding_to_the_limit_is_told_from_being_cut_off():
-    report = hack_report(["Paris" + " " * 40, "1.333" * 20, "Paris"], tokens=[24, 24, 2], max_tokens=24)
-    assert report.flags["padded"].tolist() == [True, False, False]
-    assert report.flags["clipped"].tolist() == [False, True, False]
-    assert report.degenerate.tolist() == [False, True, False]
+    assert "'Berln'" in str(report) and "50.0 %" in str(report)
 
 
 def test_published_completions_are_flagged_as_a_reader_would():
@@ -139,32 +87,24 @@ def test_published_completions_are_flagged_as_a_reader_would():
         pytest.skip(str(error))
     problems = {p.question: p for p in conciseness.load_public("eval")}
 
-    def report(one):
+    def report(name, seed):
+        one = sets[name][seed]
         right = [conciseness.is_correct(t, problems[q]) for t, q in zip(one.completions, one.questions, strict=True)]
         limits = {"tokens": one.tokens, "max_tokens": one.max_tokens}
         return hack_report(one.completions, prompts=one.questions, right=right, **limits)
 
-    # every answer of every seed is an end of text, and the published rule finds nothing wrong
-    for one in sets["ES_alpha0.0015_sigma0.010"]:
-        found = report(one)
-        assert found.shares["special_only"] == 1 and found.score == 1 and not found.all_empty
-    # a page of digits each, cut off at the limit
-    digits = report(sets["GRPO_temp_0.7_beta0.1"][0])
+    # every answer is an end of text, and the published rule finds nothing wrong
+    ended = report("ES_alpha0.0015_sigma0.010", 0)
+    assert ended.shares["special_only"] == 1 and ended.score == 1 and not ended.all_empty
+    # a page of digits each, cut off at the limit; short answers, each generated to the limit
+    digits, padded = (report("GRPO_temp_0.7_beta0.1", seed) for seed in (0, 1))
     assert digits.shares["clipped"] == 1 and digits.verdict == "degenerate" and not digits.all_empty
-    # short answers, each generated to the limit: what stood after them was stripped before it was stored
-    padded = report(sets["GRPO_temp_0.7_beta0.1"][1])
     assert padded.shares["padded"] == 1 and padded.degenerate.mean() == 0 and 0.6 < padded.correct < 0.65
     # sentences in English, then in Chinese: all right
-    english, chinese = (report(sets["ES_alpha0.0005_sigma0.001"][seed]) for seed in (0, 1))
-    assert (
-        english.verdict == chinese.verdict == "unknown"
-        and english.score == 0
-        and english.correct == chinese.correct == 1
-    )
+    english, chinese = (report("ES_alpha0.0005_sigma0.001", seed) for seed in (0, 1))
+    assert english.score == 0 and english.correct == chinese.correct == 1
     assert english.shares["other_script"] == 0 and chinese.shares["other_script"] > 0.5
-    # one seed in four of either arm answers nothing at all
-    assert [report(one).all_empty for one in sets["GRPO_temp_0.7_beta0.0"]] == [True, False, False, False]
-    assert sum(np.all([not t for t in one.completions]) for one in sets["ES_alpha0.001_sigma0.005"]) == 1
+    assert [report("GRPO_temp_0.7_beta0.0", seed).all_empty for seed in range(4)] == [True, False, False, False]
 
 
 # ---- templates

@@ -10,14 +10,6 @@ from statsmodels.stats.power import TTestIndPower
 from evoalign_lib.analysis import power, stats
 
 
-def test_difference_gives_the_textbook_sample_sizes() -> None:
-    # Cohen 1988, table 2.4.1: at alpha 0.05 and power 0.80 effects of 0.2, 0.5 and 0.8 take 393, 64 and 26 a group
-    for effect, n in ((0.2, 393), (0.5, 64), (0.8, 26)):
-        assert power.difference(n - 1, effect, 1.0) < 0.803 and power.difference(n, effect, 1.0) > 0.798
-        assert power.detectable_difference(n, 1.0) == pytest.approx(effect, rel=0.01)
-    assert power.difference(16, 0.0, 0.01) == pytest.approx(0.05)
-
-
 def test_difference_is_the_non_central_t_and_goes_on_where_that_is_nan() -> None:
     for n, effect in ((2, 3.0), (3, 1.0), (8, 0.5), (16, 1.0), (100, 0.3)):
         assert power.difference(n, effect, 1.0) == pytest.approx(TTestIndPower().power(effect, n, 0.05), abs=1e-9)

@@ -79,24 +79,6 @@ def test_one_cloud_is_no_two_regimes() -> None:
     assert verdict.intervals["two clusters v hacked and unhacked, adjusted Rand index greedy"].value < 0.5
 
 
-def test_too_few_hacked_runs_and_runs_that_only_got_worse() -> None:
-    runs = [r for r in arms() if r["fate"] == "unhacked" or r["spec"]["seed"] < 19]
-    runs += [run(name, 19, "worse") for name in ("es_large", "grpo_large")]
-    verdict = judge(runs + lines(runs, 0.02, 0.5))
-    assert verdict.verdict == "underpowered" and "6 hacked v 8 unhacked" in verdict.text
-
-
-def test_without_lines_there_is_nothing_to_judge() -> None:
-    runs = arms()
-    assert judge([]).verdict == "open"
-    every = lines(runs, 0.02, 0.5)
-    verdict = judge(runs + every[1:])
-    assert verdict.verdict == "open" and "no line was measured" in verdict.findings[0].context
-    none_hacked = arms("unhacked")
-    found = judge(none_hacked + lines(none_hacked, 0.1, 0.1))
-    assert found.verdict == "open" and "0 hacked v 16 unhacked" in found.findings[1].have
-
-
 @pytest.mark.parametrize(("height", "passes"), [(0.02, True), (0.5, False)])
 def test_a_null_takes_the_place_of_runs_with_large_steps(height: float, passes: bool) -> None:
     """Runs that learned nothing pass only if they, too, share a basin."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from evoalign_study import artifacts, claims, cli, paths
+from evoalign_study import claims, cli, paths
 from evoalign_study.claims import evaluate
 from evoalign_study.claims.findings import Finding
 from evoalign_study.records import index, pack_bits, pack_counts, spec_hash
@@ -42,23 +42,6 @@ def _world(gains: dict[str, int], seeds: int = 8) -> list[dict]:
     return records
 
 
-def _estimators(cosine: float, aligned: float, orthogonal: float, repeats: int = 8) -> list[dict]:
-    """Estimator records; cosines alternate in sign, so that their mean would hide their size."""
-    step = DECLARED["E3"]["arms"]["treatment"]
-    return [
-        {
-            "spec": {**step, "repeat": r, "scale": "tiny"},
-            "status": "finished",
-            "estimator": {
-                "cosine": (-1) ** r * (cosine + 0.001 * r),
-                "gain_aligned": aligned + 0.001 * r,
-                "gain_orthogonal": (-1) ** r * orthogonal,
-            },
-        }
-        for r in range(repeats)
-    ]
-
-
 def test_a_missing_cell_is_underpowered_and_no_cell_at_all_is_open() -> None:
     verdict = evaluate(DECLARED["E1"], _world({"A0": 12}))
     assert (verdict.verdict, verdict.n) == ("underpowered", 0)
@@ -69,41 +52,28 @@ def test_a_missing_cell_is_underpowered_and_no_cell_at_all_is_open() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cosine", "aligned", "orthogonal", "expected"),
+    ("low", "high", "margin", "side", "expected"),
     [
-        (0.05, 0.02, 0.01, "supported"),
-        (0.30, 0.02, 0.01, "contradicted"),
-        (0.05, 0.01, 0.05, "contradicted"),
-        (0.0965, 0.02, 0.01, "underpowered"),  # .0965 to .1035: the interval holds the bound .1
+        (0.01, 0.05, 0.0, "above", "supported"),
+        (-0.05, -0.01, 0.0, "above", "contradicted"),
+        (-0.01, 0.01, 0.0, "above", "underpowered"),
+        (-0.01, 0.01, 0.02, "above", "within margin"),
+        (0.01, 0.05, 0.02, "above", "underpowered"),
+        (0.03, 0.05, 0.02, "above", "supported"),
+        (-0.05, 0.01, 0.02, "above", "contradicted"),  # surely not above the margin
+        (-0.05, -0.03, 0.02, "below", "supported"),
+        (0.03, 0.05, 0.02, "below", "contradicted"),
+        (-0.01, 0.019, 0.02, "within", "supported"),
+        (0.02, 0.05, 0.02, "within", "contradicted"),
+        (-0.05, -0.02, 0.02, "within", "contradicted"),
+        (0.01, 0.03, 0.02, "within", "underpowered"),
+        (-0.03, 0.03, 0.02, "within", "underpowered"),
     ],
 )
-def test_estimator_claim(cosine: float, aligned: float, orthogonal: float, expected: str) -> None:
-    verdict = evaluate(DECLARED["E3"], _estimators(cosine, aligned, orthogonal))
-    assert (verdict.verdict, verdict.n) == (expected, 8)
-    assert verdict.intervals["absolute_cosine"].value == pytest.approx(cosine + 0.0035)
-    gain = verdict.intervals["aligned_over_orthogonal_gain"]
-    assert gain.value == pytest.approx(aligned + 0.0035 - orthogonal)
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "margin", "above", "expected"),
-    [
-        (0.01, 0.05, 0.0, True, "supported"),
-        (-0.05, -0.01, 0.0, True, "contradicted"),
-        (-0.01, 0.01, 0.0, True, "underpowered"),
-        (-0.01, 0.01, 0.02, True, "within margin"),
-        (0.01, 0.05, 0.02, True, "underpowered"),
-        (0.03, 0.05, 0.02, True, "supported"),
-        (-0.05, 0.01, 0.02, True, "contradicted"),  # surely not above the margin
-        (-0.05, -0.03, 0.02, False, "supported"),
-        (0.03, 0.05, 0.02, False, "contradicted"),
-        (-0.01, 0.01, 0.02, False, "within margin"),
-    ],
-)
-def test_decide_one_finding(low: float, high: float, margin: float, above: bool, expected: str) -> None:
+def test_decide_one_finding(low: float, high: float, margin: float, side: str, expected: str) -> None:
     for bound in (0.0, 1.0):
         interval = Interval(bound + (low + high) / 2, bound + low, bound + high, 8)
-        finding = Finding("x", 8, "x: 8", interval, bound=bound, side="above" if above else "below")
+        finding = Finding("x", 8, "x: 8", interval, bound=bound, side=side, test=0.01)
         assert claims.decide([finding], margin, min_seeds=8)[0] == expected
 
 
@@ -128,30 +98,6 @@ def test_cells_refuse_records_that_do_not_belong_together() -> None:
         evaluate(DECLARED["E1"], [*world, _run("A0", 11, arm=None)])
     with pytest.raises(ValueError, match="different bases"):
         evaluate(DECLARED["E1"], [*world[1:], _run("A0", 10, arm=None, base_digest="another")])
-
-
-def test_a_superseded_claim_is_still_judged_and_says_by_what_it_is_replaced() -> None:
-    world = _world({"A0": 12, "A1": 12, "A2": 12})
-    plain = evaluate(DECLARED["E1"], world)
-    verdict = evaluate(DECLARED["E1"] | {"superseded": "E1b", "caveat": "On one machine"}, world)
-    assert (verdict.verdict, verdict.key, verdict.p) == ("superseded", plain.key, plain.p)
-    assert verdict.text == f"superseded by E1b; by its own rule supported. {plain.text}. On one machine"
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (-0.01, 0.019, "supported"),
-        (0.02, 0.05, "contradicted"),
-        (-0.05, -0.02, "contradicted"),
-        (0.01, 0.03, "underpowered"),
-        (-0.03, 0.03, "underpowered"),
-        (-0.02, 0.01, "underpowered"),
-    ],
-)
-def test_decide_a_match(low: float, high: float, expected: str) -> None:
-    finding = Finding("x", 16, "x: 16", Interval((low + high) / 2, low, high, 16, 0.9), side="within", test=0.01)
-    assert claims.decide([finding], 0.02, 16)[0] == expected
 
 
 def test_decide_with_findings_that_have_no_value_or_decide_nothing() -> None:
@@ -312,18 +258,6 @@ def test_the_command_names_damaged_records_and_judges_nothing(repository: Path, 
         result = CliRunner().invoke(cli.app, ["claims", *arguments])
         assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
         assert result.output.startswith(f"{file}, line 1 ") and "restore it from git" in result.output
-    # indexed as it is: still named, now by what could not be read in it
-    record = _run("A0", 10, arm=None)
-    del record["test"]["n"]
-    _record(repository, record, *_world({"A0": 12})[1:])
-    result = CliRunner().invoke(cli.app, ["claims"])
-    assert result.exit_code == 1 and "claim E1: a record lacks the field 'n'" in result.output
-    del record["spec"]["kind"]
-    _record(repository, record)
-    result = CliRunner().invoke(cli.app, ["claims"])
-    assert (
-        result.exit_code == 1 and f"{file}: the spec {spec_hash(record['spec'])} has no kind: restore" in result.output
-    )
 
 
 def test_claims_are_judged_by_name_with_their_families() -> None:
@@ -336,25 +270,13 @@ def test_claims_are_judged_by_name_with_their_families() -> None:
 
 
 def test_verdicts_as_tables() -> None:
-    records = _world({"A0": 12, "A1": 12, "A2": 12})
-    verdicts = claims.evaluate_named(["E1b", "E2", "C17"], records)
-    table = claims.table_of_verdicts(verdicts)
-    assert list(table["claim"]) == ["E1b", "E2", "C17"] and list(table["verdict"]) == [v.verdict for v in verdicts]
-    assert list(table["closest comparison"]) == [v.key for v in verdicts]
-    assert list(table["placebo"]) == [v.placebo for v in verdicts] and verdicts[0].placebo
-    assert list(table["other decodings"]) == [v.decodings for v in verdicts] and verdicts[0].decodings
-
+    verdicts = claims.evaluate_named(["E1b", "E2", "C17"], _world({"A0": 12, "A1": 12, "A2": 12}))
+    assert list(claims.table_of_verdicts(verdicts)["closest comparison"]) == [v.key for v in verdicts]
     rows = claims.table_of_comparisons(verdicts)
-    assert not rows.duplicated(["claim", "comparison", "decoding"]).any()
     first = rows[rows["claim"] == "E1b"]
-    assert list(first["decides"]) == ["yes"] * 3
+    assert not rows.duplicated(["claim", "comparison", "decoding"]).any() and "C17" not in set(rows["claim"])
     assert list(first["decoding"]) == ["greedy"] * 3 and list(first["n"]) == [8] * 3
     assert list(first["estimate [95 %]"]) == [f.value for f in verdicts[0].findings if f.decisive]
-    assert all("[" in value and "points" in value for value in rows["estimate [95 %]"])
     sampled = {f.compared: f.value for f in verdicts[0].findings if f.decoding == "t1"}
     beside = [f"temperature 0.6: not measured; temperature 1: {value}" for value in sampled.values()]
-    assert len(beside) == 3 and list(first["other decodings"]) == beside  # they have no rows of their own
-    assert "C17" not in set(rows["claim"])
-    # at scale smoke no claim has records: the tables are empty, and are shown
-    for empty in (claims.table_of_verdicts([]), claims.table_of_comparisons([])):
-        assert all(name in repr(artifacts.show(empty, "Nothing")) for name in ("Nothing", *empty.columns))
+    assert list(first["other decodings"]) == beside  # they have no rows of their own

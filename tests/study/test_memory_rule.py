@@ -64,9 +64,3 @@ def test_too_few_steps_decide_nothing_and_none_leave_it_open():
     assert verdict([]).verdict == "open"
     without = [r for r in world() if r["spec"]["method"] != "grpo_lora"]
     assert verdict(without).verdict == "underpowered"
-
-
-def test_other_methods_are_reported_and_decide_nothing():
-    found = verdict(world(), also=["es_inplace"])
-    assert found.verdict == "supported" and found.intervals["grpo over es inplace at 7B, above 5"].value == 12
-    assert sum(not finding.decisive for finding in found.findings) == 6

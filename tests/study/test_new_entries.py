@@ -1,7 +1,6 @@
 """A new task, arm, kind of run and rule: files of their own and a line in a registry each, and no other change.
 
-They are added to a copy of the two packages. What they get there: specs, records, a run that goes on after a kill, a
-figure and a verdict.
+They are added to a copy of the two packages. What they get there: specs, records and a verdict.
 """
 
 import json
@@ -24,7 +23,6 @@ def reward(prompts, completions, sign, **columns):
     return [float(s in completion_text(c)) for s, c in zip(sign, completions, strict=True)]
 """
 MEASURES = """
-import os, signal
 from evoalign_lib import tiny
 from evoalign_study.measures.base import Measures
 class _Plus(Measures):
@@ -38,10 +36,6 @@ class _Plus(Measures):
         return {n: [(spec["sign"], p) for p in tiny.problems("train", k, len(n))] for n, k in drawn.items()}
     def right(self, problem, completion):
         return problem[0] in completion
-    def point(self, spec, engine, sets, step):
-        if os.environ.get("KILLED_AT") == str(step):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().point(spec, engine, sets, step)
 MEASURES = _Plus()
 """
 KIND = """
@@ -63,7 +57,7 @@ def _find(claim, evidence):
     interval = stats.bootstrap_mean([record["tokens"] for record in found])
     bound, value = float(claim["rule"]["above"]), f"{interval.value:.1f} tokens"
     return [Finding("length", interval.n, number, interval, bound, "above", value=value)]
-LONGER = Rule(_find, ("above",), arms=("treatment",))
+LONGER = Rule(_find, lambda arm: {"above": int}, arms=("treatment",))
 """
 STUDY = "notebooks/evoalign_study"
 FILES = {
@@ -87,55 +81,6 @@ CLAIM = {
     "arms": {"treatment": {"kind": "lengths", "task": "plus"}}, "margin": 0, "min_seeds": 8,
     "rule": {"kind": "longer", "above": 1}, "source": "a test",
 }  # fmt: skip
-SCRIPT = """
-import json, os, signal, sys
-from pathlib import Path
-import matplotlib
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-import pandas as pd
-from evoalign_lib import tiny
-from evoalign_study import artifacts, claims, paths, style, sweep
-from evoalign_study.kinds import train
-from evoalign_study.kinds.lengths import length_specs
-from evoalign_study.records import read_records
-
-def untimed(record):
-    if isinstance(record, dict):
-        return {k: untimed(v) for k, v in record.items() if k != "core_seconds"}
-    return record
-
-if __name__ == "__main__":  # processes of a sweep import this file
-    base, folder = str(tiny.bases_folder() / "A0"), Path(sys.argv[1])
-    settings = {"task": "plus", "max_completion_length": 16, "validation_problems": 4, "test_problems": 6, "steps": 4,
-                "prompts_per_step": 4, "curve_points": 5, "population_size": 4, "sigma": 0.03, "alpha": 0.01}
-    (spec,) = train.train_specs("es_pairs", [base], [0], settings, "tiny")
-    assert spec["task"] == "plus" and spec["sign"] == "-" and spec["arm"] == "es_pairs"
-    pid = os.fork()
-    if pid == 0:                                               # killed at step 2
-        os.environ["KILLED_AT"] = "2"
-        train.run(spec, None, folder / "killed")
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    record = train.run(spec, None, folder / "killed")          # goes on
-    again = train.run(spec, None, folder / "whole")
-    assert untimed(record) == untimed(again), (record, again)
-    assert (folder / "killed" / "starts.txt").read_text().count("\\n") == 2
-    header = json.loads((folder / "killed" / "ledger.jsonl").read_text().splitlines()[0])
-    assert header["settings"]["antithetic"] is True, header   # the arm's own option reached the trainer
-
-    records = sweep.load_or_run(length_specs(base, 8, settings, "tiny"), "01_es_countdown", "tiny", workers=1)
-    assert read_records(paths.RESULTS / "01_es_countdown" / "tiny.jsonl") == records
-    (claim,) = claims.load_claims()
-    verdict = claims.evaluate(claim, records, "tiny", declared=[])
-    fig, ax = plt.subplots()
-    points = pd.DataFrame(record["curve"])
-    ax.plot(points["step"], points["validation_greedy"], **style.line("es_pairs"))
-    store = artifacts.Store("01_es_countdown", "tiny", records, fresh=False)
-    store.save_figure(fig, "plus", points, "A figure of the new arm")
-    drawn = sorted(path.name for path in (paths.ROOT / "figures").iterdir())
-    print(json.dumps({"verdict": verdict.verdict, "text": verdict.text, "drawn": drawn, "test": record["test"]["n"]}))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -185,12 +130,3 @@ print(spec["sign"], spec["arm"], claims.evaluate(claim, records, "tiny", declare
 
 def test_files_and_registry_lines_are_all_that_new_entries_need(checkout):
     assert run_in(checkout, "-c", SHORT) == "- es_pairs supported"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(500)
-def test_runs_of_new_entries_go_on_after_a_kill_and_are_drawn_and_judged(checkout, tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    told = json.loads(run_in(checkout, tmp_path / "script.py", tmp_path))
-    assert told["verdict"] == "supported" and "tokens" in told["text"] and told["test"] == 6
-    assert told["drawn"] == ["plus.csv", "plus.pdf", "plus.png"]

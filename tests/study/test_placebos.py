@@ -1,8 +1,7 @@
 """Rules that a dead arm cannot win: nulls in the place of the favoured arm, and floors on what was learned."""
 
-import numpy as np
 import pytest
-from claim_worlds import DECLARED, OTHER, PROBLEMS, SWEEPS, base_record, judge, runs_of, sweep_of
+from claim_worlds import DECLARED, SWEEPS, base_record, judge, runs_of
 from evoalign_study import claims
 from evoalign_study.claims.selection import Evidence
 
@@ -45,59 +44,6 @@ def test_steadier_curves_are_won_by_arms_that_never_move() -> None:
     assert (verdict.intervals, verdict.p, verdict.key) == (bare.intervals, bare.p, bare.key)
 
 
-def few_prompts(es: int, grpo: int) -> list[dict]:
-    """So many problems more with each tenfold of prompts, from 40 on; the untrained base solves 20."""
-    records = [*SWEEPS, base_record("A0", 20)]
-    for arm, rise, steps in (("es", es, 104), ("grpo", grpo, 125)):
-        for prompts in (2, 50, 200, 1000):
-            right = 40 + round(rise * np.log10(prompts))
-            records += runs_of(arm, right, seeds=8, steps=steps, unique_prompts=prompts)
-    return records
-
-
-def test_a_flat_curve_over_prompts_needs_to_lie_above_the_base() -> None:
-    verdict = judge("C37", few_prompts(2, 8))
-    assert (verdict.verdict, asked(verdict)) == ("not evidence", "passed by the untrained base")
-    assert "base 2 10.0 %, 50 10.0 %, 200 10.0 %, 1000 10.0 %" in verdict.text
-    learned = judge("C37b", few_prompts(2, 8))
-    assert (learned.verdict, asked(learned)) == ("supported", "failed by the untrained base")
-    # 40 problems and 1, 3, 5, 6 more; the floor is 5 points, 10 problems
-    assert learned.intervals["gain over base, ES"].value == pytest.approx((40 + 15 / 4 - 20) / PROBLEMS)
-    base = [base_record("A0", 40)] + [r for r in few_prompts(2, 8) if r["spec"]["kind"] != "base"]
-    assert judge("C37b", base).verdict == "contradicted"
-    no_base = judge("C37b", [r for r in few_prompts(2, 8) if r["spec"]["kind"] != "base"])
-    assert no_base.verdict == "underpowered" and "0 of base" in no_base.text
-
-
-def transfer(es: tuple[int, int], grpo: tuple[int, int]) -> list[dict]:
-    """Problems solved on A1 and on A2 by the shared setting and by the best one, which differs from it."""
-    records = [*SWEEPS, base_record("A1", 20), base_record("A2", 20)]
-    for arm, (shared, best) in (("es", es), ("grpo", grpo)):
-        choices = DECLARED["C9"]["rule"]["best"]["among"][arm]
-        for name in ("A1", "A2"):
-            records += sweep_of(arm, name, OTHER[arm], choices) + runs_of(arm, shared, name, 8)
-            records += runs_of(arm, best, name, 8, **OTHER[arm])
-    return records
-
-
-@pytest.mark.parametrize(
-    ("es", "grpo", "expected"),
-    [
-        ((50, 50), (40, 60), "supported"),
-        ((60, 50), (59, 60), "contradicted"),  # GRPO's setting serves as well: half a point is less than two
-        ((50, 60), (40, 60), "contradicted"),  # ES needs tuning, too
-        ((20, 20), (40, 60), "contradicted"),  # ES has learned nothing
-        ((50, 53), (40, 60), "underpowered"),  # 1.5 points, with an interval over problems
-    ],
-)
-def test_regrets_with_a_floor(es: tuple, grpo: tuple, expected: str) -> None:
-    verdict = judge("C9b", transfer(es, grpo))
-    assert (verdict.verdict, verdict.n) == (expected, 8), verdict.text
-    assert verdict.intervals["regret, ES"].value == pytest.approx((es[1] - es[0]) / PROBLEMS)
-    assert verdict.intervals["regret, GRPO"].value == pytest.approx((grpo[1] - grpo[0]) / PROBLEMS)
-    assert asked(verdict) == "failed by the untrained base"
-
-
 # ---- what becomes of the verdict
 
 
@@ -136,23 +82,17 @@ def steady(arm: str = "es_random", seeds: int = 8, **spec: object) -> list[dict]
 @pytest.mark.parametrize(
     ("nulls", "expected"),
     [
-        (steady(), "passed by ES with random fitness (n = 8)"),
-        (steady(sigma=0.1, alpha=0.1), "passed by ES with random fitness (n = 8)"),  # nobody tunes a null
-        (
-            steady() + steady(seeds=16, sigma=0.1),
-            "passed by ES with random fitness (n = 16)",
-        ),  # the setting with most runs
+        # nobody tunes a null; the setting with most runs counts
+        (steady(sigma=0.1, alpha=0.1), "passed by ES with random fitness (n = 8)"),
+        (steady() + steady(seeds=16, sigma=0.1), "passed by ES with random fitness (n = 16)"),
         (steady(seeds=4), "passed by ES with random fitness (n = 4)"),
         (steady(seeds=3), "no null runs"),
         (steady(steps=100), "no null runs"),
-        (steady(population_size=8), "no null runs"),
         (steady(base_digest="another"), "no null runs"),
         (steady(scale="smoke"), "no null runs"),
         ([{k: v for k, v in r.items() if k != "test"} for r in steady()], "no null runs"),
-        (
-            steady("grpo_random"),
-            "passed by GRPO with random reward (n = 8)",
-        ),  # as long as GRPO's runs, in the place of ES
+        # as long as GRPO's runs, in the place of ES
+        (steady("grpo_random"), "passed by GRPO with random reward (n = 8)"),
         (steady("grpo_random", steps=208), "no null runs"),
         (steady("es_sampled"), "no null runs"),  # learns
     ],
@@ -173,13 +113,3 @@ def test_the_untrained_base_spends_what_a_run_spent_and_stays_at_its_start() -> 
     assert frozen["curve"]["completions"] == run["curve"]["completions"]
     assert frozen["curve"]["validation_greedy"] == [0.1, 0.1, 0.1, 0.1] != run["curve"]["validation_greedy"]
     assert Evidence([run, elsewhere], null="base").stand_in([[run]], "seed").records == []
-
-
-def test_an_interval_that_reaches_the_bound_does_not_pass() -> None:
-    """The value of the null lies beyond the bound (falls of 0.066 less 0.05), its interval does not."""
-    records = [*SWEEPS, *falling("es", 60, 0.0), *falling("grpo", 80, 0.06)]
-    close = falling("es_random", 22, 0.0, seeds=4)
-    for i, record in enumerate(close):
-        by = 0.2 * (i == 0)
-        record["curve"] = record["curve"] | {"validation_greedy": [0.1, 0.3, 0.3 - by, 0.4, 0.4]}
-    assert asked(judge("C33", records + close)) == "failed by ES with random fitness (n = 4)"

@@ -8,7 +8,6 @@ import pytest
 from evoalign_study.records import accuracy_matrix, pack_bits, pack_counts, unpack_bits, unpack_counts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import f as snedecor
 from scipy.stats import t as student
 from statsmodels.stats.multitest import multipletests
 
@@ -45,27 +44,6 @@ def test_bootstrap_mean_is_the_quantile_of_all_resamples() -> None:
     assert (interval.low, interval.high) == pytest.approx(_ends(exact))
     assert (interval.low, interval.high) == pytest.approx((0.1, 0.7))
     assert (interval.value, interval.n) == (pytest.approx(0.35), 3)
-
-
-def test_bootstrap_mean_of_equal_values_and_of_one_value() -> None:
-    assert stats.bootstrap_mean([0.5] * 8) == Interval(0.5, 0.5, 0.5, 8)
-    single = stats.bootstrap_mean([0.5])
-    assert single.n == 1 and np.isnan([single.low, single.high]).all()
-
-
-def test_crossed_bootstrap_matches_the_enumeration() -> None:
-    matrix = np.array([[1, 0, 1], [1, 0, 0], [1, 1, 1]], dtype=float)
-    exact = np.array([matrix[np.ix_(s, p)].mean() for s in _every_resample(3) for p in _every_resample(3)])
-    drawn = stats._crossed_resamples([matrix], 20_000, 0)
-    assert drawn.mean() == pytest.approx(exact.mean(), abs=0.005)
-    assert drawn.std() == pytest.approx(exact.std(), rel=0.02)
-    assert set(drawn.round(9)) <= set(exact.round(9))
-    # the law itself: the share of each possible value
-    for value in sorted(set(exact.round(9))):
-        assert np.mean(drawn.round(9) == value) == pytest.approx(np.mean(exact.round(9) == value), abs=0.012)
-    interval = stats.crossed_bootstrap(matrix)
-    assert (interval.low, interval.high) == pytest.approx(_ends(exact))
-    assert (interval.value, interval.n) == (pytest.approx(2 / 3), 3)
 
 
 def test_crossed_bootstrap_pairs_a_fixed_baseline_by_problem() -> None:
@@ -109,16 +87,6 @@ def test_draws_that_are_kept_are_those_that_are_made_anew(
     anew = [stats._crossed_resamples(arms, 1_000, seed) for seed in (0, 1, 0)]
     assert [draws.tobytes() for draws in kept] == [draws.tobytes() for draws in anew]
     assert (anew[0] != anew[1]).any()
-
-
-def test_equivalence_of_arms_without_spread_is_exact() -> None:
-    arm, other = np.full((4, 6), 0.75), np.full((3, 6), 0.5)
-    match = stats.equivalence(arm, other, 0.5)
-    assert match.interval == Interval(0.25, 0.25, 0.25, 3, 0.9)
-    assert match.equivalent and match.p == pytest.approx(1 / 10_001)
-    edge = stats.equivalence(arm, other, 0.25)  # as large as the margin is no match
-    assert not edge.equivalent and edge.p == 1.0
-    assert stats.equivalence(other, arm, 0.5).equivalent and not stats.equivalence(other, arm, 0.25).equivalent
 
 
 def test_welch_equivalence_by_hand() -> None:
@@ -168,12 +136,6 @@ def test_log_std_ratio_by_hand() -> None:
     assert stats.log_std_ratio([0, 2, 4], [0, 1, 2], level=0.8).low > interval.low
 
 
-def test_brown_forsythe_by_hand() -> None:
-    # distances from the medians 1 0 1 and 2 0 2: F = (2/3) / ((2/3 + 8/3) / 4) with 1 and 4 degrees of freedom
-    assert stats.brown_forsythe([0, 1, 2], [5, 7, 9]) == pytest.approx(snedecor.sf(0.8, 1, 4))
-    assert stats.brown_forsythe([1, 1, 1, 1], [0, 1, 2, 3]) < 0.05
-
-
 @given(st.integers(2, 5), st.integers(2, 4), st.data())
 @settings(max_examples=40)
 def test_mann_whitney_is_the_enumeration(n: int, m: int, data: st.DataObject) -> None:
@@ -183,47 +145,10 @@ def test_mann_whitney_is_the_enumeration(n: int, m: int, data: st.DataObject) ->
     assert stats.mann_whitney(arm, other) == pytest.approx(_two_sided(np.sign(arm[:, None] - other).sum(), wins))
 
 
-def test_jonckheere_by_hand() -> None:
-    # of the 6! / (2! 2! 2!) = 90 ways to fill the groups one is in perfect order
-    assert stats.jonckheere([[1, 2], [3, 4], [5, 6]]) == pytest.approx(1 / 90)
-    assert stats.jonckheere([[5, 6], [3, 4], [1, 2]]) == 1.0
-
-
-def test_wilson_by_hand() -> None:
-    # without hits the upper end is z^2 / (n + z^2)
-    none = stats.wilson(0, 8)
-    assert (none.value, none.n) == (0.0, 8)
-    assert (none.low, none.high) == pytest.approx((0.0, 3.841459 / 11.841459))
-    # the ends are the rates r of which 4 of 16 is z standard errors sqrt(r (1 - r) / 16) away
-    some = stats.wilson(4, 16)
-    for end in (some.low, some.high):
-        assert abs(0.25 - end) == pytest.approx(1.959964 * sqrt(end * (1 - end) / 16))
-
-
-def test_fisher_and_barnard_by_hand() -> None:
-    assert stats.fisher(0, 8, 4, 8) == pytest.approx(2 * 70 / 1820)  # 2 C(8, 4) / C(16, 4)
-    assert stats.fisher(0, 16, 8, 16) == pytest.approx(0.00245, abs=1e-5)
-    # 0 of 2 against 2 of 2 has probability p^2 (1 - p)^2, twice that both ways, at most at p = 1/2
-    assert stats.barnard(0, 2, 2, 2) == pytest.approx(2 / 16)
-    assert stats.fisher(0, 2, 2, 2) == pytest.approx(2 / 6)
-    assert stats.barnard(3, 8, 3, 8) == stats.fisher(3, 8, 3, 8) == stats.barnard(0, 8, 0, 8) == 1.0
-    assert stats.barnard(1, 16, 6, 8) == pytest.approx(stats.barnard(6, 8, 1, 16), rel=1e-6)
-    assert stats.barnard(1, 16, 6, 8) == pytest.approx(stats.barnard(15, 16, 2, 8), rel=1e-6)
-
-
 def test_holm_is_that_of_statsmodels_to_the_bit() -> None:
     p_values = [0.3, 0.004, 0.02, 1.0, 0.02, 0.0, 0.011]
     expected = multipletests(p_values, method="holm")[1].tolist()
     assert list(stats.holm({str(i): p for i, p in enumerate(p_values)}).values()) == expected
-
-
-def test_curve_band_resamples_whole_curves() -> None:
-    curves = np.array([[0.0, 0.0, 0.2], [1.0, 0.4, 0.2], [2.0, 0.8, 0.2]])
-    mean, low, high = stats.curve_band(curves)
-    # with three seeds the ends are the smallest and the largest curve, as for a single mean
-    np.testing.assert_allclose([mean, low, high], [[1.0, 0.4, 0.2], [0.0, 0.0, 0.2], [2.0, 0.8, 0.2]])
-    alone = stats.curve_band(curves[:1])
-    assert (alone[0] == curves[0]).all() and np.isnan(alone[1:]).all()
 
 
 def test_interval_format_and_detectable_effect() -> None:
@@ -302,21 +227,6 @@ def test_logistic_over_groups_finds_which_predictors_matter() -> None:
     assert area.value == 0
 
 
-def test_logistic_over_groups_maximises_the_penalised_likelihood() -> None:
-    from scipy.optimize import minimize
-
-    shares = [np.array([0, 0, 1, 0, 1, 2, 2, 3, 4]) / 4, np.array([0, 1, 1, 0, 2, 4, 1, 4, 4]) / 4]
-    x = np.vstack([GRID, GRID]) / GRID.std(0)
-    y = np.concatenate(shares)
-
-    def loss(w: np.ndarray) -> float:
-        z = w[0] + x @ w[1:]
-        return float((np.logaddexp(0, z) - y * z).sum() + 0.5 * (w[1:] ** 2).sum())
-
-    _, slopes = stats.logistic_over_groups([GRID, GRID], shares, n_resamples=10)
-    np.testing.assert_allclose([slope.value for slope in slopes], minimize(loss, np.zeros(3)).x[1:], atol=1e-3)
-
-
 @pytest.mark.parametrize("grid", [1, 16])
 def test_the_draws_do_not_depend_on_how_exactly_sums_are_held(monkeypatch, grid):
     """Sixteenths are summed in float32: each sum is exact, so the interval is that of float64 to the bit."""
@@ -326,19 +236,3 @@ def test_the_draws_do_not_depend_on_how_exactly_sums_are_held(monkeypatch, grid)
     wide = [arm + 1e-300 for arm in arms]  # the same numbers
     monkeypatch.setattr(np, "rint", lambda values: values + 1)  # nothing counts as whole: float64
     assert stats.crossed_bootstrap(*wide, n_resamples=600) == found
-
-
-def test_variance_is_shared_out_among_two_factors():
-    """By hand: sums of squares of a balanced design, and the same shares whatever the scale."""
-    rng = np.random.default_rng(1)
-    cells = [[rng.normal(i + 2 * j, 1, 8) for j in range(2)] for i in range(2)]
-    found, values = stats.two_way(cells), np.array(cells)
-    grand = values.mean()
-    rows = 16 * ((values.mean((1, 2)) - grand) ** 2).sum()
-    columns = 16 * ((values.mean((0, 2)) - grand) ** 2).sum()
-    rest = ((values - values.mean(2, keepdims=True)) ** 2).sum()
-    whole = ((values - grand) ** 2).sum()
-    shares = [found.rows.share, found.columns.share, found.interaction.share, found.rest.share]
-    assert shares == pytest.approx([rows / whole, columns / whole, 1 - (rows + columns + rest) / whole, rest / whole])
-    assert found.columns.p < found.rows.p < 1 and np.isnan(found.rest.p)
-    assert stats.two_way([[10 * cell for cell in row] for row in cells]).rows.share == pytest.approx(found.rows.share)

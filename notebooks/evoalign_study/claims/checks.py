@@ -1,82 +1,70 @@
-"""Checks that the declarations of claims share: their keys, the arms that they name, the settings of these arms."""
+"""Schemas of declarations: what keys they have, what values these take, and which arms they name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 from evoalign_lib import arms
+from evoalign_lib.analysis.arrays import require
+
+Schema = Any
+"""A type; a collection of known values; a list, of whose entries each fits the one schema in it; a mapping from keys to
+schemas, "?" behind a key that may be missing; or a function of the place and the value that raises ValueError."""
 
 
-def require(holds: Any, message: str) -> None:
-    """Raise ValueError with a message unless something holds."""
-    if not holds:
-        raise ValueError(message)
+def check(where: str, value: Any, schema: Schema) -> None:
+    """Raise ValueError, naming the place and the value, where a declaration does not fit its schema.
 
-
-def check_keys(where: str, given: Iterable[str], wanted: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
-    """Raise ValueError where a declaration has an unknown key or lacks one."""
-    given = list(given)
-    for key in given:
-        require(key in wanted + optional, f"{where}: unknown key {key!r}; known: {', '.join(wanted + optional)}")
-    for key in wanted:
-        require(key in given, f"{where} must declare {key!r}")
-
-
-def check_known(where: str, what: str, value: Any, known: Iterable[str]) -> None:
-    """Raise ValueError where a declaration names something that is none of the known ones."""
-    require(value in known, f"{where}: unknown {what} {value!r}; known: {', '.join(known)}")
-
-
-def check_named(claim: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raise ValueError, naming the claim, where a rule names an arm that the claim does not declare."""
-    declared = claim.get("arms", {})
-    for name in names:
-        message = f"claim {claim['id']}: arm {name!r} of the rule is not declared; declared: {', '.join(declared)}"
-        require(name in declared, message)
-
-
-def check_comparisons(
-    claim: Mapping[str, Any],
-    wanted: tuple[str, ...],
-    optional: tuple[str, ...] = (),
-    quantities: Iterable[str] | None = None,
-) -> list[Mapping[str, Any]]:
-    """Return the comparisons of a rule, those that are only reported last.
-
-    Raises ValueError, naming the claim, where one has other keys, or another quantity than these.
+    >>> check("claim X", {"above": 1}, {"above": Real, "below?": Real})
+    >>> check("claim X", {"abvoe": 1}, {"above": Real, "below?": Real})
+    Traceback (most recent call last):
+    ...
+    ValueError: claim X: unknown key 'abvoe'; known: above, below
     """
-    rule, name = claim["rule"], f"claim {claim['id']}"
-    comparisons = [*rule.get("comparisons", ()), *(each | {"above": 0} for each in rule.get("also", ()))]
-    for comparison in comparisons:
-        check_keys(f"{name}, comparison", comparison, wanted, optional)
-        if quantities is not None:
-            check_known(name, "quantity", comparison["quantity"], quantities)
-    return comparisons
+    if isinstance(schema, type):
+        fits = isinstance(value, schema) and (schema in (bool, object) or not isinstance(value, bool))
+        require(fits, f"{where} {value!r}: declare one of type {schema.__name__}")
+    elif callable(schema):
+        schema(where, value)
+    elif isinstance(schema, list):
+        check(where, value, list)
+        for each in value:
+            check(where, each, schema[0])
+    elif isinstance(schema, Mapping) and isinstance(value, Mapping):
+        known = {key.removesuffix("?"): each for key, each in schema.items()}
+        for key, each in value.items():
+            require(key in known, f"{where}: unknown key {key!r}; known: {', '.join(known)}")
+            check(f"{where}, {key}", each, known[key])
+        for key in schema:
+            require(key.endswith("?") or key in value, f"{where} must declare {key!r}")
+    else:
+        known = isinstance(value, str) and value in schema
+        require(known, f"{where}: unknown value {value!r}; known: {', '.join(schema)}")
 
 
-def check_arms(claim: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the claim, where an arm is unknown or its setting is not well declared."""
-    for label, wanted in claim.get("arms", {}).items():
-        name = f"claim {claim['id']}, arm {label}"
-        if "arm" in wanted:
-            try:
-                arms.get(wanted["arm"])
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
-        seeds = wanted.get("seeds", 1)
-        counted = isinstance(seeds, int) and not isinstance(seeds, bool) and seeds > 0
-        require(counted, f"{name}: seeds {seeds!r}: declare how many, from 0 on, judge")
-        if "setting" in wanted:
-            check_setting(claim, f"arm {label}", wanted["setting"])
+def some(known: Any, schema: Schema) -> dict[str, Schema]:
+    """Return the schema of a mapping from any of some keys to values of one schema."""
+    return {f"{key}?": schema for key in known}
 
 
-def check_setting(claim: Mapping[str, Any], where: str, setting: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the claim, where it is not well declared which setting of a sweep counts."""
-    name, best_of = f"claim {claim['id']}, setting of {where}", setting.get("best_of")
-    check_keys(name, setting, ("best_of", "base"), ("among",))
-    for arm, choices in setting.get("among", {}).items():
+def setting(where: str, value: Any) -> None:
+    """Raise ValueError where it is not well declared which setting of a sweep counts."""
+    check(where, value, {"best_of": int, "base": str, "among?": dict})
+    for arm, choices in value.get("among", {}).items():
         n = len(choices)
-        require(n == best_of, f"{name}: {n} {arm} settings where the best of {best_of} is taken")
-        for choice in choices:
-            check_keys(f"{name}, {arm}", choice, arms.swept(arm))
+        require(n == value["best_of"], f"{where}: {n} {arm} settings where the best of {value['best_of']} is taken")
+        check(f"{where}, {arm}", choices, [dict.fromkeys(arms.swept(arm), Real)])
+
+
+def arm(where: str, value: Any) -> None:
+    """Raise ValueError where an arm is unknown, or its setting is not well declared; its other fields are of specs."""
+    check(where, value, dict)
+    if "arm" in value:
+        check(where, value["arm"], arms.ARMS)
+    seeds = value.get("seeds", 1)
+    counted = isinstance(seeds, int) and not isinstance(seeds, bool) and seeds > 0
+    require(counted, f"{where}: seeds {seeds!r}: declare how many, from 0 on, judge")
+    if "setting" in value:
+        setting(f"{where}, setting", value["setting"])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from numbers import Real
 from pathlib import Path
 
+from evoalign_lib.analysis.arrays import require
 from evoalign_study import paths
-from evoalign_study.claims.checks import check_keys, require
+from evoalign_study.claims.checks import Schema, check, some
 from evoalign_study.claims.rules import check_rule
 from evoalign_study.claims.selection import Claim
 from evoalign_study.records import canonical_json
@@ -15,10 +17,12 @@ from evoalign_study.records import canonical_json
 SCALES = ("tiny", "full")
 """At which a claim may be decided."""
 
-_REQUIRED = ("id", "title", "notebooks", "statement", "scales", "quantity", "rule", "source")
-_JUDGED = ("unit", "arms", "test", "margin", "min_seeds")
+_SCHEMA: dict[str, Schema] = dict.fromkeys(("id", "title", "statement", "quantity", "source"), str)
+_SCHEMA |= {"notebooks": [str], "scales": [SCALES], "rule": dict, "cells?": dict, "not_testable?": some(SCALES, str)}
+_SCHEMA |= dict.fromkeys(("primary?", "note?", "caveat?", "superseded?"), str)
+_JUDGED = {"unit": str, "arms": dict, "test": str, "margin": Real, "min_seeds": int}
+"""What a claim has besides whose rule is not open."""
 _UNHASHED = ("title", "notebooks", "note", "caveat", "superseded")
-_OPTIONAL = ("cells", "primary", "not_testable", "note", "caveat", "superseded")
 _FEWEST_SEEDS = 8
 _MOST_PRIMARY = 4
 
@@ -51,13 +55,8 @@ def load_claims(path: Path | None = None) -> list[Claim]:
 def check_claim(claim: Claim) -> None:
     """Raise ValueError, naming the claim and the field, where a claim is not well declared."""
     name = f"claim {claim.get('id', '(without id)')}"
-    missing = [key for key in _REQUIRED if key not in claim]
     is_open = claim.get("rule", {}).get("kind") == "open"
-    missing += [key for key in _JUDGED if key not in claim and not is_open]
-    require(not missing, f"{name} does not declare {', '.join(missing)}")
-    check_keys(f"{name}, claim", claim, (), (*_REQUIRED, *_JUDGED, *_OPTIONAL))
-    check_keys(f"{name}, scales", claim["scales"], (), SCALES)
-    check_keys(f"{name}, not_testable", claim.get("not_testable", ()), (), SCALES)
+    check(name, claim, _SCHEMA | ({f"{key}?": each for key, each in _JUDGED.items()} if is_open else _JUDGED))
     cells, margin, seeds = claim.get("cells", {}), claim.get("margin", 0), claim.get("min_seeds", _FEWEST_SEEDS)
     primary = claim.get("primary", claim["notebooks"][0])
     require(len(cells) < 2, f"{name}: cells vary one field of the spec, got {', '.join(cells)}")

@@ -11,16 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evoalign_lib.analysis import attenuation, connectivity, coverage, geometry, gram_matrix, stats
+from evoalign_lib.analysis.arrays import require
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.files import canonical_json
 from evoalign_study import path_points
-from evoalign_study.claims.checks import check_keys, require
+from evoalign_study.claims.checks import check
 from evoalign_study.claims.findings import Undecided, decoding_words, defined
 from evoalign_study.claims.selection import Evidence, Record
 from evoalign_study.path_points import Model, model_of
@@ -77,14 +79,15 @@ def side_of(declared: str | Mapping[str, Any]) -> Side:
     return Side(declared) if isinstance(declared, str) else Side(**declared)
 
 
-def check_side(name: str, declared: str | Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the claim, where a side is not well declared."""
+def check_side(arm: tuple[str, ...], where: str, declared: str | Mapping[str, Any]) -> None:
+    """Raise ValueError where a side is not well declared."""
     if isinstance(declared, str):
+        check(where, declared, arm)
         return
-    check_keys(f"{name}, side", declared, ("arm",), ("mean", "shrunk", "random"))
+    check(where, declared, {"arm": arm, "mean?": int, "shrunk?": int, "random?": bool})
     side = side_of(declared)
     one = side.mean >= 1 and side.shrunk >= 0 and (side.mean > 1) + bool(side.shrunk) + side.random <= 1
-    require(one, f"{name}: side {dict(declared)}: take a mean of runs, or shrink each, or draw a direction")
+    require(one, f"{where}: side {dict(declared)}: take a mean of runs, or shrink each, or draw a direction")
 
 
 _Read = Callable[[Evidence, Chosen, str], Array]
@@ -96,9 +99,12 @@ _Units = Callable[[Evidence, Sequence[Chosen]], list[int]]
 def _records(kind: str) -> Callable[[Evidence, Chosen], list[Record]]:
     """Read the records of a kind of those models of a side that have one."""
 
-    def read(evidence: Evidence, side: Chosen) -> list[Record]:
+    def by_model(evidence: Evidence) -> dict[Model | None, Record]:
         specs = [(record["spec"], record) for record in _measured_alike(evidence, kind)]
-        found = {model_of(spec if kind == "merge" else spec.get("end")): record for spec, record in specs}
+        return {model_of(spec if kind == "merge" else spec.get("end")): record for spec, record in specs}
+
+    def read(evidence: Evidence, side: Chosen) -> list[Record]:
+        found = evidence.once(kind, partial(by_model, evidence))
         return [found[model] for model in side.models() if model in found]
 
     return read
@@ -214,7 +220,7 @@ def _accuracy(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Int
 
 def _lines(evidence: Evidence, first: Sequence[Model | None], last: Sequence[Model]) -> list[tuple[Record, bool]]:
     """Return the path records between models, pair by pair, where there are any, and whether they run backwards."""
-    found = path_points.by_ends(evidence.having("kind", "path"))
+    found = evidence.once("path", lambda: path_points.by_ends(evidence.having("kind", "path")))
     pairs = list(zip(first, last, strict=False))
     return [
         (found[key], key != pair) for pair in pairs for key in (pair, pair[::-1]) if key in found and pair[0] != pair[1]
@@ -228,13 +234,13 @@ def _errors(lines: Iterable[tuple[Record, bool]], decoding: str) -> Array:
 
 
 def _barrier(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
-    """Return the height of the mean curve over the line between its ends, its upper end that of `below_margin`."""
+    """Return the height of the mean curve over the line between its ends, its upper end that of `upper_bound`."""
     errors = _errors(_lines(evidence, *(side.models() for side in sides)), decoding)
     outcomes = np.full((len(errors), len(errors), *errors.shape[1:]), np.nan)
     outcomes[np.arange(len(errors)), np.arange(len(errors))] = errors
     resamples = min(1000, evidence.resamples)
-    found = connectivity.estimate_barrier(outcomes, kind="line", across="curve", n_resamples=resamples)
-    high = max(found.interval.high, connectivity.below_margin(found).high)
+    found = connectivity.estimate_barrier(outcomes, across="curve", n_resamples=resamples)
+    high = max(found.interval.high, connectivity.upper_bound(found))
     return Interval(found.interval.value, found.interval.low, high, len(errors))
 
 
@@ -295,7 +301,7 @@ def _support_change(evidence: Evidence, sides: Sequence[Chosen], decoding: str) 
 
 def _base_of(evidence: Evidence) -> Record:
     """Return what the base can solve."""
-    for record in _measured_alike(evidence, "coverage"):
+    for record in evidence.once("alike", lambda: _measured_alike(evidence, "coverage")):
         if "end" not in record["spec"]:
             return record
     raise Undecided("the base was not measured in the same way")

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evoalign_lib.analysis import curves, hacking
+from evoalign_lib.analysis.arrays import require
 from evoalign_study import collapse
-from evoalign_study.claims.checks import check_keys, check_known, require
+from evoalign_study.claims.checks import check, some
 from evoalign_study.claims.findings import Undecided, decoding_words
 from evoalign_study.claims.selection import BUDGETS, DECODINGS, Claim, Evidence, Record
 from evoalign_study.records import accuracy_matrix
@@ -238,15 +240,12 @@ def scores(evidence: Evidence, claim: Claim, measure: Mapping[str, Any], arms: _
     return [matrix.mean(axis=1) for matrix in kind.problems(evidence, claim, measure, arms)]
 
 
-def check_measure(name: str, measure: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the claim, where a measure is not well declared."""
-    check_keys(f"{name}, measure", measure, (), (*MEASURES, *AT))
+def check_measure(where: str, measure: Mapping[str, Any]) -> None:
+    """Raise ValueError where a measure is not well declared."""
+    levels = {"at_equal?": BUDGETS} | some(AT.keys() - {"at_equal"}, Real)
+    check(where, measure, levels | some(MEASURES, DECODINGS))
     kinds = sorted(measure.keys() & MEASURES.keys())
-    known = f"{', '.join(MEASURES)}, under one of the decodings {', '.join(DECODINGS)}"
-    one = len(kinds) == 1 and measure[kinds[0]] in DECODINGS
-    require(one, f"{name}: measure {dict(measure)}: declare one of {known}")
-    (kind,) = kinds
-    wanted, at = MEASURES[kind].at, [key for key in measure if key != kind]
+    require(len(kinds) == 1, f"{where}: measure {dict(measure)}: declare one of {', '.join(MEASURES)}")
+    wanted, at = MEASURES[kinds[0]].at, [key for key in measure if key not in kinds]
     placed = len(at) == bool(wanted) and set(at) <= set(wanted)
-    require(placed, f"{name}: {kind} is measured {' or '.join(wanted) or 'without a place'}, got {at or 'none'}")
-    check_known(name, "budget", measure.get("at_equal", "completions"), BUDGETS)
+    require(placed, f"{where}: {kinds[0]} is measured {' or '.join(wanted) or 'without a place'}, got {at or 'none'}")

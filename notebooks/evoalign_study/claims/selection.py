@@ -6,12 +6,12 @@ favours; `placebos` says why.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from evoalign_lib import arms
-from evoalign_study.claims.checks import require
+from evoalign_lib.analysis.arrays import require
 from evoalign_study.records import canonical_json, read_records, record_files
 
 Record = dict[str, Any]
@@ -56,6 +56,8 @@ class Evidence:
     """Selections made before: nulls ask for those of the claim itself again."""
     _with: dict[str, dict[Any, list[Record]]] = field(default_factory=dict, repr=False, compare=False)
     """Records by the value of a field of their specs, made when first asked for."""
+    _kept: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What rules have made of the records, see `once`."""
 
     @classmethod
     def of(cls, records: Iterable[Record], scale: str, resamples: int = 10_000) -> Evidence:
@@ -83,6 +85,12 @@ class Evidence:
                     self._with[name].setdefault(record["spec"][name], []).append(record)
         return self._with[name].get(value, [])
 
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what was made of the records under a key, made when first asked for."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
     def select(self, claim: Claim, arm: str, where: Mapping[str, Any]) -> Runs:
         """Return the runs of one arm of a claim in one cell; they differ in nothing but the unit.
 
@@ -97,12 +105,12 @@ class Evidence:
 
     def _select(self, claim: Claim, arm: str, wanted: dict[str, Any]) -> Runs:
         setting, seeds = wanted.pop("setting", None), wanted.pop("seeds", JUDGED_SEEDS)
-        of_kind = self.having("kind", wanted["kind"])
-        there = [r for r in of_kind if matches(r, wanted)]
-        chosen = [r for r in there if judges(r, seeds)]
+        field, value = ("arm", wanted["arm"]) if wanted.get("arm") else ("kind", wanted["kind"])
+        chosen = [r for r in self.having(field, value) if judges(r, seeds) and matches(r, wanted)]
         name = arm_words(wanted.get("arm", wanted["kind"]))
         if setting and chosen:
-            tuned = _tuned(of_kind, chosen[0]["spec"], setting)
+            of_sweep = self.having("arm", arms.get(chosen[0]["spec"]["arm"]).sweep)
+            tuned = _tuned(of_sweep, chosen[0]["spec"], setting)
             if isinstance(tuned, str):
                 return Runs([], f"0 of {name} ({tuned})", tuned)
             chosen = [r for r in chosen if matches(r, tuned)]

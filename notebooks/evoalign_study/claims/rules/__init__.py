@@ -5,7 +5,8 @@ All hold quantities against bounds (`findings.hold`); a kind says which quantiti
 
 from __future__ import annotations
 
-from evoalign_study.claims.checks import check_arms, check_keys, check_known, require
+from evoalign_lib.analysis.arrays import require
+from evoalign_study.claims import checks
 from evoalign_study.claims.rules import (
     bounds,
     comparisons,
@@ -46,14 +47,11 @@ RULES: dict[str, Rule] = {
 
 def check_rule(claim: Claim) -> None:
     """Raise ValueError, naming the claim and the field, where a claim's rule is not well declared."""
-    name, declared = f"claim {claim['id']}", claim["rule"]
-    kind = declared.get("kind")
-    check_known(name, "rule kind", kind, RULES)
-    rule = RULES[kind]
-    check_keys(f"{name}, rule of kind {kind}", declared, ("kind", *rule.keys), rule.optional)
-    if rule.arms:
-        check_keys(f"{name}, arms of kind {kind}", claim.get("arms", {}), rule.arms)
-    check_arms(claim)
+    name, declared, arms = f"claim {claim['id']}", claim["rule"], claim.get("arms", {})
+    checks.check(f"{name}, rule kind", declared.get("kind"), RULES)
+    rule = RULES[declared["kind"]]
+    checks.check(f"{name}, arms", arms, dict.fromkeys(rule.arms or arms, checks.arm))
+    checks.check(f"{name}, rule", declared, {"kind": str} | rule.schema(tuple(arms)))
     decodings = declared.get("decodings", DECODINGS)
     some = len(decodings) > 1 and set(decodings) <= set(DECODINGS)
     require(some, f"{name}: decodings {decodings}: declare two or more of {', '.join(DECODINGS)}")

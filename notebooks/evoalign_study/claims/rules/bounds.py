@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from numbers import Real
 
 from evoalign_lib.analysis import stats
-from evoalign_study.claims.checks import check_keys
+from evoalign_study.claims import checks
 from evoalign_study.claims.findings import Finding, Measured, hold
 from evoalign_study.claims.rules.rule import Rule
 from evoalign_study.claims.selection import Claim, Evidence, Record, cells
@@ -49,9 +50,5 @@ def _mean(records: list[Record], name: str, evidence: Evidence) -> Measured:
     return interval, f"{value} [{low}, {high}]", f"(n = {interval.n})"
 
 
-def _check(claim: Claim) -> None:
-    for side in _SIDES:
-        check_keys(f"claim {claim['id']}, {side}", claim["rule"].get(side, {}), (), tuple(QUANTITIES))
-
-
-BOUNDS = Rule(_find, ("below",), ("above",), arms=("treatment",), check=_check)
+_BOUNDS = checks.some(QUANTITIES, Real)
+BOUNDS = Rule(_find, lambda arm: {"below": _BOUNDS, "above?": _BOUNDS}, arms=("treatment",))

@@ -11,18 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import exp, inf
+from numbers import Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evoalign_lib.analysis import stats
+from evoalign_lib.analysis.arrays import require
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study.claims import run_scores
-from evoalign_study.claims.checks import check_comparisons, check_known, check_named, require
+from evoalign_study.claims.checks import Schema
 from evoalign_study.claims.findings import MISSING, Finding, Measured, defined, hold
 from evoalign_study.claims.rules.rule import Rule
-from evoalign_study.claims.selection import Claim, Evidence, Record, Runs, cells, check_one_base, lacking
+from evoalign_study.claims.selection import DECODINGS, Claim, Evidence, Record, Runs, cells, check_one_base, lacking
 
 _Comparison = Mapping[str, Any]
 _Arms = list[list[Record]]
@@ -238,30 +240,36 @@ def _trend(claim: Claim, evidence: Evidence, where: Mapping[str, Any]) -> list[F
     return [Finding("trend", min(map(len, arms)), "", None, value=value, decisive=False)]
 
 
+def _schema(arm: tuple[str, ...]) -> dict[str, Schema]:
+    compared = {"measure": run_scores.check_measure, "of": arm, "to": arm, "by?": COMPARED}
+    comparisons = [compared | {"above?": Real, "below?": Real, "p?": ("mann_whitney",)}]
+    return {"comparisons": comparisons, "also?": comparisons, "trend?": [arm], "decodings?": list}
+
+
 def _check(claim: Claim) -> None:
-    name, named = f"claim {claim['id']}", list(claim["rule"].get("trend", ()))
-    for comparison in check_comparisons(claim, ("measure", "of", "to"), ("by", "above", "below", "p")):
-        run_scores.check_measure(name, comparison["measure"])
+    name = f"claim {claim['id']}"
+    for comparison, _ in declared_comparisons(claim["rule"]):
         by, sides = comparison.get("by", "difference"), len({"above", "below"} & comparison.keys())
-        check_known(name, "way to compare arms", by, COMPARED)
         if by == "equivalence":
             matches = claim["margin"] > 0 and not sides
             require(matches, f"{name}: an equivalence lies within the claim's margin: declare a positive one, no bound")
         else:
             require(sides == 1, f"{name}: a comparison lies above or below a value: declare one of the two")
-        own = "p" not in comparison or (comparison["p"] == "mann_whitney" and by == "difference")
-        require(own, f"{name}: p must be 'mann_whitney', of a difference, or left to the interval")
+        own = "p" not in comparison or by == "difference"
+        require(own, f"{name}: p is of a difference, or left to the interval")
         rate = run_scores.measure_of(comparison["measure"]).rate
         require((by == "rate") == rate, f"{name}: hacked runs are compared by rate, and nothing else is")
-        named += [comparison["of"], comparison["to"]]
-    check_named(claim, named)
 
 
 def _favours(claim: Claim) -> tuple[str, ...]:
     return winners(claim, favoured)
 
 
-COMPARE = Rule(
-    _find, ("comparisons",), ("also", "trend", "decodings"), check=_check, favours=_favours, under=_under_other
+COMPARE = Rule(_find, _schema, check=_check, favours=_favours, under=_under_other)
+INTERVAL_ABOVE = Rule(
+    _find,
+    lambda arm: {"decoding": DECODINGS},
+    arms=("treatment", "comparison"),
+    favours=_favours,
+    under=_under_other,
 )
-INTERVAL_ABOVE = Rule(_find, ("decoding",), arms=("treatment", "comparison"), favours=_favours, under=_under_other)

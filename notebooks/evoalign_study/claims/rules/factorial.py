@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 
 from evoalign_lib.analysis import coverage
+from evoalign_lib.analysis.arrays import require
 from evoalign_lib.analysis.stats import Interval
-from evoalign_study.claims.checks import check_known, check_named, require
+from evoalign_study.claims.checks import Schema
 from evoalign_study.claims.findings import Finding, Measured, Undecided, decoding_words, hold
 from evoalign_study.claims.quantities import Chosen, base_chances, chances, side_of, with_coverage
 from evoalign_study.claims.rules.rule import Rule
-from evoalign_study.claims.selection import Claim, Evidence, lacking
+from evoalign_study.claims.selection import DECODINGS, Claim, Evidence, lacking
 
 LEAST_GAIN = 0.02
 """What every cell must gain in single samples, mean over its runs, to be compared at matched accuracy."""
@@ -141,18 +142,19 @@ def _at(level: float, one: np.ndarray, won: np.ndarray, lost: np.ndarray) -> flo
     return float(net[0] if i == 0 else np.interp(level, one[i - 1 : i + 1], net[i - 1 : i + 1]))
 
 
+def _schema(arm: tuple[str, ...]) -> dict[str, Schema]:
+    named = dict.fromkeys(("rows", "columns", "larger", "smaller"), str)
+    # support is that of samples: temperatures alone
+    decodings = [DECODINGS[1:]]
+    return named | {"cells": [[arm]], "quantity": QUANTITIES, "also?": [QUANTITIES], "decodings": decodings}
+
+
 def _check(claim: Claim) -> None:
     rule, name = claim["rule"], f"claim {claim['id']}"
-    require("greedy" not in rule["decodings"], f"{name}: support is that of samples: declare temperatures alone")
     square = [len(row) for row in rule["cells"]] == [2, 2]
     require(square, f"{name}: cells {rule['cells']}: declare two rows of two arms")
-    check_named(claim, [arm for row in rule["cells"] for arm in row])
-    for quantity in (rule["quantity"], *rule.get("also", ())):
-        check_known(name, "quantity", quantity, QUANTITIES)
     factors = {rule["larger"], rule["smaller"]} == {rule["rows"], rule["columns"]}
     require(factors, f"{name}: larger and smaller are the names of rows and columns, each once")
 
 
-FACTORIAL = Rule(
-    _find, ("cells", "rows", "columns", "quantity", "larger", "smaller", "decodings"), ("also",), check=_check
-)
+FACTORIAL = Rule(_find, _schema, check=_check)

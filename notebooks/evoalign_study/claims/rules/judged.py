@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import product
+from numbers import Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evoalign_lib.analysis import overoptimisation, stats
+from evoalign_lib.analysis.arrays import require
 from evoalign_lib.analysis.stats import Interval
-from evoalign_study.claims.checks import check_comparisons, check_known, check_named, require
+from evoalign_study.claims.checks import Schema
 from evoalign_study.claims.findings import Finding, Measured, Undecided, decoding_words, defined, hold
 from evoalign_study.claims.rules.comparisons import declared_comparisons
 from evoalign_study.claims.rules.rule import Rule
@@ -191,17 +193,19 @@ def _floor(claim: Claim, evidence: Evidence) -> list[Finding]:
     return found
 
 
+def _schema(arm: tuple[str, ...]) -> dict[str, Schema]:
+    kept = {"quantity": QUANTITIES, "of": arm, "to": arm, "judge?": str, "less?": bool, "above?": Real, "gain?": Real}
+    place = {"gain?": Real, "there?": int, "contrast?": ("last - first",), "floor?": Real}
+    return place | {"comparisons": [kept], "also?": [kept], "decodings": list, "favours?": arm}
+
+
 def _check(claim: Claim) -> None:
     rule, name = claim["rule"], f"claim {claim['id']}"
     both = ("gain" in rule) == ("there" in rule)
     require(both, f"{name}: gain says where runs are compared, there how many must get there: declare both")
-    optional = ("judge", "less", "above", "gain")
-    for comparison in check_comparisons(claim, ("quantity", "of", "to"), optional, QUANTITIES):
+    for comparison, _ in declared_comparisons(rule):
         judged = ("judge" in comparison) == (comparison["quantity"] == "win")
         require(judged, f"{name}: wins are under a judge, and nothing else is: declare it, or leave it out")
-        check_named(claim, [comparison["of"], comparison["to"]])
-    check_named(claim, [rule["favours"]] if "favours" in rule else [])
-    check_known(name, "contrast", rule.get("contrast", "last - first"), ("last - first",))
 
 
 # ---- laws
@@ -285,16 +289,10 @@ def _points(evidence: Evidence, run: Record, quantity: str) -> tuple[NDArray[np.
     return overoptimisation.distance(kl[known]), gain[known] / (spread(evidence, run) if quantity == "proxy" else 1.0)
 
 
-def _check_laws(claim: Claim) -> None:
-    rule, name = claim["rule"], f"claim {claim['id']}"
-    check_named(claim, [rule["of"], rule["beside"]])
-    known = overoptimisation.LAWS[1:]
-    about = rule["law"] in known and rule["about"] and set(rule["about"]) <= set(LAW)
-    declare = f"declare one of {', '.join(known)} about some of {', '.join(LAW)}"
-    require(about, f"{name}: law {rule['law']!r} about {rule['about']}: {declare}")
+def _schema_of_laws(arm: tuple[str, ...]) -> dict[str, Schema]:
+    sides = dict.fromkeys(("of", "beside", "favours"), arm)
+    return sides | {"law": overoptimisation.LAWS[1:], "about": [LAW], "above": Real}
 
 
-JUDGED = Rule(
-    _find, ("comparisons", "decodings"), ("gain", "there", "also", "favours", "contrast", "floor"), check=_check
-)
-LAWS = Rule(_find_laws, ("of", "beside", "law", "about", "above", "favours"), check=_check_laws)
+JUDGED = Rule(_find, _schema, check=_check)
+LAWS = Rule(_find_laws, _schema_of_laws)

@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from evoalign_lib.analysis import stats
+from evoalign_lib.analysis.arrays import require
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study import collapse
-from evoalign_study.claims.checks import check_comparisons, check_known, check_named, require
+from evoalign_study.claims.checks import Schema
 from evoalign_study.claims.findings import Finding, Measured, Undecided, hold
 from evoalign_study.claims.rules.comparisons import declared_comparisons, winners
 from evoalign_study.claims.rules.rule import Rule
@@ -144,15 +146,15 @@ def _find_collapse(claim: Claim, evidence: Evidence) -> list[Finding]:
     return findings
 
 
-def _check_gaps(claim: Claim) -> None:
-    name, sigmas = f"claim {claim['id']}", [f"{sigma:g}" for sigma in collapse.JENSEN_SIGMAS]
-    for comparison in check_comparisons(claim, ("of", "to", "sigma", "above")):
-        check_known(name, "sigma of a gap, as text,", comparison["sigma"], sigmas)
-        for side in (comparison["of"], comparison["to"]):
-            ended = len(side) == 2 and side[1] in ("hacked", "clean")
-            require(ended, f"{name}: {side!r} is no arm and end: declare two, the end as hacked or clean")
-            check_named(claim, side[:1])
+def _schema(arm: tuple[str, ...]) -> dict[str, Schema]:
+    def side(where: str, value: Any) -> None:
+        ended = len(value) == 2 and value[0] in arm and value[1] in ("hacked", "clean")
+        require(ended, f"{where}: {value!r} is no arm and end: declare two, the end as hacked or clean")
+
+    sigmas = [f"{sigma:g}" for sigma in collapse.JENSEN_SIGMAS]
+    comparisons = [{"of": side, "to": side, "sigma": dict.fromkeys(sigmas), "above?": Real}]
+    return {"comparisons": comparisons, "also?": comparisons}
 
 
-GAPS = Rule(_find_gaps, ("comparisons",), ("also",), check=_check_gaps, favours=_favours_gaps)
+GAPS = Rule(_find_gaps, _schema, favours=_favours_gaps)
 COLLAPSE = Rule(_find_collapse, arms=("treatment", "base"))

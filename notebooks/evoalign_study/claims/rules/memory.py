@@ -11,9 +11,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from numbers import Real
 
+from evoalign_lib.analysis.arrays import require
 from evoalign_lib.analysis.stats import Interval
-from evoalign_study.claims.checks import check_keys, check_named, require
+from evoalign_study.claims.checks import Schema
 from evoalign_study.claims.findings import Finding, Measured, hold
 from evoalign_study.claims.rules.rule import Rule
 from evoalign_study.claims.selection import Claim, Evidence, Record, Runs
@@ -67,11 +69,13 @@ def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
+def _schema(arm: tuple[str, ...]) -> dict[str, Schema]:
+    sizes = {"between": [Real], "sizes": [str], "error": Real}
+    return sizes | {"of": arm, "against": [arm], "also?": [arm]}
+
+
 def _check(claim: Claim) -> None:
     rule, name = claim["rule"], f"claim {claim['id']}"
-    check_named(claim, [rule["of"], *rule["against"], *rule.get("also", ())])
-    for arm, wanted in claim["arms"].items():
-        check_keys(f"{name}, arm {arm}", wanted, ("kind", "method"))
     between, error = rule["between"], rule["error"]
     rising = len(between) == 2 and 0 < between[0] < between[1]
     require(rising, f"{name}: between {between}: declare two ratios above 0, the lower one first")
@@ -80,4 +84,4 @@ def _check(claim: Claim) -> None:
     require(some, f"{name}: declare at least one method in 'against' and one model in 'sizes'")
 
 
-MEMORY = Rule(_find, ("of", "against", "between", "sizes", "error"), ("also",), check=_check)
+MEMORY = Rule(_find, _schema, check=_check)

@@ -12,14 +12,12 @@ The claim says between which levels the optimum lies. It must have been learned,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from numbers import Real
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evoalign_lib.analysis import curves, stats
-from evoalign_lib.analysis.stats import Interval
-from evoalign_study.claims.checks import require
+from evoalign_lib.analysis.arrays import require
 from evoalign_study.claims.findings import Finding
 from evoalign_study.claims.rules.rule import Rule
 from evoalign_study.claims.run_scores import curve
@@ -54,7 +52,7 @@ def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
         np.array([curves.spent_until(*each, target) for each in zip(*level, strict=True)])
         for level in zip(spent, scores, strict=True)
     ]
-    interval = _interval(levels, needed, evidence.resamples)
+    interval = curves.minimum_interval(levels, needed, evidence.resamples)
     never = sum(score.max() < target for level in scores for score in level)
     context = f"(target {100 * target:.1f} %, n = {n} a level, {never} of {sum(sizes)} runs never get there)"
     value = f"{interval.value:.0f} [{interval.low:.0f}, {interval.high:.0f}]"
@@ -66,13 +64,6 @@ def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
     ]
 
 
-def _interval(levels: NDArray[np.float64], needed: Sequence[NDArray[np.float64]], resamples: int) -> Interval:
-    rng = np.random.default_rng(0)
-    drawn = [curves.minimum(levels, [rng.choice(each, len(each)) for each in needed]) for _ in range(resamples)]
-    low, high = np.quantile(drawn, [0.025, 0.975])
-    return Interval(curves.minimum(levels, needed), float(low), float(high), min(map(len, needed)))
-
-
 def _check(claim: Claim) -> None:
     name, rule = f"claim {claim['id']}", claim["rule"]
     levels = [value for values in claim.get("cells", {}).values() for value in values]
@@ -82,6 +73,5 @@ def _check(claim: Claim) -> None:
     require(well, f"{name}: share={share} must lie in (0, 1], and between={[least, most]} must rise.")
 
 
-OPTIMUM = Rule(
-    _find, ("share", "between", "gain"), arms=("searched",), check=_check, favours=lambda claim: ("searched",)
-)
+_SCHEMA = {"share": Real, "between": [Real], "gain": Real}
+OPTIMUM = Rule(_find, lambda arm: _SCHEMA, arms=("searched",), check=_check, favours=lambda claim: ("searched",))

@@ -7,18 +7,19 @@ has learned something: its accuracy, mean of the cells, must exceed that of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evoalign_lib.analysis import stats
-from evoalign_study.claims import run_scores
-from evoalign_study.claims.checks import check_keys, check_known, check_named, check_setting, require
+from evoalign_lib.analysis.arrays import require
+from evoalign_study.claims import checks, run_scores
+from evoalign_study.claims.checks import Schema
 from evoalign_study.claims.findings import MISSING, Finding, Measured, decoding_words, hold
 from evoalign_study.claims.rules.rule import Rule
-from evoalign_study.claims.selection import Claim, Evidence, Record, Runs, cells, check_one_base, lacking
+from evoalign_study.claims.selection import DECODINGS, Claim, Evidence, Record, Runs, cells, check_one_base, lacking
 from evoalign_study.records import accuracy_matrix
 
 
@@ -206,20 +207,23 @@ def _check(claim: Claim) -> None:
     rule, name = claim["rule"], f"claim {claim['id']}"
     several = sum(map(len, claim.get("cells", {}).values())) > 1
     require(several, f"{name}: a rule of kind {rule['kind']} is made over two cells or more")
-    for key in {"shared", "best"} & rule.keys():
-        check_setting(claim, key, rule[key])
-    check_known(name, "contrast", rule.get("contrast", "slope over log10"), CONTRASTS)
     for arm, bound in rule.get("bounds", {}).items():
-        one = len(bound) == 1 and bound.keys() <= {"below", "above"}
-        require(one, f"{name}: regret of {arm}: declare a bound that it lies below, or one that it lies above")
-    named = _compared(claim)
-    if "floor" in rule:
-        check_keys(f"{name}, floor", rule["floor"], ("of", "to", "above"))
-        named += [rule["floor"]["of"], rule["floor"]["to"]]
-    check_named(claim, named)
+        require(len(bound) == 1, f"{name}: regret of {arm}: declare one bound, that it lies below or above")
 
 
-_rule = partial(Rule, _find, check=_check, favours=_winners, under=_under_other)
-INTERACTION = _rule(("decoding", "contrast", "of", "to", "above"), ("decodings", "floor"))
-REGRET = _rule(("decoding", "shared", "best", "of", "to", "above"), ("decodings", "floor"))
-REGRETS = _rule(("decoding", "shared", "best", "bounds"), ("floor",))
+def _rule(bounded: bool = False, **own: Schema) -> Rule:
+    """Make a kind of rule with a floor, of the difference of two arms, or of each one's own bound."""
+
+    def schema(arm: tuple[str, ...]) -> dict[str, Schema]:
+        of_two = {"of": arm, "to": arm, "above": Real}
+        kept = {"decoding": DECODINGS, "floor?": of_two} | own
+        bound = checks.some(("below", "above"), Real)
+        return kept | ({"bounds": checks.some(arm, bound)} if bounded else of_two | {"decodings?": list})
+
+    return Rule(_find, schema, check=_check, favours=_winners, under=_under_other)
+
+
+_SETTINGS = {"shared": checks.setting, "best": checks.setting}
+INTERACTION = _rule(contrast=CONTRASTS)
+REGRET = _rule(**_SETTINGS)
+REGRETS = _rule(bounded=True, **_SETTINGS)

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from evoalign_lib import arms
 from evoalign_lib.analysis import hacking, regimes, stats
 from evoalign_study import collapse, path_points
-from evoalign_study.claims.checks import check_named
 from evoalign_study.claims.findings import Finding, Measured, Undecided, decoding_words, defined, hold
 from evoalign_study.claims.rules.rule import Rule
 from evoalign_study.claims.selection import BASE, Claim, Evidence, Record, lacking
@@ -89,7 +88,7 @@ def _of_decoding(evidence: Evidence, runs: Sequence[Record], hacked: NDArray[np.
         measured, missing = None, str(error)
 
     def separate() -> tuple[Any, ...]:
-        return regimes.separation(*measured, regimes.regimes(*measured, n_resamples=resamples)), ""
+        return regimes.separation(*measured, regimes.regimes(measured[0], n_resamples=resamples)), ""
 
     def agree() -> tuple[Any, ...]:
         return regimes.agreement(*measured, hacked), ""
@@ -118,8 +117,4 @@ def _of_decoding(evidence: Evidence, runs: Sequence[Record], hacked: NDArray[np.
     return findings
 
 
-def _check(claim: Claim) -> None:
-    check_named(claim, claim["rule"]["favours"])
-
-
-REGIMES = Rule(_find, ("decodings", "favours"), check=_check)
+REGIMES = Rule(_find, lambda arm: {"decodings": list, "favours": [arm]})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from evoalign_study.claims.checks import Schema
 from evoalign_study.claims.findings import Finding
 from evoalign_study.claims.selection import Claim, Evidence
 
@@ -21,10 +22,8 @@ class Rule:
     find: Callable[[Claim, Evidence], list[Finding]]
     """Makes the findings that the verdict rests on. Where the evidence has a null, it stands in the place of what is
     favoured, and findings that favour no arm are left out."""
-    keys: tuple[str, ...] = ()
-    """Keys that a declaration must have besides its kind."""
-    optional: tuple[str, ...] = ()
-    """Keys that it may have."""
+    schema: Callable[[tuple[str, ...]], dict[str, Schema]] = lambda arm: {}
+    """Returns what a declaration has besides its kind, from the names of the claim's arms."""
     arms: tuple[str, ...] | None = None
     """Names of the arms that the claim declares; None: any."""
     check: Callable[[Claim], None] = lambda claim: None

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from math import exp
+from numbers import Real
 from typing import Any
 
+from evoalign_lib.analysis.arrays import require
 from evoalign_lib.analysis.stats import Interval
-from evoalign_study.claims.checks import check_comparisons, check_named, require
+from evoalign_study.claims.checks import Schema
 from evoalign_study.claims.findings import Finding, Measured, decoding_words, hold
 from evoalign_study.claims.quantities import QUANTITIES, Chosen, Quantity, Side, check_side, side_of
 from evoalign_study.claims.rules.comparisons import declared_comparisons
@@ -95,21 +98,21 @@ def _words(interval: Interval, unit: str) -> str:
     return f"{texts[0]} [{texts[1]}, {texts[2]}]"
 
 
+def _schema(arm: tuple[str, ...]) -> dict[str, Schema]:
+    side = partial(check_side, arm)
+    comparisons = [{"quantity": QUANTITIES, "of": side, "to?": side, "above?": Real, "below?": Real}]
+    return {"comparisons": comparisons, "also?": comparisons, "decodings?": list, "favours?": arm}
+
+
 def _check(claim: Claim) -> None:
     rule, name = claim["rule"], f"claim {claim['id']}"
-    for comparison in check_comparisons(claim, ("quantity", "of"), ("to", "above", "below"), QUANTITIES):
-        what, quantity = comparison["quantity"], QUANTITIES[comparison["quantity"]]
-        for side in {"of", "to"} & comparison.keys():
-            check_side(name, comparison[side])
-        sides = _sides(comparison)
-        check_named(claim, [side.arm for side in sides])
-        fit = len(sides) in quantity.sides
-        require(fit, f"{name}: {what} has {len(sides)} sides, it needs {quantity.sides[0]}")
+    for comparison, _ in declared_comparisons(rule):
+        what, quantity, n = comparison["quantity"], QUANTITIES[comparison["quantity"]], len(_sides(comparison))
+        require(n in quantity.sides, f"{name}: {what} has {n} sides, it needs {quantity.sides[0]}")
         decoded = "decodings" in rule or not quantity.decoded
         require(decoded, f"{name}: {what} depends on the decoding: declare decodings")
         bounded = {"above", "below"} & comparison.keys()
         require(bounded, f"{name}: a comparison lies above or below a value, or between two: declare them")
-    check_named(claim, [rule["favours"]] if "favours" in rule else [])
 
 
-WEIGHTS = Rule(_find, ("comparisons",), ("also", "decodings", "favours"), check=_check)
+WEIGHTS = Rule(_find, _schema, check=_check)
