@@ -38,7 +38,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 import evoalign_lib
 from evoalign_lib import models, tasks
@@ -263,7 +262,42 @@ class RewardModel(_Scorer):
         Models that read alike, by the same tokenizer, format and max_length, may share them.
         """
         asked, texts = _texts(prompts, completions)
-        return Encoded(*self._encoded(asked, texts), texts) if texts else Encoded([], None, {}, [])
+        if not texts:
+            return Encoded([], None, {}, [])
+        given = list(zip(asked, texts, strict=True))
+        pairs = [(self._unmarked(prompt), self._unmarked(completion)) for prompt, completion in given]
+        types, plain = None, {"return_attention_mask": False, "verbose": False}
+        if self.text == "pair":
+            tokens = self.tokenizer(*map(list, zip(*pairs, strict=True)), **plain)
+            rows, types = tokens["input_ids"], tokens.get("token_type_ids")
+        else:
+            # all but "beaver" bring their special tokens along
+            plain |= {"add_special_tokens": self.text == "beaver", "return_token_type_ids": False}
+            rows = self.tokenizer([self._joined(*pair) for pair in pairs], **plain)["input_ids"]
+            if self.text in ("beaver", "continued"):
+                # some tokenizers end every text themselves; no other end token can stand there
+                end = [self.tokenizer.eos_token_id]
+                rows = [row if row[-1:] == end else row + end for row in rows]
+        if [] in rows:
+            raise ValueError(
+                f"the text of the completion {texts[rows.index([])]!r:.200} has no tokens: correct `text`."
+            )
+        long = [i for i, row in enumerate(rows) if len(row) > self.max_length]
+        if long and self.truncation == "refuse":
+            raise ValueError(
+                f"{len(long)} texts are longer than {self.max_length} tokens, the first with {len(rows[long[0]])}: "
+                "generate fewer tokens, or set truncation='right'."
+            )
+        for i in long:
+            if self.text != "pair":
+                rows[i] = rows[i][: self.max_length]
+                continue
+            cut = self.tokenizer(*pairs[i], truncation="longest_first", max_length=self.max_length, **plain)
+            rows[i] = cut["input_ids"]  # special tokens stay
+            if types is not None:
+                types[i] = cut["token_type_ids"]
+        changed = sum(pair != before for pair, before in zip(pairs, given, strict=True))
+        return Encoded(rows, types, {"texts": len(rows), "truncated": len(long), "broken": changed}, texts)
 
     def score_encoded(self, encoded: Encoded) -> np.ndarray:
         """Return a score for each completion, float64 (completions,), of what `encode` returned; see `score`."""
@@ -299,45 +333,6 @@ class RewardModel(_Scorer):
 
     # ---- texts to tokens
 
-    def _encoded(
-        self, prompts: list[str], completions: list[str]
-    ) -> tuple[list[list[int]], list[list[int]] | None, dict[str, int]]:
-        """Return token ids; for a pair, which of the two each token belongs to; and what is to be counted."""
-        given = list(zip(prompts, completions, strict=True))
-        pairs = [(self._unmarked(prompt), self._unmarked(completion)) for prompt, completion in given]
-        types, plain = None, {"return_attention_mask": False, "verbose": False}
-        if self.text == "pair":
-            tokens = self.tokenizer(*map(list, zip(*pairs, strict=True)), **plain)
-            rows, types = tokens["input_ids"], tokens.get("token_type_ids")
-        else:
-            # all but "beaver" bring their special tokens along
-            plain |= {"add_special_tokens": self.text == "beaver", "return_token_type_ids": False}
-            rows = self.tokenizer([self._joined(*pair) for pair in pairs], **plain)["input_ids"]
-            if self.text in ("beaver", "continued"):
-                # some tokenizers end every text themselves; no other end token can stand there
-                end = [self.tokenizer.eos_token_id]
-                rows = [row if row[-1:] == end else row + end for row in rows]
-        if [] in rows:
-            raise ValueError(
-                f"the text of the completion {completions[rows.index([])]!r:.200} has no tokens: correct `text`."
-            )
-        long = [i for i, row in enumerate(rows) if len(row) > self.max_length]
-        if long and self.truncation == "refuse":
-            raise ValueError(
-                f"{len(long)} texts are longer than {self.max_length} tokens, the first with {len(rows[long[0]])}: "
-                "generate fewer tokens, or set truncation='right'."
-            )
-        for i in long:
-            if self.text != "pair":
-                rows[i] = rows[i][: self.max_length]
-                continue
-            cut = self.tokenizer(*pairs[i], truncation="longest_first", max_length=self.max_length, **plain)
-            rows[i] = cut["input_ids"]  # special tokens stay
-            if types is not None:
-                types[i] = cut["token_type_ids"]
-        changed = sum(pair != before for pair, before in zip(pairs, given, strict=True))
-        return rows, types, {"texts": len(rows), "truncated": len(long), "broken": changed}
-
     def _joined(self, prompt: str, completion: str) -> str:
         if self.text == "beaver":
             return f"BEGINNING OF CONVERSATION: USER: {prompt} ASSISTANT:{completion}"
@@ -356,16 +351,22 @@ class RewardModel(_Scorer):
     # ---- tokens to scores
 
     def _forward(self, rows: list[list[int]], types: list[list[int]] | None) -> np.ndarray:
-        def filled(values: list[list[int]], filler: int) -> torch.Tensor:
-            return pad_sequence([torch.tensor(row) for row in values], True, filler).to(self.device)
+        lengths = np.array([len(row) for row in rows])
+        kept = np.arange(lengths.max()) < lengths[:, None]
 
-        inputs = {"input_ids": filled(rows, self._pad), "attention_mask": filled([[1] * len(row) for row in rows], 0)}
+        def filled(values: list[list[int]], filler: int) -> torch.Tensor:
+            table = np.full(kept.shape, filler, dtype=np.int64)
+            table[kept] = np.concatenate(values)
+            return torch.from_numpy(table).to(self.device)
+
+        mask = torch.from_numpy(kept.astype(np.int64)).to(self.device)
+        inputs = {"input_ids": filled(rows, self._pad), "attention_mask": mask}
         if self._head is None:
             extra = {"token_type_ids": filled(types, 0)} if types is not None else {}
             scores = self.model(**inputs, **extra).logits[:, 0]
         else:
             hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
-            last = inputs["attention_mask"].sum(1) - 1
+            last = torch.from_numpy(lengths - 1).to(self.device)
             scores = self._head(hidden[torch.arange(len(rows), device=self.device), last])[:, 0]
         return scores.double().cpu().numpy()
 
@@ -399,7 +400,8 @@ def _checked_text(text: str | TextFormat | None, beaver: bool, tokenizer: Any) -
     """Return the text format; beaver: whether the model is in that layout, which has a default."""
     if text is None and not beaver:
         raise ValueError(f"say in which format the model reads prompt and completion: text is one of {TEXTS}.")
-    if callable(text := text or "beaver"):
+    text = "beaver" if text is None else text
+    if callable(text):
         return text
     choose("text", text, TEXTS)
     if text in ("chat", "continued") and not tokenizer.chat_template:
