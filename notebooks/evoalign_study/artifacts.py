@@ -197,8 +197,7 @@ class Store:
         Raises:
             ValueError: a float column without format, a format without column, or a name that is taken.
         """
-        name = self._name(name)
-        cells = rendering.cell_text(frame, formats or {})
+        name, cells = self._name(name), rendering.cell_text(frame, formats or {})
         text = self._caption(caption, published, of)
         self._register([name], "table", [f"generated/{name}.{suffix}" for suffix in ("csv", "tex")], published)
         replace_text(self.generated / f"{name}.tex", rendering.tex_table(cells, name, text))
@@ -259,15 +258,13 @@ class Store:
             _write_manifest(path, manifest)
 
 
-def render_readme_block(name: str, markdown: str) -> bool:
-    """Replace what stands between <!-- NAME --> and <!-- /NAME --> in README.md; return whether it has that block."""
+def render_readme_block(name: str, markdown: str) -> None:
+    """Replace what stands between <!-- NAME --> and <!-- /NAME --> in README.md, if it has that block."""
     path = paths.ROOT / "README.md"
     with locked(path):
-        old = rendering.readme_block(_readme(), name)
-        if old is not None:
+        if (old := rendering.readme_block(_readme(), name)) is not None:
             start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
             replace_text(path, _readme().replace(start + old + end, start + markdown + end))
-        return old is not None
 
 
 _CLAIM = {"claim": "id", "statement": "statement", "verdict": "verdict", "key": "key", "result": "text"}
@@ -346,8 +343,7 @@ def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path 
         FileNotFoundError: a named notebook without committed records.
     """
     committed = [path.parent.name for path in record_files("tiny")]
-    missing = sorted(set(notebooks or []) - set(committed))
-    if missing:
+    if missing := sorted(set(notebooks or []) - set(committed)):
         raise FileNotFoundError(f"no paper/results/{missing[0]}/tiny.jsonl; there are: {', '.join(committed)}")
     unlike = record_problems()
     try:
@@ -359,8 +355,7 @@ def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path 
         return
     if not committed:
         yield "paper/results holds no records of scale tiny: nothing to compare with"
-    ahead = undrawn()
-    chosen = notebooks or [name for name in committed if name not in ahead]
+    chosen = notebooks or sorted(set(committed) - set(undrawn()))
     with tempfile.TemporaryDirectory() as folder:
         folders = {notebook: drawn or Path(folder) / notebook for notebook in chosen}
         failures = execution.execute_all(folders) if drawn is None else [None] * len(folders)
@@ -540,8 +535,7 @@ def _adopt(notebook: str, folder: Path, outputs: str | None = None) -> None:
     with locked(path):
         manifest = _read_manifest(path)
         own = _entries(path, notebook).keys()
-        taken = (manifest["artefacts"].keys() - own) & drawn["artefacts"].keys()
-        if taken:
+        if taken := (manifest["artefacts"].keys() - own) & drawn["artefacts"].keys():
             raise ValueError(f"{min(taken)!r} of {notebook} is already an artefact of another notebook: rename it")
         for name in own:
             for file in manifest["artefacts"].pop(name)["files"]:

@@ -90,22 +90,15 @@ class Loader:
 
     def table(self) -> DataFrame:
         """Return the groups as a table: arm or kind of run, bases, seeds, what is changed, and number of runs."""
-        from pandas import DataFrame, Index
+        from pandas import DataFrame
 
-        groups = self._groups(self._run, self.records).items()
-        made = {name: (group, self._specs_of(name, group)) for name, group in groups}
-        rows = {
-            name: {
-                "runs": len(specs),
-                "arm or kind": _all("arm", specs) or _all("kind", specs),
-                "bases": _all("base", specs),
-                "seeds": _seeds_in_words(specs),
-                "changed": _changes_in_words(group),
-            }
-            for name, (group, specs) in made.items()
-            if specs  # none where they are made from records that are not loaded yet
-        }
-        return DataFrame(rows.values(), index=Index(list(rows), name="group"))
+        rows = []
+        for name, group in self._groups(self._run, self.records).items():
+            if specs := self._specs_of(name, group):  # none where they are made from records that are not loaded yet
+                row = {"group": name, "runs": len(specs), "arm or kind": _all("arm", specs) or _all("kind", specs)}
+                row |= {"bases": _all("base", specs), "seeds": _seeds_in_words(specs)}
+                rows.append(row | {"changed": _changes_in_words(group)})
+        return DataFrame(rows).set_index("group")
 
     def __call__(self, *names: str) -> dict[str, list[Record]]:
         """Return the records of groups: load what exists, run what is missing, and first the groups they come after.

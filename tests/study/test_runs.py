@@ -101,7 +101,9 @@ def test_a_base_that_is_never_right_is_left_as_it_is_and_the_record_says_so(tmp_
     assert r["digest"] == models.flat_digest(weight_cache.of_base("A0"))
 
 
-@pytest.mark.parametrize(("precision", "same"), [("float32", True), ("int4", False)])
+@pytest.mark.parametrize(
+    ("precision", "same"), [pytest.param("float32", True, marks=pytest.mark.slow), ("int4", False)]
+)
 def test_an_adapter_over_another_precision_is_tested_over_the_base_as_loaded_too(precision, same):
     """With the precision that the base is loaded in both tests are one; a run over it is the run without."""
     r = sweep.run(spec_of("essa", test_problems=100, base_precision=precision), "nb", "commit")

@@ -232,6 +232,7 @@ print(json.dumps([streamed, loaded]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RssAnon is Linux's")
 def test_two_models_are_compared_in_the_memory_of_a_part_of_one(tmp_path):
     drawn = draw(2048, 2048).bfloat16()  # 8 MB
