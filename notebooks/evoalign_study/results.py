@@ -37,6 +37,8 @@ def stated(value: Any, form: str | None = None, missing: str = "none") -> str:
         return "not to be told" if untold else value.format(percent=form[-1] == "%", digits=int(form[1:-1]))
     if value is None or value != value:
         return missing
+    if isinstance(value, str):
+        return value
     text = format(value, form or "").removesuffix("%")
     return text.removeprefix("-") if form and form[-1] in "f%" and not float(text.replace(",", "")) else text
 
