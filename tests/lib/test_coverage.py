@@ -5,7 +5,7 @@ from math import nan
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -59,6 +59,7 @@ def test_crossing_by_hand(gap: list[float], expected: float) -> None:
     assert coverage.crossing([1, 4, 16], gap, np.zeros(3)) == pytest.approx(expected, nan_ok=True)
 
 
+@settings(max_examples=40)
 @given(*[st.integers(0, 50)] * 4)
 def test_rates_of_support_from_sets(kept: int, won: int, lost: int, out: int) -> None:
     before = np.repeat([True, False, True, False], [kept, won, lost, out])
@@ -133,6 +134,7 @@ def test_a_base_overtakes_where_the_curves_cross():
 CELL = arrays(np.float64, (3, 6), elements=st.floats(0, 1))
 
 
+@settings(max_examples=25)
 @given(CELL, CELL, CELL, CELL, arrays(np.float64, 6, elements=st.floats(0, 1)), st.sampled_from([1, 8]))
 def test_effects_are_the_contrasts_of_the_cells_means(a, b, c, d, base, k):
     found = coverage.effects([[a, b], [c, d]], k=k, n_resamples=20)

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evoalign_lib.analysis import hacking
@@ -126,6 +126,7 @@ def compared_one_by_one(texts, similar=0.7):
     return largest / len(texts)
 
 
+@settings(max_examples=30)
 @given(
     st.lists(st.lists(st.sampled_from("a b c d 1 22 . é".split()), max_size=7).map(" ".join), min_size=1, max_size=12)
 )

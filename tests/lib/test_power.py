@@ -42,7 +42,7 @@ def test_std_ratio_is_the_share_of_drawn_samples_that_an_f_test_tells_apart() ->
 
 
 @given(st.integers(2, 64), st.floats(0.2, 0.95), st.sampled_from([0.05, 0.0125]), st.floats(1e-3, 10))
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_a_detectable_effect_has_the_power_it_was_asked_for(n: int, share: float, alpha: float, std: float) -> None:
     effect = power.detectable_difference(n, std, share, alpha)
     assert power.difference(n, effect, std, alpha) == pytest.approx(share, abs=1e-6)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evoalign_lib.analysis import scaling
@@ -72,6 +72,7 @@ def test_updates_and_messages_as_a_reader_counts_them():
     assert (alone.communication, evolution_step(machine, [[1]], 1).communication) == (0, 0)
 
 
+@settings(max_examples=25)
 @given(st.floats(0, 1), st.floats(0, 0.1), st.floats(0.01, 1e4), st.sampled_from([GPUS, GPUS[4:], [3, 5, 128]]))
 def test_fits_recover_planted_parameters(serial, kappa, one, gpus):
     found = fit("amdahl", gpus, one / scaling.amdahl(gpus, serial))

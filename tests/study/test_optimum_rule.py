@@ -6,7 +6,7 @@ from evoalign_study.claims import placebos
 from evoalign_study.claims.decision import decide
 from evoalign_study.claims.rules import RULES, check_rule
 from evoalign_study.claims.selection import Evidence
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evoalign_lib.analysis.curves import minimum
@@ -68,6 +68,7 @@ def test_random_fitness_is_asked_and_fails_unless_it_learns():
     assert passed.passed
 
 
+@settings(max_examples=20)
 @given(st.floats(8, 256), st.floats(0.05, 3))
 def test_the_minimum_of_a_parabola_is_found(best, curvature):
     levels = np.array(LEVELS, float)
