@@ -200,15 +200,6 @@ def test_a_spec_of_two_groups_runs_once_and_only_what_retrain_names_is_made_anew
     assert [r["spec"]["seed"] for r in beside] == [1]
 
 
-def test_a_dry_run_names_what_is_missing_and_runs_nothing(results):
-    load = Loader("01_small", small_run(dry_run=True), small_groups)
-    with pytest.raises(sweep.DryRun, match="0 of 3 runs have records; to be run: base A0, es A0 0, es A0 1"):
-        load("base", "both")
-    with pytest.raises(sweep.DryRun, match="0 of 2 runs have records; to be run: es A0 0, es A0 1"):
-        load("after")
-    assert not load.records and not results.exists()
-
-
 def test_seeds_replace_the_number_that_a_group_has():
     def seeds(**given):
         specs = Loader("01_small", small_run(**given), small_groups).specs()
