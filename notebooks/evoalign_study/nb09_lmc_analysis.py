@@ -399,7 +399,7 @@ def figure_from_base(run: SimpleNamespace, records: Records) -> tuple[plt.Figure
         for x, value in way(end, *panel)
     )
     labels = {"xlabel": "share of the way from the base", "ylabel": "accuracy, %", "ylim": (0, None)}
-    fig, axes = plots.grid(points, "x", "value", "end", _looks(REACHED), 2.9, **labels)
+    fig, axes = plots.grid(points, "x", "value", "end", _looks(REACHED), 2.7, **labels)
     axes[2].set_xscale("symlog", linthresh=0.01)
     axes[2].set(xlabel="KL from the base, nats per token")
     return fig, points
