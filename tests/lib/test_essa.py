@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trl import SFTConfig
 
-from evoalign_lib import _checkpoints, _singular, ledger
-from evoalign_lib._ledger_lines import decode_rewards, encode_rewards
+from evoalign_lib import _singular, ledger
 from evoalign_lib._singular import DISTANCE, SIGMA, SearchSettings, decompose
 from evoalign_lib.es import ESConfig
 from evoalign_lib.essa import ESSAConfig, ESSATrainer, lora_config
@@ -281,18 +280,3 @@ def test_a_replay_on_another_machine(tmp_path, caplog):
     path.write_bytes(chained(lines))
     with pytest.raises(ledger.LedgerError, match="after 2 steps search/sigma is"):
         ledger.verify(path, model)
-
-
-def test_a_checkpoint_that_its_ledger_does_not_lead_to(tmp_path):
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    trainer(tmp_path, **saving).train()
-    path = tmp_path / ledger.NAME
-    lines = [json.loads(line) for line in path.read_bytes().splitlines()]
-    lines[1] |= encode_rewards(decode_rewards(lines[1])[::-1], 3)
-    path.write_bytes(chained(lines))
-    state = tmp_path / "checkpoint-2" / _checkpoints._STATE
-    saved = json.loads(state.read_text()) | {"line": ledger.read(path).tips[2]}
-    del saved["sha256"]  # older checkpoints have none
-    state.write_text(json.dumps(saved))
-    with pytest.raises(ledger.LedgerError, match="checkpoint after step 2"):
-        trainer(tmp_path, max_steps=4, **saving).train(resume_from_checkpoint=True)
