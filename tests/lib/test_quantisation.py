@@ -132,7 +132,7 @@ def test_all_weights_of_a_quantised_model_are_refused(tmp_path, mode):
 
 def test_another_base_is_refused(tmp_path):
     trainer(tmp_path / "run", quantise(base(tmp_path / "base"), "int4")).train()
-    message = "a base of mode 'int4' with group_size=32 .*quantisation.quantise"
+    message = "'int4', 'group_size': 32.*quantisation.quantise"
     for other in ("int8", "float32"):
         model = quantise(base(tmp_path / "base"), other)
         with pytest.raises(ledger.LedgerError, match=message):

@@ -192,7 +192,7 @@ def test_ratios_multiply_the_advantages_in_the_order_of_the_completions():
                 row["importance_ratio"] = ratio
             return {"advantages": plain, "other": 1}
 
-    made = grpo._reweighted(Trainer)()._generate_and_score_completions([{}, {}, {}, {}])
+    made = grpo._extended(Trainer, None, False, True)()._generate_and_score_completions([{}, {}, {}, {}])
     assert made["advantages"].tolist() == [1.0, -1.0, 0.0, 6.0] and made["other"] == 1
 
 
