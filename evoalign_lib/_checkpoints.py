@@ -28,12 +28,15 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from evoalign_lib import ledger
 from evoalign_lib._interrupts import interrupts_wait
+from evoalign_lib._ledger_lines import with_defaults
 from evoalign_lib.files import replace_bytes, sync_folder
 from evoalign_lib.precision import Weights
 
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 1.0  # seconds that a run waits for another one to leave its folder
+Best = tuple[str, Mapping[str, Tensor]]
+"""digest and weights of the best evaluation"""
 _STATE, _TRAINER_STATE, _BEST = "es_state.json", "trainer_state.json", "best.safetensors"
 
 
@@ -43,44 +46,54 @@ class Checkpoint:
 
     state: TrainerState
     """of the trainer and its callbacks"""
-    weights: Mapping[str, Tensor]
-    """the whole state, as `Weights.tensors`"""
-    digest: str
-    """of these weights"""
-    best: tuple[str, Mapping[str, Tensor]] | None
-    """digest and weights of the best evaluation, where they are kept"""
+    best: Best | None
+    """where they are kept"""
     budget: dict[str, float]
     counts: dict[str, int]
-    line: str
-    """hash of the ledger's line of the last step"""
-    settings: dict[str, Any]
-    """of the run, for readers"""
 
 
-def write(checkpoint: Checkpoint, folder: Path, precision: str, save_model: Callable[[Path], None]) -> None:
+def write(
+    folder: Path,
+    state: TrainerState,
+    weights: Weights,
+    best: Best | None,
+    spent: Mapping[str, Any],
+    save_model: Callable[[Path], None],
+) -> None:
     """Write a checkpoint under another name and rename it, so that a kill never leaves half of one.
 
     Args:
-        checkpoint: what the run goes on with.
         folder: its name; one of the same name is replaced.
-        precision: of the weights.
+        state: of the trainer and its callbacks.
+        weights: of the run.
+        best: those of the best evaluation, where they are kept.
+        spent: budget, counts, line (hash of the ledger's line of the last step), and for readers settings.
         save_model: writes the model and its tokenizer into a folder.
 
     Raises:
         OSError: it cannot be written (a full disk). Nothing of it is left; every step is in the ledger.
     """
-    partial = folder.with_name(folder.name.replace("checkpoint", "partial"))
-    with _whole(
-        partial,
-        folder,
+    message = (
         "the checkpoint could not be written ({}): the run stops, and every step is in the ledger. Make room, or set "
-        "save_total_limit, then call train(), or train(resume_from_checkpoint=True) in a new process",
-    ):
-        _write_all(checkpoint, partial, precision, save_model)
+        "save_total_limit, then call train(), or train(resume_from_checkpoint=True) in a new process"
+    )
+    with _whole(folder.with_name(folder.name.replace("checkpoint", "partial")), folder, message) as partial:
+        from safetensors.torch import save_file
+
+        save_model(partial)
+        save_file(weights.tensors(), partial / f"{weights.precision}.safetensors")
+        state.save_to_json(str(partial / _TRAINER_STATE))
+        written = dict(spent) | {"weights": weights.digest()}
+        if best is not None:
+            written["best"] = best[0]
+            save_file(dict(best[1]), partial / _BEST)
+        written["trainer_state"] = _sha256((partial / _TRAINER_STATE).read_bytes())
+        written["sha256"] = _sha256(json.dumps(written).encode())
+        (partial / _STATE).write_text(json.dumps(written, indent=1))
 
 
 @contextmanager
-def _whole(partial: Path, folder: Path, message: str) -> Iterator[None]:
+def _whole(partial: Path, folder: Path, message: str) -> Iterator[Path]:
     """Let a block write a folder under another name, and rename it; of one that fails leave nothing.
 
     Raises OSError with the message, which gets the reason, where it cannot be written. Its errors come in many kinds:
@@ -88,7 +101,7 @@ def _whole(partial: Path, folder: Path, message: str) -> Iterator[None]:
     """
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     try:
-        yield
+        yield partial
         if folder.exists():
             shutil.rmtree(folder)
         partial.rename(folder)
@@ -100,50 +113,31 @@ def _whole(partial: Path, folder: Path, message: str) -> Iterator[None]:
         raise
 
 
-def _write_all(checkpoint: Checkpoint, folder: Path, precision: str, save_model: Callable[[Path], None]) -> None:
-    from safetensors.torch import save_file
-
-    save_model(folder)
-    save_file(dict(checkpoint.weights), folder / f"{precision}.safetensors")
-    checkpoint.state.save_to_json(str(folder / _TRAINER_STATE))
-    names = ("settings", "budget", "counts", "line")
-    state = {name: getattr(checkpoint, name) for name in names} | {"weights": checkpoint.digest}
-    if checkpoint.best is not None:
-        state["best"], best = checkpoint.best
-        save_file(dict(best), folder / _BEST)
-    state["trainer_state"] = hashlib.sha256((folder / _TRAINER_STATE).read_bytes()).hexdigest()
-    (folder / _STATE).write_text(json.dumps(state | {"sha256": _sha256(state)}, indent=1))
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
-def _sha256(state: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of what `es_state.json` holds beside it."""
-    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
-
-
-def _check_sha256(folder: Path, state: dict[str, Any]) -> None:
-    """Raise ValueError unless a checkpoint's two states are those that were written; older ones name no SHA-256."""
-    found = state.pop("sha256", None)
-    if found is not None and found != _sha256(state):
+def _state_of(folder: Path) -> dict[str, Any]:
+    """Return what `es_state.json` holds; raise ValueError unless both states are those that were written."""
+    saved = json.loads((folder / _STATE).read_text())
+    sha256 = saved.pop("sha256", None)  # older checkpoints name none
+    if sha256 not in (None, _sha256(json.dumps(saved).encode())):
         raise ValueError(f"{_STATE} does not have the SHA-256 that it names")
-    found = state.pop("trainer_state", None)
-    if found is not None and found != hashlib.sha256((folder / _TRAINER_STATE).read_bytes()).hexdigest():
+    if saved.pop("trainer_state", None) not in (None, _sha256((folder / _TRAINER_STATE).read_bytes())):
         raise ValueError(f"{_TRAINER_STATE} does not have the SHA-256 that {_STATE} names")
+    return saved
 
 
 def write_start(output_dir: Path, weights: Weights, save_model: Callable[[Path], None]) -> None:
     """Write the adapter that a run begins with, as PEFT loads it and as `read_start` does, whole or not at all.
 
-    Raises OSError where it cannot be written (a full disk).
+    Raises:
+        OSError: it cannot be written (a full disk).
     """
     from safetensors.torch import save_file
 
-    partial = output_dir / f"partial-{ledger.START}"
-    with _whole(
-        partial,
-        output_dir / ledger.START,
-        "the adapter that the run begins with could not be written ({}): no step was recorded. Make room, then call "
-        "train()",
-    ):
+    message = "the adapter that the run begins with could not be written ({}). Make room, then call train()"
+    with _whole(output_dir / f"partial-{ledger.START}", output_dir / ledger.START, message) as partial:
         save_model(partial)
         save_file(weights.tensors(), partial / f"{weights.precision}.safetensors")
         for path in filter(Path.is_file, partial.iterdir()):  # the ledger's next line, which is synced, rests on it
@@ -168,8 +162,8 @@ def read_start(run: ledger.Ledger, weights: Weights) -> None:
         weights.begin(tensors)
     except (OSError, KeyError, RuntimeError, SafetensorError) as error:
         raise ValueError(
-            f"{str(path)!r}, the adapter that the run began with, cannot be read ({error}): restore the folder from a "
-            "copy, and give an adapter of the same configuration."
+            f"{str(path)!r}, the adapter of the start, cannot be read ({error}): restore the folder from a copy, and "
+            "give an adapter of the same configuration."
         ) from error
 
 
@@ -201,8 +195,7 @@ def read(folder: Path, run: ledger.Ledger, weights: Weights, needs_best: bool) -
 
     remedy = f"remove {str(folder)!r} to resume from what was saved before it (at the latest from the ledger)."
     try:
-        saved = json.loads((folder / _STATE).read_text())
-        _check_sha256(folder, saved)
+        saved = _state_of(folder)
         state = TrainerState.load_from_json(str(folder / _TRAINER_STATE))
         with interrupts_wait():  # safetensors makes another error of Ctrl-C, by which the file would seem damaged
             tensors = load_file(folder / f"{weights.precision}.safetensors")
@@ -218,16 +211,8 @@ def read(folder: Path, run: ledger.Ledger, weights: Weights, needs_best: bool) -
             weights.load(found)
             if weights.digest() != expected:
                 raise ValueError(f"the weights of {str(folder)!r} are not those that were saved: {remedy}")
-    return Checkpoint(
-        state=state,
-        weights=tensors,
-        digest=saved["weights"],
-        best=(saved["best"], best) if needs_best and best is not None else None,
-        budget=saved["budget"],
-        counts=saved["counts"],
-        line=saved["line"],
-        settings=saved["settings"],
-    )
+    kept = (saved["best"], best) if needs_best and best is not None else None
+    return Checkpoint(state, kept, saved["budget"], saved["counts"])
 
 
 # ---- one run a folder
@@ -245,9 +230,8 @@ class FolderLock:
 
     def __init__(self, output_dir: str | os.PathLike[str]):
         self.folder = Path(output_dir)
-        self._lock = FileLock(
-            self.folder / f".{ledger.NAME}.lock", timeout=_PATIENCE, fallback_to_soft=False, thread_local=False
-        )
+        path = self.folder / f".{ledger.NAME}.lock"
+        self._lock = FileLock(path, timeout=_PATIENCE, fallback_to_soft=False, thread_local=False)
 
     def take(self) -> None:
         """Hold the lock, until `give_back`; make the folder.
@@ -272,11 +256,8 @@ class FolderLock:
             if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
                 logger.warning("%s: this file system has no locks. Let no other run use the folder.", self.folder)
                 return
-            raise OSError(
-                error.errno,
-                f"nothing can be written to this output_dir ({error.strerror}): name another one",
-                str(self.folder),
-            ) from error
+            message = f"nothing can be written to this output_dir ({error.strerror}): name another one"
+            raise OSError(error.errno, message, str(self.folder)) from error
 
     def give_back(self) -> None:
         """Let other runs have the folder."""
@@ -306,8 +287,8 @@ def find_run(
     """
     output_dir = Path(output_dir)
     if resume_from is True:
-        found = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
-        folder = Path(found) if found else None
+        newest = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
+        folder = Path(newest) if newest else None
     else:
         folder = Path(resume_from)
         if not (folder / _STATE).is_file():
@@ -337,7 +318,7 @@ def find_run(
 
 def check_settings(run: ledger.Ledger, settings: Mapping[str, Any]) -> None:
     """Raise ValueError unless a trainer's settings are those of the run that is to go on."""
-    recorded, settings = run.settings, ledger.with_defaults(settings)
+    recorded, settings = run.settings, with_defaults(settings)
     # another CPU may keep full batches (drop_rows), with the same bits
     for name in recorded | settings:
         if name != "drop_rows" and settings.get(name) != recorded.get(name):
@@ -357,10 +338,9 @@ def refuse_complete(path: Path, steps: int) -> None:
     run = ledger.read(path)
     if run.ended:
         raise ledger.LedgerError(
-            f"the run in {str(path.parent)!r} is complete, with {len(run.steps)} steps: {path.name} is the ledger of "
-            "another run: use another output_dir, or train(resume_from_checkpoint=True) to have its last weights, and "
-            f"to go on with it where max_steps (now {steps}) is larger. To delete it and begin anew, set "
-            "overwrite_output_dir=True."
+            f"the run in {str(path.parent)!r} is complete, with {len(run.steps)} steps. To begin anew use another "
+            "output_dir, or overwrite_output_dir=True, which deletes it; train(resume_from_checkpoint=True) gives its "
+            f"last weights, and goes on where max_steps (now {steps}) is larger."
         )
 
 
@@ -372,11 +352,9 @@ def delete_run(output_dir: str | os.PathLike[str]) -> None:
     """
     folder = Path(output_dir)
     path = folder / ledger.NAME
-    if not ledger.recorded(path):
+    if not ledger.recorded(path) or not path.read_bytes().startswith(b'{"evoalign_ledger":'):
         ledger.refuse_existing(path)
         return
-    if not path.read_bytes().startswith(b'{"evoalign_ledger":'):
-        ledger.refuse_existing(path)
     steps = path.read_bytes().count(b"\n") - 1
     logger.warning("overwrite_output_dir: the run in %s, of some %d steps, is deleted.", folder, steps)
     others = [folder / ledger.START, folder / "completions"]
@@ -398,7 +376,7 @@ class BestWeights:
 
     def __init__(self, weights: Weights):
         self.weights = weights
-        self.best: tuple[str, Mapping[str, Tensor]] | None = None
+        self.best: Best | None = None
         """digest and weights of the best evaluation so far"""
         self._last: dict[str, Tensor] | None = None
 

@@ -179,10 +179,6 @@ class Budget(TrainerCallback, ExportableState):
         if self.adapter:
             without = int(self._reference and not self.reference_adapted)
             passed = (self.passes - 1) * d + (self.passes - without) * self.adapter
-        return {
-            "completions": self.completions,
-            "generated_tokens": self.generated_tokens,
-            "prompt_tokens": self.prompt_tokens,
-            "forward_flops": 2 * passed * (self.prompt_tokens + self.generated_tokens),
-            "core_seconds": round(self.core_seconds, 2),
-        }
+        spent = {name: getattr(self, name) for name in ("completions", "generated_tokens", "prompt_tokens")}
+        flops = 2 * passed * (self.prompt_tokens + self.generated_tokens)
+        return spent | {"forward_flops": flops, "core_seconds": round(self.core_seconds, 2)}

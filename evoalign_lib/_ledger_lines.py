@@ -29,7 +29,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,8 @@ FORMATS = (1, 4, 5, 6)
 NEW = 4  # the format of a run whose settings need no later one; since then lines have hashes of their own
 PREV = 32  # hexadecimal digits
 BEGIN = b'{"evoalign_ledger":'
-_HASH = ',"hash":"{}"}}'  # the end of a line
 # bounds of what a header may ask for: DeepSeek-V3, of 671 B parameters, has 46,000 tensors
 _MOST_TENSORS, _LONGEST_NAME, _MOST_DIMENSIONS, _LARGEST = 200_000, 500, 8, 2**53
-_DTYPES = ("float32", "bfloat16", "float16")
 _HEADER = {"evoalign_ledger", "noise", "run_key", "settings", "digest_every", "model"}
 # settings that enter the weights and that readers of an older format do not know: format -> what runs without them had
 _SINCE: dict[int, dict[str, Any]] = {
@@ -83,30 +81,81 @@ def format_of(settings: Mapping[str, Any]) -> int:
     return max(needs, default=1)
 
 
-# ---- the header
+# ---- the header: name -> whether a run can have a value
+
+Fits = Callable[[Any], bool]
+
+
+def _whole(least: int, most: int = _LARGEST) -> Fits:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _above_zero(most: float = sys.float_info.max) -> Fits:  # NaN is in no range
+    return lambda value: isinstance(value, float | int) and not isinstance(value, bool) and 0 < value <= most
+
+
+def _one_of(*known: Any) -> Fits:
+    return lambda value: value in known
+
+
+def _hex(digits: int, prefix: str = "") -> Fits:
+    return lambda value: isinstance(value, str) and bool(re.fullmatch(f"{prefix}[0-9a-f]{{{digits}}}", value))
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_SETTINGS: dict[str, Fits] = {
+    "population_size": _whole(2),
+    "prompts_per_step": _whole(1),
+    "num_generations": _whole(1),
+    "rank": _whole(0, 2**16 - 1),
+    "sigma": _above_zero(),
+    "precision": _one_of(*PRECISIONS),
+    "noise": _one_of(*noise.DISTRIBUTIONS),
+    "fitness_shaping": _one_of(*update_rules.SHAPINGS),
+    "update_scaling": _one_of(*update_rules.SCALINGS),
+    "sigma_schedule": _one_of(*update_rules.SCHEDULES),
+    "alpha_schedule": _one_of(*update_rules.SCHEDULES),
+    "antithetic": _one_of(False, True),
+    "search": _one_of(None, _singular.SEARCH),
+    "frozen": lambda value: value is None or _hex(64)(value),
+}
+# of a search, whose members are no noise around the weights
+_SEARCH: dict[str, Fits] = {
+    name: _one_of({**_SINCE[4], **_SINCE[5]}[name])
+    for name in ("precision", "noise", "antithetic", "rank", "anchor_decay", "sigma_schedule")
+} | {"machine": _text}
+_LINE: dict[str, Fits] = {"digest_every": _whole(1), "run_key": _hex(16, "0x")}
+_MODEL: dict[str, Fits] = {
+    "digest": _hex(64),
+    "name": lambda value: value is None or _text(value),
+    "dtype": _one_of("float32", "bfloat16", "float16"),
+    "parameters": lambda rows: isinstance(rows, list) and all(map(_is_shape, rows)) and _tensors(rows) <= _MOST_TENSORS,
+}
 
 
 def check_header(line: Any) -> None:
     """Raise LedgerError unless a line is the header of a ledger that can be read and replayed here."""
     if not isinstance(line, dict) or not line.keys() >= _HEADER:
         raise LedgerError("this is not the header of a ledger: the file has lost its first line, or is something else.")
-    for what, version, known in (
-        ("format", line["evoalign_ledger"], FORMATS),
-        ("noise law", line["noise"], (noise.NOISE_VERSION,)),
-    ):
+    versions = {"format": (line["evoalign_ledger"], FORMATS), "noise law": (line["noise"], (noise.NOISE_VERSION,))}
+    for what, (version, known) in versions.items():
         if version not in known:
             raise LedgerError(
                 f"the run has version {version!r:.80} of the {what}, this evoalign has {', '.join(map(str, known))}: "
                 f"use an evoalign that has version {version!r:.80}."
             )
-    for name in ("settings", "model"):
-        if not isinstance(line[name], dict):
-            raise _edited(name, line[name])
-    settings = with_defaults(line["settings"])
-    for entries in (_of_settings(settings), _of_model(line, line["model"])):
-        for name, value, fits in entries:
-            if not fits:
-                raise _edited(name, value)
+    _check(line, _LINE | dict.fromkeys(("settings", "model"), lambda value: isinstance(value, dict)))
+    settings, model = with_defaults(line["settings"]), line["model"]
+    _check(settings, _SETTINGS)
+    falling = [name for name in ("sigma", "alpha") if settings[f"{name}_schedule"] != "constant"]
+    _check(settings, _SEARCH if settings["search"] else {"alpha": _above_zero()})
+    _check(settings, {f"{name}_final_fraction": _above_zero(1) for name in falling})
+    _check(settings, {"max_steps": _whole(1)} if falling else {})
+    _check(settings, {"population_size": lambda n: n % 2 == 0} if settings["antithetic"] else {})
+    _check(model, _MODEL | ({"quantisation": _is_quantised} if "quantisation" in model else {}))
     try:
         check_decay(settings["anchor_decay"], settings["precision"])
         if settings["search"] is not None:
@@ -120,89 +169,38 @@ def check_header(line: Any) -> None:
         )
 
 
-def _edited(name: str, value: Any) -> LedgerError:
-    return LedgerError(f"{name} is {value!r:.80}, which no run of this evoalign has: the header was edited.")
-
-
-def _is_whole(value: Any, least: int, most: int = _LARGEST) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def _is_hex(value: Any, digits: int, prefix: str = "") -> bool:
-    return isinstance(value, str) and bool(re.fullmatch(f"{prefix}[0-9a-f]{{{digits}}}", value))
-
-
-def _of_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
-    """Yield the settings that a replay reads: name, value, and whether a run can have it."""
-    falling = [name for name in ("sigma", "alpha") if settings[f"{name}_schedule"] != "constant"]
-    searches = settings["search"] is not None
-    whole = {"population_size": 2, "prompts_per_step": 1, "num_generations": 1, "rank": 0}
-    for name, least in whole.items() | ({"max_steps": 1}.items() if falling else set()):
-        yield name, settings[name], _is_whole(settings[name], least, 2**16 - 1 if name == "rank" else _LARGEST)
-    most = dict.fromkeys(["sigma"] if searches else ["sigma", "alpha"], sys.float_info.max)
-    for name, bound in (most | {f"{name}_final_fraction": 1 for name in falling}).items():
-        value = settings[name]  # NaN is in no range
-        yield name, value, isinstance(value, float | int) and not isinstance(value, bool) and 0 < value <= bound
-    choices: dict[str, Sequence[Any]] = {
-        "precision": PRECISIONS,
-        "noise": noise.DISTRIBUTIONS,
-        "fitness_shaping": update_rules.SHAPINGS,
-        "update_scaling": update_rules.SCALINGS,
-        "sigma_schedule": update_rules.SCHEDULES,
-        "alpha_schedule": update_rules.SCHEDULES,
-        "antithetic": (False,) if settings["population_size"] % 2 else (False, True),
-        "search": (None, _singular.SEARCH),
-    }
-    if searches:
-        choices |= {"precision": ("master",), "noise": ("gaussian",), "antithetic": (False,), "rank": (0,)}
-        choices |= {"anchor_decay": (0.0,), "sigma_schedule": ("constant",)}
-        yield "machine", settings["machine"], isinstance(settings["machine"], str)
-    for name, known in choices.items():
-        yield name, settings[name], settings[name] in known
-    yield "frozen", settings["frozen"], settings["frozen"] is None or _is_hex(settings["frozen"], 64)
-
-
-def _of_model(line: Mapping[str, Any], model: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
-    """Yield the other entries of a header: name, value, and whether a run can have it."""
-    yield "digest_every", line["digest_every"], _is_whole(line["digest_every"], 1)
-    yield "run_key", line["run_key"], _is_hex(line["run_key"], 16, "0x")
-    yield "digest", model["digest"], _is_hex(model["digest"], 64)
-    yield "the model's name", model["name"], isinstance(model["name"], str | None)
-    yield "dtype", model["dtype"], model["dtype"] in _DTYPES
-    if "quantisation" in model:
-        yield "quantisation", model["quantisation"], _is_quantised(model["quantisation"])
-    rows = model["parameters"]
-    yield "parameters", rows, isinstance(rows, list)
-    tensors = 0
-    for row in rows:
-        yield "a row of parameters", row, _is_shape(row)
-        tensors += row[2] if len(row) > 2 else 1
-    yield "the number of tensors", tensors, tensors <= _MOST_TENSORS
+def _check(entries: Mapping[str, Any], checks: Mapping[str, Fits]) -> None:
+    for name, fits in checks.items():
+        if not fits(value := entries[name]):
+            raise LedgerError(f"{name} is {value!r:.80}, which no run of this evoalign has: the header was edited.")
 
 
 def _is_quantised(how: Any) -> bool:
     """Return whether an entry says how `quantisation.quantise` made the base."""
     fits = isinstance(how, dict) and how.keys() == {"mode", "group_size", "torchao", "base"}
-    fits = fits and how["mode"] in quantisation.QUANTISED and isinstance(how["torchao"], str)
-    fits = fits and (_is_whole(how["group_size"], 1) if how["mode"] == "int4" else how["group_size"] is None)
-    return fits and _is_hex(how["base"], 16)
+    fits = fits and how["mode"] in quantisation.QUANTISED and _text(how["torchao"]) and _hex(16)(how["base"])
+    return fits and (_whole(1)(how["group_size"]) if how["mode"] == "int4" else how["group_size"] is None)
 
 
 def _is_shape(row: Any) -> bool:
     """Return whether `unpack_shapes` makes parameters of bounded size of a row."""
-    if not (isinstance(row, list) and len(row) in (2, 3) and isinstance(row[0], str) and isinstance(row[1], list)):
+    if not (isinstance(row, list) and len(row) in (2, 3) and _text(row[0]) and isinstance(row[1], list)):
         return False
     name, shape, *layers = row
-    numbers = all(_is_whole(n, 0) for n in shape) and all(_is_whole(n, 1) for n in layers)
+    numbers = all(map(_whole(0), shape)) and all(map(_whole(1), layers))
     return len(name) <= _LONGEST_NAME and len(shape) <= _MOST_DIMENSIONS and numbers
+
+
+def _tensors(rows: Iterable[Sequence]) -> int:
+    return sum(row[2] if len(row) > 2 else 1 for row in rows)
 
 
 def states(found: Any) -> dict[str, dict[str, float]]:
     """Return the state of each reward function as a line has it; raise LedgerError for anything else."""
-    states = found.values() if isinstance(found, dict) else [found]
-    for state in states:
-        values = state.values() if isinstance(state, dict) else [state]
-        if not (isinstance(state, dict) and all(isinstance(x, float) and math.isfinite(x) for x in values)):
+    known = found.values() if isinstance(found, dict) else [None]
+    for state in known:
+        values = state.values() if isinstance(state, dict) else [None]
+        if not all(isinstance(x, float) and math.isfinite(x) for x in values):
             raise LedgerError(f"reward_state {str(found):.80} is no state of reward functions: the line was edited.")
     return found
 
@@ -293,34 +291,42 @@ def dump(line: Mapping[str, Any]) -> bytes:
     return json.dumps(line, separators=(",", ":"), allow_nan=False).encode()
 
 
-def _sha(line: bytes) -> str:
-    return hashlib.sha256(line).hexdigest()[:PREV]
+def _sha(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()[:PREV]
 
 
-def hash_of(text: bytes, last: str, hashed: bool) -> str:
-    """Return the hash of a line, which the next one takes up.
+def sealed(line: Mapping[str, Any], last: str, number: int) -> tuple[bytes, str]:
+    """Return the text of a line that follows from the one before, and its hash, which the next one takes up.
 
     Args:
-        text: the line.
-        last: hash of the line before.
-        hashed: whether lines have hashes of their own.
+        line: the entries.
+        last: hash of the line before; "" for the header.
+        number: of the format.
     """
-    return _sha(last.encode() + text[: -len(_HASH.format(" " * PREV))]) if hashed else _sha(text)
-
-
-def with_hash(line: Mapping[str, Any], last: str) -> bytes:
-    """Return a line that ends with the hash of itself and of all lines before it."""
+    if number < NEW:
+        text = dump(line | ({"prev": last} if last else {}))
+        return text, _sha(text)
     text = dump(line)[:-1]
-    return text + _HASH.format(_sha(last.encode() + text)).encode()
+    found = _sha(last.encode() + text)
+    return text + f',"hash":"{found}"}}'.encode(), found
 
 
-def check_hash(text: bytes, last: str) -> None:
-    """Raise LedgerError unless a line ends with the hash of itself and of all lines before it."""
-    if not text.endswith(_HASH.format(hash_of(text, last, True)).encode()):
+def followed(text: bytes, line: Mapping[str, Any], last: str, number: int) -> str:
+    """Return the hash of a line that was read; raise LedgerError unless it follows from the one before."""
+    if number < NEW:
+        if line.get("prev", "") != last:
+            raise LedgerError(
+                "it does not follow from the line before it: one of the two was edited, or lines are missing. Restore "
+                "the file from a copy."
+            )
+        return _sha(text)
+    start, end = text[: -PREV - 11], text[-PREV - 11 :]
+    if end != f',"hash":"{(found := _sha(last.encode() + start))}"}}'.encode():
         raise LedgerError(
-            "its hash is another: the line is damaged or was edited, or does not follow from the line before it. "
-            "Restore the file from a copy, or cut it off before this line and resume the run."
+            "its hash is another: the line is damaged, was edited, or does not follow from the line before it. Restore "
+            "the file from a copy, or cut it off before this line and resume the run."
         )
+    return found
 
 
 def no_number(name: str) -> None:

@@ -13,7 +13,10 @@ from urllib.parse import urlsplit
 def nearest(name: Any, known: Iterable[str], cutoff: float = 0.4) -> str:
     """Return a hint at the known name nearest to a mistyped one, to end an error text; empty where none is near.
 
-    cutoff: likeness a name must have at least, 0 (any) to 1 (equal).
+    Args:
+        name: as it was given.
+        known: names that there are.
+        cutoff: likeness that a name must have at least, 0 (any) to 1 (equal).
 
     >>> "unknown task 'cuntdown'." + nearest("cuntdown", ["conciseness", "countdown"])
     "unknown task 'cuntdown'. Did you mean 'countdown'?"
@@ -25,7 +28,15 @@ def nearest(name: Any, known: Iterable[str], cutoff: float = 0.4) -> str:
 
 
 def choose(name: str, value: Any, choices: Iterable[str]) -> None:
-    """Raise ValueError, naming the nearest choice, unless the setting of this name has one of these values.
+    """Refuse a setting that has none of these values.
+
+    Args:
+        name: of the setting.
+        value: of the setting.
+        choices: the values that it may have.
+
+    Raises:
+        ValueError: it has another; the message names the nearest choice.
 
     >>> choose("sampling", "greddy", ("greedy", "gumbel"))
     Traceback (most recent call last):
@@ -38,9 +49,16 @@ def choose(name: str, value: Any, choices: Iterable[str]) -> None:
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: int | None = None, why: str = "") -> int:
-    """Return a setting as an integer; raise ValueError unless it is a whole number from least to most.
+    """Return a setting as an integer.
 
-    value: an int, Python's or NumPy's, and no bool. why: the reason of the bounds, in words, for the error.
+    Args:
+        name: of the setting.
+        value: an int, Python's or NumPy's, and no bool.
+        least, most: bounds of the value; most None: no upper one.
+        why: the reason of the bounds, for the error.
+
+    Raises:
+        ValueError: it is no whole number from least to most.
 
     >>> whole_number("population_size", 1, least=2, why="z-scores need two members")
     Traceback (most recent call last):

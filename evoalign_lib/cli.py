@@ -39,11 +39,9 @@ def refusals() -> Iterator[None]:
     """Say on standard error what the library refuses, and exit with code 1."""
     try:
         yield
-    except ModuleNotFoundError as error:
-        typer.echo(f"{error}: pip install 'evoalign[analysis,judges]' brings what the commands need.", err=True)
-        raise typer.Exit(1) from error
     except (ValueError, OSError, ImportError) as error:
-        typer.echo(str(error), err=True)
+        remedy = ": pip install 'evoalign[analysis,judges]' brings what the commands need."
+        typer.echo(f"{error}{remedy if isinstance(error, ModuleNotFoundError) else ''}", err=True)
         raise typer.Exit(1) from error
 
 
@@ -126,8 +124,7 @@ def serve_scorer(
     with refusals():
         from evoalign_lib import scoring_server
 
-    options = {"host": host, "port": port, "device": device, "dtype": dtype, "max_length": max_length}
-    with refusals():
+        options = {"host": host, "port": port, "device": device, "dtype": dtype, "max_length": max_length}
         scoring_server.serve(model, text=text, api_key_env=api_key_env, **options)
 
 

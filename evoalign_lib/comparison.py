@@ -7,7 +7,6 @@ direction, or any ES with the same settings, would show as well.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,13 +19,11 @@ from evoalign_lib.weight_files import StateDict, weights
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from numpy.typing import NDArray
     from pandas import DataFrame
 
 _SIZE = "#D9D9D9"  # of what needs no training: shares of sizes, bands of random directions
 _LOOKS = (("a", "#0A332C", "o", -0.14), ("b", "#7CB9BF", "s", 0.14))  # end, colour, marker, shift
-_SHORT = {"embedding (tied)": "tied\nembedding", "final norm": "final\nnorm"}
-_MANY = 12  # layers whose ticks would no longer stand side by side
+_MANY = 12  # layers whose ticks still stand side by side
 _LEAST_SHARE = 0.05  # of the entries: a cast that hides fewer is not worth a sentence
 
 
@@ -65,25 +62,27 @@ class Comparison:
 
         layers, d = self.tensors.by("layer"), self.tensors.by("all")
         null = geometry.size_null(layers.entries)
-        head = "tied embedding" if self.tensors.tied else "head"
-        rows = [("entries d", *[f"{self.tensors.d:,}"] * 2)]
-        rows += [("norm |D|", *_cells(d.norms[0]))]
-        rows += [("norm over that of the start", *_cells(d.relative_norms[0]))]
-        if any(self.expected):
-            ratios = [np.nan if e is None else n / e.norm for e, n in zip(self.expected, d.norms[0], strict=True)]
-            rows += [("norm over its formula for ES", *_cells(ratios))]
-        rows += [(f"{head}: share of |D|^2 over share of d", *_cells(geometry.head_concentration(self.tensors)))]
-        shares = layers.shares.T
-        ginis = [geometry.gini(share, layers.entries) for share in shares]
-        rows += [(f"Gini of layers (random: up to {_number(null.gini)})", *_cells(ginis))]
-        rows += [
-            (f"distance of layers from sizes (random: up to {_number(null.distance)})", *_cells(self._distances()))
-        ]
+        ratios = [np.nan if e is None else n / e.norm for e, n in zip(self.expected, d.norms[0], strict=True)]
+        numbers = {
+            "norm |D|": d.norms[0],
+            "norm over that of the start": d.relative_norms[0],
+            "norm over its formula for ES": ratios,
+            f"{'tied embedding' if self.tensors.tied else 'head'}: share of |D|^2 over share of d": (
+                geometry.head_concentration(self.tensors)
+            ),
+            f"Gini of layers (random: up to {_number(null.gini)})": [
+                geometry.gini(share, layers.entries) for share in layers.shares.T
+            ],
+            f"distance of layers from sizes (random: up to {_number(null.distance)})": self._distances(),
+        }
+        if not any(self.expected):
+            del numbers["norm over its formula for ES"]
+        rows = {"entries d": [f"{self.tensors.d:,}"] * 2}
+        rows |= {name: ["" if np.isnan(x) else _number(x) for x in pair] for name, pair in numbers.items()}
         for dtype in self.tensors.moved:
-            rows += [(f"unchanged entries, {'as ' if dtype == 'float32' else 'rounded to '}{dtype}", *[
-                f"{100 * share:.1f} %" for share in d.unmoved(dtype)[0]
-            ])]  # fmt: skip
-        return pd.DataFrame(rows, columns=["quantity", "A", "B"])
+            how = "as" if dtype == "float32" else "rounded to"
+            rows[f"unchanged entries, {how} {dtype}"] = [f"{100 * x:.1f} %" for x in d.unmoved(dtype)[0]]
+        return pd.DataFrame([(name, *pair) for name, pair in rows.items()], columns=["quantity", "A", "B"])
 
     def _distances(self) -> list[float]:
         layers = self.tensors.by("layer")
@@ -111,95 +110,82 @@ class Comparison:
     def sentences(self) -> list[str]:
         """Return what the numbers say and, before all, what they do not."""
         said = []
-        d = self.tensors.by("all")
         for k, end in enumerate("AB"):
-            if not d.norms[0, k]:
+            if not self.tensors.by("all").norms[0, k]:
                 said.append(f"{end} has the weights of the base: nothing moved.")
                 continue
-            if self.expected[k] is not None:
-                said.append(self._about_norm(k))
-            said.append(self._about_shares(k))
-            said += self._about_rounding(k)
-        return [*said, *self._about_cosine()]
+            said += [self._about_norm(k)] if self.expected[k] is not None else []
+            said += [self._about_shares(k), *self._about_rounding(k)]
+        return [*said, self._about_cosine()]
 
     def _about_norm(self, k: int) -> str:
         expected, norm, end = self.expected[k], self.tensors.by("all").norms[0, k], "AB"[k]
         low, high = geometry.norm_band(expected.d)
         ratio = norm / expected.norm
-        said = (
-            f"The norm of {end}, {_number(norm)}, is {ratio:.4f} times {expected.formula} = {_number(expected.norm)} "
-            f"({expected.settings})"
-        )
+        where, what = "outside", "where 95 % of the runs lie whose rewards mean nothing"
         if low <= ratio <= high:
-            return (
-                f"{said}, within {low:.4f} to {high:.4f}: any ES with these settings moves as far, whatever it rewards."
-            )
-        return f"{said}, outside {low:.4f} to {high:.4f}, where 95 % of the runs lie whose rewards mean nothing."
+            where, what = "within", "any ES with these settings moves as far, whatever it rewards"
+        return (
+            f"The norm of {end}, {_number(norm)}, is {ratio:.4f} times {expected.formula} = {_number(expected.norm)} "
+            f"({expected.settings}), {where} {low:.4f} to {high:.4f}{':' if where == 'within' else ','} {what}."
+        )
 
     def _about_shares(self, k: int) -> str:
         layers, end, distance = self.tensors.by("layer"), "AB"[k], self._distances()[k]
         null = geometry.size_null(layers.entries)
-        if distance <= null.distance:
-            return (
-                f"The shares of layers of {end} are those of its sizes (distance {_number(distance)}; 95 % of random "
-                f"directions stay below {_number(null.distance)}): that {end} moves everywhere says nothing about what "
-                "it learned."
+        most = int(np.argmax(layers.shares[:, k] - layers.size_shares))
+        is_null, how = distance <= null.distance, f"that {end} moves everywhere says nothing about what it learned."
+        if not is_null:
+            how = (
+                f"{layers.names[most]} has {100 * layers.shares[most, k]:.1f} % of |D|^2 and "
+                f"{100 * layers.size_shares[most]:.1f} % of the entries. Compare with the shares of the gradient."
             )
-        excess = layers.shares[:, k] - layers.size_shares
-        most = int(np.argmax(excess))
         return (
-            f"The shares of layers of {end} are not those of its sizes (distance {_number(distance)}; 95 % of random "
-            f"directions stay below {_number(null.distance)}): {layers.names[most]} has "
-            f"{100 * layers.shares[most, k]:.1f} % of |D|^2 and {100 * layers.size_shares[most]:.1f} % of the entries. "
-            "Compare with the shares of the gradient before reading more into it."
+            f"The shares of layers of {end} are {'' if is_null else 'not '}those of its sizes (distance "
+            f"{_number(distance)}; 95 % of random directions stay below {_number(null.distance)}): {how}"
         )
 
     def _about_rounding(self, k: int) -> list[str]:
         all_, end, halves = self.tensors.by("all"), "AB"[k], sorted(self.dtypes[k] - {"float32"})
         exact, rounded = (all_.unmoved(dtype)[0, k] for dtype in ("float32", "bfloat16"))
+        how = "the difference is rounding, not sparse training."
         if halves:
-            return [
-                f"{end} is stored as {' and '.join(halves)}: what moved by less than its rounding was lost when it was "
-                f"saved, so the {100 * exact:.1f} % of unchanged entries do not show that training was sparse."
-            ]
-        if rounded - exact > _LEAST_SHARE:
-            return [
-                f"Of {end} {100 * exact:.1f} % of the entries are unchanged in float32, and {100 * rounded:.1f} % "
-                "after both ends are rounded to bfloat16: the difference is rounding, not sparse training."
-            ]
-        return []
+            how = f"it is stored as {' and '.join(halves)}, which lost what moved by less than its rounding."
+        said = (
+            f"Of {end} {100 * exact:.1f} % of the entries are unchanged, and {100 * rounded:.1f} % in bfloat16: {how}"
+        )
+        return [said] if halves or rounded - exact > _LEAST_SHARE else []
 
-    def _about_cosine(self) -> list[str]:
+    def _about_cosine(self) -> str:
         found = geometry.cosine(self.tensors)
         if np.isnan(found.value):
-            return ["The cosine is not defined, since one of the two did not move."]
-        band = found.band()
-        value, digits = f"{found.value:.{_digits(band)}f}", f"{band:.{_digits(band)}f}"
+            return "The cosine is not defined, since one of the two did not move."
+        value, band = self._cosine()
         if self.shared_noise:
-            return [
+            return (
                 f"The cosine is {value}. A and B drew the same noise (one run key), so that the band of independent "
-                f"random directions, ±{digits}, does not apply."
-            ]
-        if abs(found.value) <= band:
-            return [
-                f"The cosine {value} lies within the band of a random direction, ±{digits}: it says nothing about "
-                "whether the two solutions differ. Means of several runs of each would."
-            ]
-        how = "share a direction" if found.value > 0 else "have opposite parts"
-        return [
-            f"The cosine {value} lies outside the band of a random direction, ±{digits} (z = {found.z:.1f}): the two "
-            f"{how}. Its size is that of the signal in the noise of single runs: compare it with the cosine of two "
-            "runs of one arm."
-        ]
+                f"random directions, ±{band}, does not apply."
+            )
+        where, what = "outside", f"the two {'share a direction' if found.value > 0 else 'have opposite parts'}"
+        what += ". Compare its size with the cosine of two runs of one arm."
+        if abs(found.value) <= found.band():
+            where, what = "within", "it says nothing about whether the two solutions differ. Means of several runs of "
+            what += "each would."
+        return f"The cosine {value} lies {where} the band of a random direction, ±{band}: {what}"
+
+    def _cosine(self) -> tuple[str, str]:
+        """Return the cosine and its band under random directions, with two significant digits of the band."""
+        found = geometry.cosine(self.tensors)
+        digits = max(1, 1 - int(np.floor(np.log10(found.band())))) if found.band() > 0 else 1
+        return f"{found.value:.{digits}f}", f"{found.band():.{digits}f}"
 
     def text(self) -> str:
         """Return table, cosine and sentences for a terminal."""
         caption = "base {}\nA    {}\nB    {}".format(*self.sources)
         parts, found = [f"{caption}\n\n{self.table().to_string(index=False)}"], geometry.cosine(self.tensors)
         if not np.isnan(found.value):
-            band = found.band()
-            value, reach = (f"{number:.{_digits(band)}f}" for number in (found.value, band))
-            parts.append(f"cosine of A and B: {value}, random directions ±{reach} (95 %), z {found.z:.2f}")
+            value, band = self._cosine()
+            parts.append(f"cosine of A and B: {value}, random directions ±{band} (95 %), z {found.z:.2f}")
         return "\n\n".join([*parts, "\n".join(self.sentences())])
 
 
@@ -238,13 +224,8 @@ def compare(
         expected[0] = Expected(geometry.es_norm(alpha, d, steps, population), "alpha sqrt(d T_eff / N)", said, d)
     runs = [end.run for end in ends if end.run is not None]
     shared = len(runs) == 2 and len({run.header["run_key"] for run in runs}) == 1
-    return Comparison(
-        (str(base), str(a), str(b)),
-        geometry.measure(start, ends),
-        (expected[0], expected[1]),
-        (ends[0].dtypes, ends[1].dtypes),
-        shared,
-    )
+    dtypes = ends[0].dtypes, ends[1].dtypes
+    return Comparison((str(base), str(a), str(b)), geometry.measure(start, ends), tuple(expected), dtypes, shared)
 
 
 def _expected(end: StateDict) -> Expected | None:
@@ -280,21 +261,29 @@ WRITTEN = ("compare.png", "compare.pdf", "compare.csv", "tensors.csv")
 def write(comparison: Comparison, out: str | os.PathLike[str]) -> list[Path]:
     """Write the files WRITTEN into a folder: a figure twice, a row per layer, a row per tensor.
 
-    Files of these names are replaced. Returns their paths. Raises OSError where they cannot be written.
+    Files of these names are replaced.
+
+    Args:
+        comparison: what is written.
+        out: the folder, made where it is missing.
+
+    Returns:
+        Their paths.
+
+    Raises:
+        OSError: they cannot be written.
     """
     from matplotlib import pyplot as plt
 
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
+    Path(out).mkdir(parents=True, exist_ok=True)
     fig = figure(comparison)
-    picture, page, layers, tensors = (folder / name for name in WRITTEN)
+    picture, page, *tables = written = [Path(out, name) for name in WRITTEN]
     picture.write_bytes(drawing.png(fig, 200))
     fig.savefig(page, metadata={"CreationDate": None, "ModDate": None})
     plt.close(fig)
-    tables = {layers: comparison.frame("layer"), tensors: comparison.frame()}
-    for path, frame in tables.items():
-        frame.to_csv(path, index=False, float_format="%.6g", lineterminator="\n")
-    return [picture, page, *tables]
+    for path, key in zip(tables, ("layer", None), strict=True):
+        comparison.frame(key).to_csv(path, index=False, float_format="%.6g", lineterminator="\n")
+    return written
 
 
 def figure(comparison: Comparison) -> Figure:
@@ -303,7 +292,8 @@ def figure(comparison: Comparison) -> Figure:
 
     drawing.use()
     rows = comparison.frame("layer")
-    x, shown, texts = _places(list(rows["layer"]))
+    x, every = np.arange(len(rows)), -(-len(rows) // _MANY)  # of many layers every k-th is named, and the others
+    named = [not name.startswith("layer ") or int(name.split()[1]) % every == 0 for name in rows["layer"]]
     fig, (left, right) = plt.subplots(1, 2, figsize=(drawing.PAGE, 2.5))
     sizes = "share of the entries, $d_l/d$"
     left.hlines(rows["size_share"], x - 0.45, x + 0.45, color=_SIZE, lw=4, label=sizes, capstyle="butt")
@@ -311,50 +301,20 @@ def figure(comparison: Comparison) -> Figure:
         shares = rows[f"share_{end}"].where(rows[f"share_{end}"] > 0)
         left.plot(x + shift, shares, color=color, marker=marker, ls="", label=f"{end.upper()}: $|D_l|^2/|D|^2$")
     left.set(yscale="log", ylabel="share of the layer")
-    left.margins(y=0.1)
     reach = geometry.Cosine(0.0, 1, 1.0).band() * rows["cosine_std"]
     right.bar(x, 2 * reach, 0.9, -reach, color=_SIZE, label="95 % of random directions")
     right.plot(x, rows["cosine"], color="black", marker="D", ls="", label="cosine of A and B")
     right.axhline(0, color="black", lw=0.6)
     right.set(ylabel="cosine of the displacements")
-    if reach.notna().any():
-        # bands of small and large layers differ by orders of magnitude: linear up to a power of ten, then logarithmic
-        decade = int(np.ceil(np.log10(reach.min())))
-        right.set_yscale("symlog", linthresh=10.0**decade)
-        most = max(reach.max(), rows["cosine"].abs().max())
-        sides = [10.0**k for k in range(decade, 1) if k == decade or 10.0**k <= 2 * most]
-        right.set_yticks([-side for side in sides[::-1]] + [0.0] + sides)
-        right.yaxis.set_major_formatter("{x:g}")
-        right.minorticks_off()
-        right.set_ylim(-2 * most, 2 * most)
+    if reach.notna().any():  # bands of small and large layers differ by orders of magnitude
+        right.set_yscale("symlog", linthresh=float(reach.min()))
     for ax in (left, right):
-        ax.set_xticks(x[shown], texts, rotation=90 if len(x) > _MANY else 0)
+        ax.set_xticks(x[named], rows["layer"][named].str.removeprefix("layer "), rotation=90 if every > 1 else 0)
         ax.set_xlabel("layer")
         ax.grid(axis="x", visible=False)
-        ax.margins(x=0.02)
         ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, columnspacing=1.0, handletextpad=0.4)
     return fig
 
 
-def _places(layers: list[str]) -> tuple[NDArray[np.float64], list[int], list[str]]:
-    """Return where layers stand, which have a tick, and its text: of many, every k-th numbered one and all others."""
-    many, named = len(layers) > _MANY, [not layer.startswith("layer ") for layer in layers]
-    room = max(1.0, len(layers) / 20)  # for the text of a named layer beside its neighbours
-    steps = [room if named[i] or named[i - 1] else 1.0 for i in range(1, len(layers))]
-    x, every = np.cumsum([0.0, *steps]), -(-len(layers) // _MANY)
-    shown = [i for i, layer in enumerate(layers) if named[i] or int(layer.split()[1]) % every == 0]
-    texts = [_SHORT.get(layers[i], layers[i].removeprefix("layer ")) for i in shown]
-    return x, shown, [text.replace("\n", " ") for text in texts] if many else texts
-
-
-def _cells(values: Iterable[float]) -> list[str]:
-    return ["" if np.isnan(value) else _number(value) for value in values]
-
-
 def _number(value: float) -> str:
     return "NaN" if np.isnan(value) else f"{value:.3g}"
-
-
-def _digits(band: float) -> int:
-    """Return the decimals that show two significant digits of a band."""
-    return max(1, 1 - int(np.floor(np.log10(band)))) if band > 0 else 1

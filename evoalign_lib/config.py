@@ -23,36 +23,34 @@ from evoalign_lib.engines import ENGINES, check_gpus
 from evoalign_lib.engines.local import DECODERS
 from evoalign_lib.update_rules import SCHEDULES, SHAPINGS
 
-# settings that are whole numbers -> least, most, and why
-_WHOLE: dict[str, tuple[int, int | None, str]] = {
-    "population_size": (2, None, "z-scores need two members"),
-    "max_completion_length": (1, None, "new tokens per completion"),
-    "chunk_rows": (1, None, "rows decoded at once"),
-    "num_generations": (1, None, "completions per prompt"),
-    "num_generations_eval": (1, None, "or None for greedy"),
-    "prompts_per_step": (1, None, "or None for the whole training set"),
-    "rank": (1, 2**16 - 1, "of low-rank perturbations"),
-    "top_k": (0, None, "0 draws from all tokens"),
-    "workers": (1, None, "or None for one per core"),
-    "gpus": (0, None, "0 takes what the engine needs at least"),
-    "tensor_parallel": (1, None, "GPUs that share a copy of the model"),
+
+def _positive(name: str, value: Any, most: float = math.inf) -> None:
+    """Raise ValueError unless a setting is a finite number above 0 and at most `most`."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not (number and 0 < value <= most):
+        bounds = "a positive number" if most == math.inf else f"a number above 0 and at most {most}"
+        raise ValueError(f"{name}={value!r} must be {bounds}, for example {_DEFAULTS[name]}.")
+
+
+_COUNTS = ("max_completion_length", "chunk_rows", "num_generations", "num_generations_eval", "prompts_per_step")
+_CHECKS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys((*_COUNTS, "workers", "tensor_parallel"), (whole_number, 1)),
+    **dict.fromkeys(("top_k", "gpus"), (whole_number, 0)),
+    **dict.fromkeys(("sigma", "alpha", "temperature"), (_positive,)),
+    **dict.fromkeys(("top_p", "sigma_final_fraction", "alpha_final_fraction"), (_positive, 1)),
+    **dict.fromkeys(("sigma_schedule", "alpha_schedule"), (choose, SCHEDULES)),
+    "population_size": (whole_number, 2, None, "z-scores need two members"),
+    "rank": (whole_number, 1, 2**16 - 1),
+    "fitness": (choose, ("reward", "shuffled", "random")),
+    "fitness_shaping": (choose, SHAPINGS),
+    "perturbation": (choose, ("full_rank", "low_rank")),
+    "sampling": (choose, ("greedy", "common")),
+    "engine": (choose, ENGINES),
+    "decoder": (choose, DECODERS),
+    "precision": (choose, precision.PRECISIONS),
+    "noise": (choose, noise.DISTRIBUTIONS),
 }
-_MAY_BE_NONE = ("num_generations_eval", "prompts_per_step", "workers")
-# positive numbers -> the largest
-_NUMBERS = dict.fromkeys(("sigma", "alpha", "temperature"), math.inf)
-_NUMBERS |= dict.fromkeys(("top_p", "sigma_final_fraction", "alpha_final_fraction"), 1)
-_CHOICES: dict[str, Sequence[str]] = {
-    "fitness": ("reward", "shuffled", "random"),
-    "fitness_shaping": SHAPINGS,
-    "sigma_schedule": SCHEDULES,
-    "alpha_schedule": SCHEDULES,
-    "perturbation": ("full_rank", "low_rank"),
-    "sampling": ("greedy", "common"),
-    "engine": ENGINES,
-    "decoder": DECODERS,
-    "precision": precision.PRECISIONS,
-    "noise": noise.DISTRIBUTIONS,
-}
+"""setting -> what checks it, a function of name, value and further arguments; None passes where it is the default"""
 # settings of generation that an engine states -> how to set them
 _ELSEWHERE = {
     **dict.fromkeys(("temperature", "top_p", "top_k"), "it is a setting of its own"),
@@ -242,32 +240,22 @@ class ESConfig(TrainingArguments):
 
     def _problems(self) -> Iterator[tuple[str, str]]:
         yield from _without_effect(vars(self))
-        for name, bounds in _WHOLE.items():
-            if not (name in _MAY_BE_NONE and getattr(self, name) is None):
-                yield from refused(whole_number, name, getattr(self, name), *bounds)
-        for name, most in _NUMBERS.items():
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not (number and 0 < value <= most):
-                bounds = "a positive number" if most == math.inf else f"a number above 0 and at most {most}"
-                yield name, f"{name}={value!r} must be {bounds}, for example {_DEFAULTS[name]}."
-        for name, choices in _CHOICES.items():
-            yield from refused(choose, name, getattr(self, name), choices)
+        for name, (check, *bounds) in _CHECKS.items():
+            if (value := getattr(self, name)) is not None or _DEFAULTS[name] is not None:
+                yield from refused(check, name, value, *bounds)
         yield from refused(lambda _: check_decay(self.anchor_decay, self.precision), "anchor_decay")
         yield from self._unread()
         if self.antithetic and isinstance(self.population_size, int) and self.population_size % 2:
-            why = f"population_size={self.population_size} must be even for antithetic pairs."
-            yield "population_size", why
+            yield "population_size", f"population_size={self.population_size} must be even for antithetic pairs."
         if all(isinstance(n, int) and n > 0 for n in (self.gpus, self.tensor_parallel)):
             yield from refused(lambda _: check_gpus(self.gpus, self.tensor_parallel), "gpus")
-        if self.stop_strings is not None:
-            texts = isinstance(self.stop_strings, list | tuple) and len(self.stop_strings) > 0
-            if not texts or not all(isinstance(stop, str) and stop for stop in self.stop_strings):
-                why = f"stop_strings={self.stop_strings!r} must be a list of texts, none of them empty."
-                yield "stop_strings", why
-        yield from (("generation_kwargs", why) for why in self._check_generation_kwargs())
-        if why := self._check_best():
-            yield "load_best_model_at_end", why
+        stops = self.stop_strings
+        if stops is not None and not (
+            isinstance(stops, list | tuple) and stops and all(isinstance(stop, str) and stop for stop in stops)
+        ):
+            yield "stop_strings", f"stop_strings={stops!r} must be a list of texts, none of them empty."
+        yield from (("generation_kwargs", f"generation_kwargs{why}") for why in self._check_generation_kwargs())
+        yield from (("load_best_model_at_end", why) for why in self._check_best())
 
     def _unread(self) -> Iterator[tuple[str, str]]:
         """Yield settings that nothing reads as long as others are as they are."""
@@ -297,37 +285,33 @@ class ESConfig(TrainingArguments):
                 given = json.loads(given)
         if not isinstance(given, Mapping):
             if not (given is None or isinstance(given, str)):
-                yield f"generation_kwargs={given!r} must be a dict."
+                yield f"={given!r} must be a dict."
             return
         try:
             json.dumps(dict(given))
         except (TypeError, ValueError):
-            yield f"generation_kwargs={given!r} cannot be written down: give numbers, texts, lists and dicts."
+            yield f"={given!r} cannot be written down: give numbers, texts, lists and dicts."
         known = vars(GenerationConfig())
         transformers = self.engine == "local" or not self.gpus and self.engine == "ray"
         for name in given:
             if name in _ELSEWHERE:
-                yield f"generation_kwargs: {name!r} is set elsewhere: {_ELSEWHERE[name]}."
+                yield f": {name!r} is set elsewhere: {_ELSEWHERE[name]}."
             elif transformers and name in _DRAWN_ONLY:
-                yield (
-                    f"generation_kwargs: {name!r} has no effect, since samples are drawn here: use temperature, "
-                    "top_p and top_k, or engine='vllm'."
-                )
+                yield f": {name!r} has no effect on samples drawn here: use temperature, top_p, top_k or engine='vllm'."
             elif transformers and name not in known:
-                yield f"generation_kwargs: GenerationConfig has no {name!r}.{nearest(name, known)}"
+                yield f": GenerationConfig has no {name!r}.{nearest(name, known)}"
 
-    def _check_best(self) -> str | None:
+    def _check_best(self) -> Iterator[str]:
         if self.load_best_model_at_end and self.engine != "local":
-            return (
-                f"load_best_model_at_end needs engine='local': engine={self.engine!r} cannot go back to them. "
-                "Write the best step afterwards: evoalign replay --step, with state.best_global_step."
+            yield (
+                f"load_best_model_at_end needs engine='local', not {self.engine!r}: write the best step afterwards, by "
+                "evoalign replay --step with state.best_global_step."
             )
-        if self.load_best_model_at_end and self.eval_strategy == IntervalStrategy.NO:
-            return "load_best_model_at_end needs evaluations: set eval_strategy='steps' and eval_steps."
-        best = self.save_strategy == SaveStrategy.BEST and not self.load_best_model_at_end
-        if best and self.metric_for_best_model is None:
-            return "save_strategy='best' needs metric_for_best_model, such as 'reward'."
-        return None
+        elif self.load_best_model_at_end and self.eval_strategy == IntervalStrategy.NO:
+            yield "load_best_model_at_end needs evaluations: set eval_strategy='steps' and eval_steps."
+        elif self.save_strategy == SaveStrategy.BEST and self.metric_for_best_model is None:
+            if not self.load_best_model_at_end:
+                yield "save_strategy='best' needs metric_for_best_model, such as 'reward'."
 
 
 _DEFAULTS = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,13 +28,16 @@ def use() -> None:
 def png(fig: Figure, dpi: int, optimize: bool = True) -> bytes:
     """Return a figure as PNG, of its whole size and in full colour; the same figure gives the same bytes.
 
-    optimize: pack it as small as possible, which takes as long as drawing it.
+    Args:
+        fig: the figure.
+        dpi: pixels per inch.
+        optimize: pack it as small as possible, which takes as long as drawing it.
     """
     return packed(picture(fig, dpi), dpi, optimize)
 
 
 def picture(fig: Figure, dpi: int) -> PIL.Image.Image:
-    """Return a figure as a picture in full colour. dpi: pixels per inch."""
+    """Return a figure as a picture in full colour, of `dpi` pixels per inch."""
     from PIL import Image
 
     drawn = BytesIO()
@@ -41,45 +46,12 @@ def picture(fig: Figure, dpi: int) -> PIL.Image.Image:
 
 
 def packed(drawn: PIL.Image.Image, dpi: int, optimize: bool) -> bytes:
-    """Return a picture as PNG. optimize: see `png`."""
+    """Return a picture as PNG, packed as `png` says."""
     file = BytesIO()
     drawn.save(file, "png", optimize=optimize, dpi=(dpi, dpi))
     return file.getvalue()
 
 
-_RC: dict[str, Any] = {
-    "figure.figsize": (COLUMN, 2.3),
-    "figure.dpi": 96,
-    "figure.constrained_layout.use": True,
-    "font.family": "sans-serif",
-    # shipped with matplotlib, so that every machine draws the same letters
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 7.5,
-    "axes.labelsize": 7.5,
-    "axes.titlesize": 8,
-    "axes.linewidth": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.linewidth": 0.4,
-    "grid.color": "#E0E0E0",
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-    "xtick.major.size": 3,
-    "ytick.major.size": 3,
-    "xtick.minor.width": 0.4,
-    "ytick.minor.width": 0.4,
-    "xtick.minor.size": 1.5,
-    "ytick.minor.size": 1.5,
-    "legend.fontsize": 6.5,
-    "legend.frameon": False,
-    "legend.handlelength": 2.6,
-    "lines.linewidth": 1.2,
-    "lines.markersize": 3.2,
-    # TrueType outlines: text in the PDF stays searchable, and journals refuse type 3 fonts
-    "pdf.fonttype": 42,
-    "ps.fonttype": 42,
-    "savefig.dpi": 200,
-}
+# "DejaVu Sans" is shipped with matplotlib, so that every machine draws the same letters; fonttype 42, TrueType, keeps
+# text in the PDF searchable, and journals refuse type 3
+_RC: dict[str, Any] = json.loads(Path(__file__).with_name("figure_style.json").read_text(encoding="utf-8"))

@@ -66,7 +66,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from evoalign_lib import _adapters, _checkpoints, ledger, models, noise, precision
+from evoalign_lib import _adapters, _checkpoints, ledger, models, noise, precision, update_rules
 from evoalign_lib._checkpoints import BestWeights
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.checks import nearest
@@ -76,16 +76,7 @@ from evoalign_lib.engines.base import Evaluation, Options, Prompts
 from evoalign_lib.engines.processes import gpus_here, world_size
 from evoalign_lib.rewards import KINDS, RewardFunction, Rewards, States, state_metrics
 from evoalign_lib.surface import ESProgress, TrainerSurface
-from evoalign_lib.update_rules import (
-    Member,
-    at_step,
-    coefficients,
-    generator,
-    mean_reward,
-    population,
-    step_size,
-    update_of,
-)
+from evoalign_lib.update_rules import Member, generator, mean_reward
 
 logger = logging.getLogger(__name__)
 
@@ -183,21 +174,17 @@ class ESTrainer(TrainerSurface):
             raise TypeError(joined([_no_argument(name) for name in others]))
         if (n := world_size()) > 1:
             raise ValueError(
-                f"WORLD_SIZE={n}: each of the {n} processes of this launch would train a run of its own. Start one "
-                "process; workers, gpus and engine='ray' of ESConfig spread it over cores, GPUs and machines."
+                f"WORLD_SIZE={n}: each of the {n} processes of this launch would train a run of its own. Start one; "
+                "workers, gpus and engine='ray' of ESConfig spread it over cores, GPUs and machines."
             )
         if not isinstance(args, ESConfig | None):
-            raise TypeError(
-                f"args is a {type(args).__name__}: give an ESConfig, whose settings help(ESConfig) lists; those of "
-                "transformers.TrainingArguments keep their names."
-            )
+            raise TypeError(f"args is a {type(args).__name__}: give an ESConfig, whose settings help(ESConfig) lists.")
         self.args = args = ESConfig() if args is None else args
         if args.log_completions:
             completions.check_rich()
         functions = _functions(reward_funcs, reward_processing_classes, args.chat_template_kwargs)
-        self.rewards = Rewards(
-            functions, args.reward_weights, args.reward_floor, args.reward_timeout, args.log_completions
-        )
+        how = args.reward_weights, args.reward_floor, args.reward_timeout, args.log_completions
+        self.rewards = Rewards(functions, *how)
         # the run's own, which moves with the weights: functions take it over whenever they are called
         self._reward_state = self._first_reward_state = self.rewards.state()
         if train_dataset is None:
@@ -212,10 +199,11 @@ class ESTrainer(TrainerSurface):
         self._frozen = _adapters.frozen_digest(self.model, _adapters.moved(self.model))
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         prompts = {"train": Prompts(train_dataset, self.processing_class, args.chat_template_kwargs)}
-        if isinstance(eval_dataset, Mapping):
-            prompts |= {f"eval_{name}": self._tokenised(rows, f" {name!r}") for name, rows in eval_dataset.items()}
-        elif eval_dataset is not None:
-            prompts["eval"] = self._tokenised(eval_dataset)
+        if eval_dataset is not None:
+            several = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
+            for name, rows in several.items():
+                which = f"_{name}" if name else ""
+                prompts[f"eval{which}"] = self._tokenised(rows, f" {name!r}" if name else "")
         self._eval_sets = [name for name in prompts if name != "train"]
         if args.eval_strategy != "no" and not self._eval_sets:
             raise ValueError(f"eval_strategy={args.eval_strategy.value!r} needs an eval_dataset: give one.")
@@ -229,15 +217,14 @@ class ESTrainer(TrainerSurface):
             )
         self.run_key = noise.run_key(args.arm, args.seed)
         names = ("max_completion_length", "precision", "anchor_decay", "chunk_rows", "decoder", "workers", "gpus")
+        stops = tuple(args.stop_strings or ())
         self.engine = open_engine(
             args.engine,
             self.model,
             self.processing_class,
             self.rewards,
             prompts,
-            options=Options(
-                args.temperature, args.top_k, args.top_p, tuple(args.stop_strings or ()), args.generation_kwargs
-            ),
+            options=Options(args.temperature, args.top_k, args.top_p, stops, args.generation_kwargs),
             distribution=args.noise,
             rank=args.rank if args.perturbation == "low_rank" else 0,
             folder=models.place(_adapters.base_if_adapter(model)) if isinstance(model, (str, os.PathLike)) else None,
@@ -260,9 +247,8 @@ class ESTrainer(TrainerSurface):
         self._best = BestWeights(self.engine.weights)
         self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
         self.control = TrainerControl()
-        own = [DefaultFlowCallback, *get_reporting_integration_callbacks(args.report_to)]
-        given = list(callbacks or [])
-        self.callback_handler = CallbackHandler(own + given, self.model, self.processing_class, None, None)
+        every = [DefaultFlowCallback, *get_reporting_integration_callbacks(args.report_to), *(callbacks or [])]
+        self.callback_handler = CallbackHandler(every, self.model, self.processing_class, None, None)
         if not args.disable_tqdm:
             self.callback_handler.add_callback(ESProgress)
         self.control = self.callback_handler.on_init_end(args, self.state, self.control)
@@ -307,7 +293,7 @@ class ESTrainer(TrainerSurface):
             device = getattr(getattr(function, "model", None), "device", None)
             if self.engine.workers != 1 and device is not None and device.type != "cpu":
                 raise ValueError(
-                    f"the reward model {function.__name__!r} is on {device}, where worker processes cannot use it: set "
+                    f"the reward model {function.__name__!r} is on {device}, where several workers cannot use it: set "
                     "workers=1, or move it to the CPU."
                 )
 
@@ -353,13 +339,15 @@ class ESTrainer(TrainerSurface):
             if not known:
                 self._watch_ties(tied, record)
             if recording:
-                logged = partial(self._log_step, metrics)
-                self._due = [self._end_step, self._show_step, logged, self._evaluate_step, self._save_step]
+                logged = partial(self._when, "should_log", partial(self.log, metrics))
+                evaluated = partial(self._when, "should_evaluate", self.evaluate)
+                saved = partial(self._when, "should_save", self._save_checkpoint)
+                self._due = [self._end_step, self._show_step, logged, evaluated, saved]
         return metrics
 
     def ask(self, step: int) -> list[Member]:
         """Return the members of a step: N keys with sign +1, or antithetic pairs (key, +1), (key, -1); no two alike."""
-        return population(self.run_key, step, self.args.population_size, self.args.antithetic)
+        return update_rules.population(self.run_key, step, self.args.population_size, self.args.antithetic)
 
     def _evaluate_members(self, step: int, members: Sequence[Member]) -> ledger.Step:
         """Evaluate the population; return all that the step adds to the run before the weights move."""
@@ -372,16 +360,14 @@ class ESTrainer(TrainerSurface):
             fitness = generator(self.args.seed, step, "random").standard_normal(n)
         else:
             indices = self._indices(step)
-            sampling = None
-            if self.args.sampling == "common":
-                sampling = noise.sampling_key(self.run_key, step), self.args.num_generations
+            common = noise.sampling_key(self.run_key, step), self.args.num_generations
+            sampling = common if self.args.sampling == "common" else None
             evaluations = self.engine.evaluate(members, sigma, "train", indices, self._light_state(), sampling)
             fitness = np.array([mean_reward(e.scored.rewards) for e in evaluations])
-            missing = np.flatnonzero(np.isnan(fitness))
-            if len(missing):
+            for member in np.flatnonzero(np.isnan(fitness)):
                 raise ValueError(
-                    f"member {missing[0]} of step {step} has no reward: every reward function returned None on all of "
-                    f"its {indices.shape[-1]} prompts. Give one that applies to at least one prompt of each step."
+                    f"member {member} of step {step} has no reward: every reward function returned None on all of its "
+                    f"{indices.shape[-1]} prompts. Give one that applies to at least one prompt of each step."
                 )
             if self.args.fitness == "shuffled":
                 fitness = generator(self.args.seed, step, "shuffled").permutation(fitness)
@@ -431,12 +417,12 @@ class ESTrainer(TrainerSurface):
         c = self._coefficients(fitness)
         self.counts["tied"] += int(c is None)
         if c is not None or self.args.anchor_decay:  # a tied population decays all the same
-            self.engine.update(*update_of(members, c))
+            self.engine.update(*update_rules.update_of(members, c))
         return c is None
 
     def _coefficients(self, fitness: np.ndarray) -> np.ndarray | None:
-        alpha = step_size(vars(self.args) | {"max_steps": self.max_steps}, self.state.global_step)
-        return coefficients(fitness, alpha, self.args.fitness_shaping, self.args.antithetic)
+        alpha = update_rules.step_size(vars(self.args) | {"max_steps": self.max_steps}, self.state.global_step)
+        return update_rules.coefficients(fitness, alpha, self.args.fitness_shaping, self.args.antithetic)
 
     def _indices(self, step: int) -> np.ndarray:
         """Return the rows of the training set that a step uses, (prompts,), or (members, prompts), each its own."""
@@ -444,7 +430,7 @@ class ESTrainer(TrainerSurface):
 
     def _at_step(self, name: str, step: int) -> float:
         """Return sigma or alpha of a step."""
-        return at_step(vars(self.args) | {"max_steps": self.max_steps}, name, step)
+        return update_rules.at_step(vars(self.args) | {"max_steps": self.max_steps}, name, step)
 
     # ---- the loop
 
@@ -487,9 +473,8 @@ class ESTrainer(TrainerSurface):
             if error.code or self.state.global_step >= self.max_steps:  # a status of its own, or the run has finished
                 raise
             raise RuntimeError(
-                f"sys.exit() was called after step {self.state.global_step} of {self.max_steps}, and would have ended "
-                "the process as if the run had finished. To end a run early set control.should_training_stop in a "
-                "callback."
+                f"sys.exit() was called after step {self.state.global_step} of {self.max_steps}, as if the run had "
+                "finished. To end a run early set control.should_training_stop in a callback."
             ) from error
         finally:
             self._lock.give_back()
@@ -527,10 +512,9 @@ class ESTrainer(TrainerSurface):
         self.control.should_training_stop |= stopping
         if self.ledger is not None and self.ledger.ended and len(self.ledger.steps) >= max_steps:
             logger.warning(
-                "The run in %s is complete, with %d steps: nothing is trained. Raise max_steps to go on with it; set "
-                "overwrite_output_dir=True, or use another output_dir, to begin anew.",
-                self.args.output_dir,
-                len(self.ledger.steps),
+                f"The run in {self.args.output_dir} is complete, with {len(self.ledger.steps)} steps: nothing is "
+                "trained. Raise max_steps to go on with it; set "
+                "overwrite_output_dir=True, or use another output_dir, to begin anew."
             )
         self._follow_step()  # what an interrupt cut off
         while self.state.global_step < max_steps and not self.control.should_training_stop:
@@ -560,22 +544,15 @@ class ESTrainer(TrainerSurface):
         if self._epoch_ended(self.state.global_step):
             self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
 
-    def _log_step(self, metrics: dict[str, float]) -> None:
-        if self.control.should_log:
-            self.log(metrics)
+    def _when(self, asked: str, act: Callable[[], object]) -> None:
+        """Act if the callbacks asked for it."""
+        if getattr(self.control, asked):
+            act()
 
     def _show_step(self) -> None:
         if self._completions is not None and self.control.should_log:
             self._show_completions(self._completions, "step")
         self._completions = None
-
-    def _evaluate_step(self) -> None:
-        if self.control.should_evaluate:
-            self.evaluate()
-
-    def _save_step(self) -> None:
-        if self.control.should_save:
-            self._save_checkpoint()
 
     @property
     def max_steps(self) -> int:
@@ -607,8 +584,7 @@ class ESTrainer(TrainerSurface):
             again = "train()" if self.ledger is None else "train(resume_from_checkpoint=True)"
             raise RuntimeError(
                 f"the weights are not those after step {step} of {self._ledger_path}: the run was interrupted while "
-                "they moved, or they were changed outside train(). Make a new trainer from the starting model and call "
-                f"{again}."
+                f"they moved, or moved outside train(). Make a new trainer from the starting model, and call {again}."
             )
 
     # ---- checkpoints (`evoalign_lib._checkpoints`)
@@ -616,18 +592,10 @@ class ESTrainer(TrainerSurface):
     def _save_checkpoint(self) -> None:
         self.state.stateful_callbacks = {type(c).__name__: c.state() for c in self._stateful_callbacks()}
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        weights = self.engine.weights
-        checkpoint = _checkpoints.Checkpoint(
-            state=self.state,
-            weights=weights.tensors(),
-            digest=weights.digest(),
-            best=self._best.best,
-            budget=self.budget,
-            counts=self.counts,
-            line=self.ledger.tips[self.state.global_step],
-            settings=self._settings(),
-        )
-        _checkpoints.write(checkpoint, folder, self.args.precision, self.save_model)
+        best = self._best.best
+        spent = {"settings": self._settings(), "budget": self.budget, "counts": self.counts}
+        spent["line"] = self.ledger.tips[self.state.global_step]
+        _checkpoints.write(folder, self.state, self.engine.weights, best, spent, self.save_model)
         _checkpoints.rotate(folder, self.args.save_total_limit)
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
@@ -649,13 +617,13 @@ class ESTrainer(TrainerSurface):
         if folder is None:
             ledger.check_model(run, self.engine.weights)
         else:
-            found = _checkpoints.read(folder, run, self.engine.weights, self.args.load_best_model_at_end)
-            self._best.best = found.best
+            saved = _checkpoints.read(folder, run, self.engine.weights, self.args.load_best_model_at_end)
+            self._best.best = saved.best
             for callback in self._stateful_callbacks():
-                attributes = found.state.stateful_callbacks.get(type(callback).__name__, {}).get("attributes", {})
+                attributes = saved.state.stateful_callbacks.get(type(callback).__name__, {}).get("attributes", {})
                 for name in callback.state()["attributes"].keys() & attributes.keys():
                     setattr(callback, name, attributes[name])
-            self.state, self.budget, self.counts = found.state, found.budget, self.counts | found.counts
+            self.state, self.budget, self.counts = saved.state, saved.budget, self.counts | saved.counts
             self._catch_up(run)
         self._reward_state = states[self.state.global_step]
         self.ledger, self._replayed, self._parted, self._due = run, len(run.steps), False, []
@@ -666,22 +634,21 @@ class ESTrainer(TrainerSurface):
 
     def _settings(self) -> dict[str, Any]:
         """Return what a resumed run must share with the run it continues."""
-        names = ("population_size", "sigma", "alpha", "max_completion_length", "fitness", "arm", "seed")
-        names += ("precision", "noise", "antithetic", "fitness_shaping", "sampling", "num_generations")
-        falling = self._scheduled
-        names += ("sigma_schedule", "alpha_schedule", *(f"{name}_final_fraction" for name in falling))
+        names = ["population_size", "sigma", "alpha", "max_completion_length", "fitness", "arm", "seed"]
+        names += ["precision", "noise", "antithetic", "fitness_shaping", "sampling", "num_generations"]
+        names += ["sigma_schedule", "alpha_schedule", *(f"{name}_final_fraction" for name in self._scheduled)]
         settings = {name: getattr(self.args, name) for name in names} | self.engine.plan
         settings |= {"prompts_per_step": self.prompts_per_step, "prompts": len(self.train_prompts)}
-        settings |= {"max_steps": self.max_steps} if falling else {}  # a longer run would have taken other steps
-        for name in ("stop_strings", "generation_kwargs", "temperature", "top_p", "top_k"):
-            of_samples = name in ("temperature", "top_p", "top_k")
-            if getattr(self.args, name) != _DEFAULTS[name] and (self.args.sampling == "common" or not of_samples):
-                settings[name] = json.loads(json.dumps(getattr(self.args, name)))  # as it comes back from the ledger
+        settings |= {"max_steps": self.max_steps} if self._scheduled else {}  # a longer run takes other steps
+        options = ["stop_strings", "generation_kwargs"]
+        options += ["temperature", "top_p", "top_k"] if self.args.sampling == "common" else []
+        for name in options:
+            if (value := getattr(self.args, name)) != _DEFAULTS[name]:
+                settings[name] = json.loads(json.dumps(value))  # as it comes back from the ledger
         # named where it is on: a ledger without it is, to the byte, what it was before there was a decay
-        settings |= {"anchor_decay": self.args.anchor_decay} if self.args.anchor_decay else {}
-        settings |= {"rank": self.engine.weights.rank} if self.engine.weights.rank else {}
-        settings |= {"frozen": self._frozen} if self._frozen else {}
-        settings |= {"reward_state": self._first_reward_state} if self._first_reward_state else {}
+        rank, state = self.engine.weights.rank, self._first_reward_state
+        named = {"anchor_decay": self.args.anchor_decay, "rank": rank, "frozen": self._frozen, "reward_state": state}
+        settings |= {name: value for name, value in named.items() if value}
         return settings | {"prompts_digest": self.train_prompts.digest, "noise_version": noise.NOISE_VERSION}
 
     @property
@@ -697,8 +664,7 @@ class ESTrainer(TrainerSurface):
 
     def _count(self, record: ledger.Step) -> None:
         if self.args.fitness != "random":
-            shape = self.args.population_size, self.prompts_per_step
-            rows = np.broadcast_to(self._indices(record.step), shape)
+            rows = np.broadcast_to(self._indices(record.step), (self.args.population_size, self.prompts_per_step))
             self.budget["completions"] += self.args.num_generations * rows.size
             self.budget["prompt_tokens"] += self.args.num_generations * int(self.train_prompts.lengths[rows].sum())
         self.budget["generated_tokens"] += record.tokens
@@ -708,16 +674,15 @@ class ESTrainer(TrainerSurface):
 
     def _logged(self, evaluations: list[Evaluation]) -> dict[str, float]:
         """Return the metrics of a step that do not follow from its rewards."""
-        log = {}
         # what reward functions log themselves: the mean over the members that logged it
-        for name in sorted({name for e in evaluations for name in e.scored.metrics}):
-            log[name] = float(
-                np.mean([np.mean(e.scored.metrics[name]) for e in evaluations if name in e.scored.metrics])
-            )
+        logged = [e.scored.metrics for e in evaluations]
+        log = {
+            name: float(np.mean([np.mean(metrics[name]) for metrics in logged if name in metrics]))
+            for name in sorted({name for metrics in logged for name in metrics})
+        }
         log["completions/clipped_ratio"] = float(np.mean([e.clipped.mean() for e in evaluations]))
         for name in self.rewards.names:
-            means = [e.scored.functions[name][0] for e in evaluations if name in e.scored.functions]
-            if means:
+            if means := [e.scored.functions[name][0] for e in evaluations if name in e.scored.functions]:
                 log[f"rewards/{name}/mean"] = float(np.mean(means))
         return log
 
@@ -746,10 +711,8 @@ class ESTrainer(TrainerSurface):
 def _say_idle(gpus: int) -> None:
     """Say once in this process that its GPUs are left idle."""
     logger.warning(
-        "This machine has %d GPU(s), and engine='local' decodes on the CPU, which takes many times longer for all but "
-        "small models. Set engine='vllm' (pip install 'evoalign[gpu]') to use them, or use_cpu=True to say that the "
-        "CPU is meant.",
-        gpus,
+        f"This machine has {gpus} GPU(s), and engine='local' decodes on the CPU, which takes many times longer. Set "
+        "engine='vllm' (pip install 'evoalign[gpu]') to use them, or use_cpu=True to say that the CPU is meant."
     )
 
 

@@ -115,7 +115,8 @@ def decompressed(path: str | os.PathLike[str], most: int) -> bytes:
 def canonical_json(value: Any) -> str:
     """Return the canonical JSON of a value, the text that is hashed: sorted keys, no spaces, ASCII alone.
 
-    Raises ValueError for NaN and infinities.
+    Raises:
+        ValueError: NaN or an infinity.
 
     >>> canonical_json({"b": 1, "a": [0.5, None, "σ"]})
     '{"a":[0.5,null,"\\\\u03c3"],"b":1}'

@@ -113,40 +113,29 @@ _DECODER = "evoalign_decoder"
 
 # settings of the configurations of all trainers in `_OWN`
 _COMMON = {
-    "temperature": 1.0,
-    "top_p": 1.0,
+    **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), 1.0),
     "top_k": 0,
-    "min_p": None,
-    "repetition_penalty": 1.0,
+    "router_aux_loss_coef": 0.0,  # mixtures of experts: no loss besides the arm's own
+    # TRL gets one function; `trainer` takes the weights
+    **dict.fromkeys(("min_p", "chat_template_kwargs", "cache_implementation", "reward_weights"), None),
+    **dict.fromkeys(("use_transformers_continuous_batching", "sync_ref_model", "shuffle_dataset", "use_vllm"), False),
+    **dict.fromkeys(("mask_truncated_completions", "remove_unused_columns"), False),  # reward functions read columns
+    "restore_callback_states_from_checkpoint": False,  # would replace the budget, which restores itself
     "generation_kwargs": {"remove_invalid_values": True},  # keeps finite logits; a diverged model draws at random
-    "chat_template_kwargs": None,
-    "cache_implementation": None,
-    "use_transformers_continuous_batching": False,
     "num_iterations": 1,
     "epsilon": 0.2,
-    "mask_truncated_completions": False,
-    "sync_ref_model": False,
     "disable_dropout": True,
-    "router_aux_loss_coef": 0.0,  # mixtures of experts: no loss besides the arm's own
-    "reward_weights": None,  # TRL gets one function; `trainer` takes the weights
-    "remove_unused_columns": False,  # reward functions read them
-    "shuffle_dataset": False,
-    "use_vllm": False,
-    "restore_callback_states_from_checkpoint": False,  # would replace the budget, which restores itself
 }
 # settings of the configuration of one trainer alone (`arms.Arm.trl`)
 _OWN = {
     "GRPO": {
-        "delta": None,
+        **dict.fromkeys(("use_bias_correction_kl", "vllm_importance_sampling_correction"), False),
+        **dict.fromkeys(("use_adaptive_entropy", "cast_lm_head_to_fp32"), False),
+        **dict.fromkeys(("delta", "off_policy_mask_threshold"), None),
         "importance_sampling_level": "token",
-        "use_bias_correction_kl": False,
-        "vllm_importance_sampling_correction": False,
-        "off_policy_mask_threshold": None,
         "top_entropy_quantile": 1.0,
         "entropy_coef": 0.0,
-        "use_adaptive_entropy": False,
         "multi_objective_aggregation": "sum_then_normalize",
-        "cast_lm_head_to_fp32": False,
     },
     "RLOO": {},
 }
@@ -160,14 +149,12 @@ _VLLM = {
     "ddp_timeout": 86_400,  # seconds; processes wait while one of them loads or measures
 }
 _SFT = {
+    **dict.fromkeys(("assistant_only_loss", "packing", "padding_free"), False),
+    "shuffle_dataset": False,  # epochs are shuffled in any case
     "completion_only_loss": True,
-    "assistant_only_loss": False,
     "loss_type": "nll",
     "router_aux_loss_coef": 0.0,
     "max_length": None,
-    "packing": False,
-    "padding_free": False,
-    "shuffle_dataset": False,  # epochs are shuffled in any case
 }
 _OPTIMISER = {
     "optim": "adamw_torch",
@@ -178,10 +165,8 @@ _OPTIMISER = {
     "max_grad_norm": 1.0,
     "lr_scheduler_type": "constant",
     "warmup_steps": 0,
-    "bf16": False,
-    "fp16": False,
-    "gradient_checkpointing": False,
-    "dataloader_pin_memory": False,  # changes no mathematics, and warns where there is no GPU
+    # pinning memory changes no mathematics, and warns where there is no GPU
+    **dict.fromkeys(("bf16", "fp16", "gradient_checkpointing", "dataloader_pin_memory"), False),
 }
 
 
@@ -242,9 +227,10 @@ def config(
     for name, count in counts.items():
         whole_number(name, count)
     whole_number("num_generations", num_generations, 2, why="completions of a group are compared")
-    for name, value, fits in (("learning_rate", learning_rate, learning_rate > 0), ("beta", beta, beta >= 0)):
-        if not fits:
-            raise ValueError(f"{name}={value!r}: the learning rate must be positive, beta 0 (no KL penalty) or more.")
+    if not learning_rate > 0:
+        raise ValueError(f"learning_rate={learning_rate!r} must be positive.")
+    if not beta >= 0:
+        raise ValueError(f"beta={beta!r} must be 0 (no KL penalty) or more.")
     maths = dict(ARMS[arm])
     if scale_rewards is not None:
         check_scale(arm, scale_rewards)
@@ -263,18 +249,10 @@ def config(
             # only this says what ends a completion, not the model's generation_config
             "generation_kwargs": {"stop_token_ids": list(vllm["eos_ids"]), "ignore_eos": True},
         }
-    stated |= {
-        "output_dir": output_dir,
-        "seed": seed,
-        "max_steps": steps,
-        "num_generations": num_generations,
-        "max_completion_length": max_completion_length,
-        "learning_rate": learning_rate,
-        "beta": beta,
-        "per_device_train_batch_size": micro_batch,
-        "gradient_accumulation_steps": share // micro_batch,
-        "steps_per_generation": share // micro_batch,
-    }
+    stated |= {"output_dir": output_dir, "seed": seed, "max_steps": steps, "learning_rate": learning_rate, "beta": beta}
+    stated |= {"num_generations": num_generations, "max_completion_length": max_completion_length}
+    stated |= {"per_device_train_batch_size": micro_batch}
+    stated |= dict.fromkeys(("gradient_accumulation_steps", "steps_per_generation"), share // micro_batch)
     _refuse(others, stated)
 
     import trl
@@ -283,7 +261,7 @@ def config(
     if args.world_size != world_size():
         raise ValueError(
             f"{world_size()} processes were launched and TRL has found {args.world_size}: each would train a model of "
-            "its own on its part of every step. On a machine without GPUs set use_cpu=True."
+            "its own. On a machine without GPUs set use_cpu=True."
         )
     setattr(args, _ROUNDED, arms.get(arm).weights == "bfloat16")  # noqa: B010
     setattr(args, _DECODER, decoder)  # noqa: B010
@@ -316,16 +294,13 @@ def shared(rollouts: int, micro_batch: int | None, processes: int) -> tuple[int,
     """
     if rollouts % processes:
         raise ValueError(
-            f"the {rollouts} completions of a step do not fall into {processes} equal parts: change prompts_per_step "
-            "or num_generations, or use another number of GPUs."
+            f"the {rollouts} completions of a step do not fall into {processes} equal parts: change prompts_per_step, "
+            "num_generations or the number of GPUs."
         )
     share = rollouts // processes
     micro_batch = share if micro_batch is None else min(micro_batch, share)
     if micro_batch < 1 or share % micro_batch:
-        raise ValueError(
-            f"micro_batch={micro_batch} does not divide the {share} completions that {processes} process"
-            f"{'es each have' if processes > 1 else ' has'} of a step."
-        )
+        raise ValueError(f"micro_batch={micro_batch} does not divide the {share} completions of a process in a step.")
     return share, micro_batch
 
 
@@ -335,31 +310,21 @@ def _refuse(others: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
         raise ValueError(f"{name}={others[name]!r}: here it is {stated[name]!r} for every run of this arm; remove it.")
 
 
-def _check_model(model: Any) -> None:
-    check_plain(model)
-    _check_float32(model)
-
-
 def _check_trainable(model: Any) -> None:
     """Raise ValueError unless a model, or its adapter over a frozen base, can be trained in float32."""
     from evoalign_lib import _adapters
 
     if not _adapters.is_adapted(model):
-        _check_model(model)
-        return
-    _adapters.check_something_moves(model)
-    _adapters.check_movable(model)
-    if model.active_adapters != ["default"]:
-        raise ValueError(
-            f"the active adapter is {model.active_adapters[0]!r}: TRL compares with the start of one named 'default', "
-            "and resumes that one. Load the adapter under that name, which PEFT gives it by itself."
-        )
-    _check_float32(model)
-
-
-def _check_float32(model: Any) -> None:
-    other = {str(p.dtype) for p in model.parameters()} - {"torch.float32"}
-    if other:
+        check_plain(model)
+    else:
+        _adapters.check_something_moves(model)
+        _adapters.check_movable(model)
+        if model.active_adapters != ["default"]:
+            raise ValueError(
+                f"the active adapter is {model.active_adapters[0]!r}: TRL compares with the start of one named "
+                "'default', and resumes it. Load the adapter under that name, which PEFT gives it by itself."
+            )
+    if other := {str(p.dtype) for p in model.parameters()} - {"torch.float32"}:
         raise ValueError(f"the model has weights in {', '.join(sorted(other))}: load it in float32, as in every arm.")
 
 
@@ -433,51 +398,41 @@ def trainer(
     adapted = peft_config is not None or _adapters.is_adapted(model)
     if adapted and args.use_vllm:
         raise ValueError(
-            "vLLM beside an adapter: TRL would merge it into the base and take it out again before each generation, "
-            "which rounds the base. Let the model itself generate (vllm=None)."
+            "vLLM beside an adapter: TRL would merge it into the base before each generation, which rounds the base. "
+            "Let the model itself generate (vllm=None)."
         )
     if not isinstance(model, str):
         _check_trainable(model)
         if args.beta > 0 and not adapted and not model.config._name_or_path:
             raise ValueError(
-                f"beta={args.beta}: TRL loads the reference model by name, and this model has none. Save it by "
+                f"beta={args.beta}: TRL loads the reference model by name, and this model has none: save it by "
                 "save_pretrained(folder), and give the folder or the model loaded from there."
             )
     kind = RLOOTrainer if isinstance(args, RLOOConfig) else GRPOTrainer
     rewards = Rewards(reward_funcs, reward_weights, reward_floor, reward_timeout, args.log_completions)
-    given: dict[str, Any] = {}
-    if adapted:
-        kind = _resuming_adapter(kind)
-        given["peft_config"] = peft_config
-    if getattr(args, _DECODER) == "loop":
-        if rollouts is not None:
-            raise ValueError(
-                "decoder='loop', and rollouts of others: they decode as they like. Use decoder='generate'."
-            )
-        given["rollout_func"] = LoopRollouts()
+    given: dict[str, Any] = {"peft_config": peft_config} if adapted else {}
     if rollouts is not None:
-        if issubclass(kind, RLOOTrainer):
+        if kind is RLOOTrainer:
             raise ValueError("rollouts of others are for GRPO's trainer: TRL's RLOOTrainer takes none.")
-        kind, given["rollout_func"] = _reweighted(kind), rollouts
+        if getattr(args, _DECODER) == "loop":
+            raise ValueError("decoder='loop', and rollouts of others, who decode as they like: use 'generate'.")
+        given["rollout_func"] = rollouts
+    elif getattr(args, _DECODER) == "loop":
+        given["rollout_func"] = LoopRollouts()
     ratios = 2 if rollouts is not None else 0
-    budget = Budget(rewards, old_logprobs=issubclass(kind, RLOOTrainer), reference=args.beta > 0, ratios=ratios)
-    if rewards.stateful:
-        kind = _logging_state(kind, rewards)
+    budget = Budget(rewards, old_logprobs=kind is RLOOTrainer, reference=args.beta > 0, ratios=ratios)
+    own = [budget, *([RoundedWeights()] if getattr(args, _ROUNDED) else [])]
+    own += [] if rollouts is None else [rollouts]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are using 'rollout_func'")  # what it does is tested here
-        built = kind(
+        built = _extended(kind, rewards, adapted, rollouts is not None)(
             model=model,
             reward_funcs=budget.reward,
             args=args,
             # TRL would leave out rows at the end of the set that do not fill a step
             train_dataset=Dataset.from_list(list(itertools.islice(itertools.cycle(rows), args.max_steps * prompts))),
             processing_class=processing_class,
-            callbacks=[
-                budget,
-                *([RoundedWeights()] if getattr(args, _ROUNDED) else []),
-                *([] if rollouts is None else [rollouts]),
-                *callbacks,
-            ],
+            callbacks=[*own, *callbacks],
             **given,
         )
     _check_trainable(built.model)
@@ -486,9 +441,8 @@ def trainer(
         budget.adapter = sum(p.numel() for p in built.model.parameters() if p.requires_grad)
         budget.reference_adapted = "ref" in built.model.peft_config
     network = _adapters.base_of(built.model)
-    own = network.generation_config
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    network.generation_config = GenerationConfig(**{name: getattr(own, name) for name in names})
+    names, kept = ("bos_token_id", "eos_token_id", "pad_token_id"), network.generation_config
+    network.generation_config = GenerationConfig(**{name: getattr(kept, name) for name in names})
     if getattr(args, _ROUNDED):  # before the reference is made, which has the weights that the run starts from
         RoundedWeights.apply(built.model)
     if args.beta > 0 and not adapted:
@@ -561,50 +515,42 @@ def _masked(args: Any) -> Any:
     return changed
 
 
-def _reweighted(kind: type) -> type:
-    """Return a trainer of TRL's that multiplies each advantage by the ratio which its `rollout_func` returned."""
+def _extended(kind: type, rewards: Rewards, adapted: bool, reweighted: bool) -> type:
+    """Return a trainer of TRL's that does three things besides.
 
-    class Reweighted(kind):
-        def _generate_and_score_completions(self, inputs):
-            made = super()._generate_and_score_completions(inputs)
-            ratios = made["advantages"].new_tensor([row["importance_ratio"] for row in inputs])
-            return made | {"advantages": made["advantages"] * ratios}
+    It logs the state of reward functions after a step, as it is: as a metric that they log themselves it would be that
+    before the step, rounded to float32.
 
-    Reweighted.__name__ = kind.__name__  # TRL names its cards and logs by it
-    return Reweighted
-
-
-def _resuming_adapter(kind: type) -> type:
-    """Return a trainer of TRL's that resumes the adapter which it trains, whatever lies beside it.
-
-    PEFT saves the adapter "default" in the folder of a checkpoint, and TRL's "ref" in a folder below. Where
-    transformers (5.17) finds such a folder, it loads what lies in folders alone, and training would go on from the
-    adapter of the start without a word.
+    Args:
+        kind: the trainer.
+        rewards: the reward functions.
+        adapted: resume the adapter that it trains, whatever lies beside it. PEFT saves the adapter "default" in the
+            folder of a checkpoint, and TRL's "ref" in a folder below; where transformers (5.17) finds such a folder, it
+            loads what lies in folders alone, and training would go on from the adapter of the start without a word.
+        reweighted: multiply each advantage by the ratio that its `rollout_func` returned.
     """
 
-    class Resuming(kind):
-        def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            (self.model if model is None else model).load_adapter(resume_from_checkpoint, "default", is_trainable=True)
-
-    Resuming.__name__ = kind.__name__
-    return Resuming
-
-
-def _logging_state(kind: type, rewards: Rewards) -> type:
-    """Return a trainer of TRL's that logs the state of reward functions after a step, as it is.
-
-    As a metric that they log themselves it would be that before the step, rounded to float32.
-    """
-
-    class Logging(kind):
+    class Extended(kind):
         def log(self, logs, start_time=None):
-            if "loss" in logs:  # of a training step
+            if "loss" in logs and rewards.stateful:  # of a training step
                 logs = logs | state_metrics(rewards.state())
             super().log(logs, start_time)
 
-    Logging.__name__ = kind.__name__
-    return Logging
+        def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            if adapted:
+                trained = self.model if model is None else model
+                trained.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
+
+        def _generate_and_score_completions(self, inputs):
+            made = super()._generate_and_score_completions(inputs)
+            if not reweighted:
+                return made
+            ratios = made["advantages"].new_tensor([row["importance_ratio"] for row in inputs])
+            return made | {"advantages": made["advantages"] * ratios}
+
+    Extended.__name__ = kind.__name__  # TRL names its cards and logs by it
+    return Extended
 
 
 def random_reward(seed: int) -> RewardFunction:
@@ -657,16 +603,10 @@ def filtered_sft(
     """
     if not pairs:
         raise ValueError("no completion passed the filter: draw more samples per prompt, or lower the threshold.")
-    _check_model(model)
-    stated = _SFT | _OPTIMISER
-    stated |= {
-        "output_dir": output_dir,
-        "seed": seed,
-        "num_train_epochs": epochs,
-        "per_device_train_batch_size": batch_size,
-        "gradient_accumulation_steps": 1,
-        "learning_rate": learning_rate,
-    }
+    _check_trainable(model)
+    stated = _SFT | _OPTIMISER | {"output_dir": output_dir, "seed": seed, "num_train_epochs": epochs}
+    stated |= {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": 1}
+    stated |= {"learning_rate": learning_rate}
     _refuse(others, stated)
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
@@ -675,10 +615,5 @@ def filtered_sft(
         {"input_ids": [*prompt, *completion], "completion_mask": [0] * len(prompt) + [1] * len(completion)}
         for prompt, completion in pairs
     ]
-    return SFTTrainer(
-        model=model,
-        args=SFTConfig(**stated, **others),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        callbacks=list(callbacks),
-    )
+    args, train = SFTConfig(**stated, **others), Dataset.from_list(rows)
+    return SFTTrainer(model, args, train_dataset=train, processing_class=tokenizer, callbacks=list(callbacks))

@@ -54,15 +54,7 @@ import torch
 
 from evoalign_lib import _adapters, _ledger_lines, _singular, files, models, noise, quantisation, tiny, update_rules
 from evoalign_lib._interrupts import interrupts_wait
-from evoalign_lib._ledger_lines import (
-    LedgerError,
-    decode_rewards,
-    encode_rewards,
-    format_of,
-    pack_shapes,
-    unpack_shapes,
-    with_defaults,
-)
+from evoalign_lib._ledger_lines import LedgerError, decode_rewards, encode_rewards, pack_shapes, unpack_shapes
 from evoalign_lib.precision import Weights, copy_to, digest, open_weights
 
 logger = logging.getLogger(__name__)
@@ -128,7 +120,7 @@ class Report:
 class Ledger:
     """A ledger in memory and, for a run that writes it, on disk; made by `create`, `open` or `read`."""
 
-    def __init__(self, path: Path, header: dict[str, Any], line: bytes):
+    def __init__(self, path: Path, header: dict[str, Any], text: bytes, last: str):
         self.path = path
         self.header = header
         """line 1"""
@@ -136,19 +128,19 @@ class Ledger:
         """the recorded steps"""
         self.weights: dict[int, str] = {0: header["model"]["digest"]}
         """number of steps -> digest of the weights after them, where the ledger has it"""
-        self.tips = [_ledger_lines.hash_of(line, "", self._hashed)]
+        self.tips = [last]
         """by number of steps: hash of the line of the last one"""
         self.ended = False
         """whether the last line closes the ledger"""
         self.torn = b""
         """a torn last line, which does not count"""
-        self._last, self._names = self.tips[0], []
-        self._text, self._size = line, len(line) + 1  # the last line, and the bytes of all
+        self._last, self._names = last, []  # hash of the last line, metrics of the last step
+        self._text, self._size = text, len(text) + 1  # the last line, and the bytes of all
 
     @property
     def settings(self) -> dict[str, Any]:
         """Settings of the run; where an older header does not name one, the only value there was."""
-        return with_defaults(self.header["settings"])
+        return _ledger_lines.with_defaults(self.header["settings"])
 
     @property
     def elsewhere(self) -> bool:
@@ -156,9 +148,8 @@ class Ledger:
         return self.settings["search"] is not None and self.settings["machine"] != _singular.machine()
 
     @property
-    def _hashed(self) -> bool:
-        """Whether a line holds a hash of its own."""
-        return self.header["evoalign_ledger"] >= _ledger_lines.NEW
+    def _format(self) -> int:
+        return self.header["evoalign_ledger"]
 
     @classmethod
     def create(cls, path: str | os.PathLike, header: dict[str, Any]) -> Ledger:
@@ -172,19 +163,15 @@ class Ledger:
         refuse_existing(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
-        line = (
-            _ledger_lines.dump(header)
-            if header["evoalign_ledger"] < _ledger_lines.NEW
-            else _ledger_lines.with_hash(header, "")
-        )
+        text, last = _ledger_lines.sealed(header, "", header["evoalign_ledger"])
         path.touch(exist_ok=False)
         try:
-            _ledger_lines.append(path, 0, b"", line + b"\n", "the start of the run")
+            _ledger_lines.append(path, 0, b"", text + b"\n", "the start of the run")
         except OSError:
             path.unlink()
             raise
         files.sync_folder(path.parent)  # the new name
-        return cls(path, header, line)
+        return cls(path, header, text, last)
 
     @classmethod
     def open(cls, path: str | os.PathLike) -> Ledger:
@@ -229,60 +216,48 @@ class Ledger:
         if weights is not None:
             line["weights"] = weights
         with interrupts_wait():
-            text = self._write(line, f"step {step.step}")
+            text, last = self._write(line, f"step {step.step}")
             self.steps.append(step)
-            self.tips.append(_ledger_lines.hash_of(text, self._last, self._hashed))
+            self.tips.append(last)
             self._names, self.ended = names, False
             if weights is not None:
                 self.weights[step.step] = weights
-            self._written(text)
+            self._written(text, last)
 
     def end(self, weights: str) -> None:
         """Close the ledger with the digest of the weights after its last step; errors as for `append`."""
         with interrupts_wait():
-            text = self._write({"end": len(self.steps), "weights": weights}, "the end of the run")
+            text, last = self._write({"end": len(self.steps), "weights": weights}, "the end of the run")
             self.weights[len(self.steps)], self.ended = weights, True
-            self._written(text)
+            self._written(text, last)
 
     def check_file(self) -> None:
         """Raise LedgerError if the file is not as this run left it."""
         with open(self.path, "rb", buffering=0) as file:
             _ledger_lines.check_end(file, self.path, self._size, self._text + b"\n")
 
-    def _write(self, line: dict[str, Any], what: str) -> bytes:
+    def _write(self, line: dict[str, Any], what: str) -> tuple[bytes, str]:
         """Add a line to the file. Until `_written` knows of it the sizes differ, and nothing more can be added."""
-        text = (
-            _ledger_lines.with_hash(line, self._last)
-            if self._hashed
-            else _ledger_lines.dump(line | {"prev": self._last})
-        )
+        text, last = _ledger_lines.sealed(line, self._last, self._format)
         _ledger_lines.append(self.path, self._size, self._text + b"\n", text + b"\n", what)
-        return text
+        return text, last
 
-    def _written(self, text: bytes) -> None:
-        self._last = _ledger_lines.hash_of(text, self._last, self._hashed)
-        self._text, self._size = text, self._size + len(text) + 1
+    def _written(self, text: bytes, last: str) -> None:
+        self._last, self._text, self._size = last, text, self._size + len(text) + 1
 
     def _check(self, step: Step) -> None:
+        n, stateful = self.header["settings"]["population_size"], self.header["settings"].get("reward_state", {})
         if step.step != len(self.steps):
             raise LedgerError(f"step {step.step} is out of order: the next one in {self.path} is {len(self.steps)}.")
-        n = self.header["settings"]["population_size"]
-        if step.rewards.shape != (n,):
-            raise LedgerError(
-                f"step {step.step} has rewards of shape {step.rewards.shape}, the population has N = {n}."
-            )
-        if not np.isfinite(step.rewards).all():
-            member = int(np.flatnonzero(~np.isfinite(step.rewards))[0])
+        if (shape := step.rewards.shape) != (n,):
+            raise LedgerError(f"step {step.step} has rewards of shape {shape}, the population has N = {n}.")
+        for member in np.flatnonzero(~np.isfinite(step.rewards)):
             raise LedgerError(
                 f"member {member} of step {step.step} has the reward {step.rewards[member]}: rewards must be finite; "
                 "return None where a reward does not apply."
             )
-        stateful = self.header["settings"].get("reward_state", {})
-        if step.reward_state.keys() != stateful.keys():
-            raise LedgerError(
-                f"step {step.step} has the state of the reward functions {sorted(step.reward_state)}, the run is one "
-                f"with that of {sorted(stateful)}."
-            )
+        if (found := step.reward_state.keys()) != stateful.keys():
+            raise LedgerError(f"step {step.step} has the state of {sorted(found)}, the run that of {sorted(stateful)}.")
 
 
 def recorded(path: str | os.PathLike) -> bool:
@@ -296,10 +271,9 @@ def refuse_existing(path: str | os.PathLike) -> None:
     path = Path(path)
     if not path.exists():
         return
-    data = path.read_bytes() if path.is_file() else None
-    if data is None or not (
-        data.startswith(_ledger_lines.BEGIN) or _ledger_lines.BEGIN.startswith(data)
-    ):  # a killed run may leave a part of it
+    data = path.read_bytes() if path.is_file() else b"\0"
+    # a killed run may leave a part of it
+    if not (data.startswith(_ledger_lines.BEGIN) or _ledger_lines.BEGIN.startswith(data)):
         raise LedgerError(f"{path} is there and is no ledger of a run: use another output_dir, or move it elsewhere.")
     if recorded(path):
         raise LedgerError(
@@ -337,10 +311,9 @@ def read(path: str | os.PathLike) -> Ledger:
         try:
             if ledger is None:
                 _ledger_lines.check_header(line)
-                ledger = Ledger(path, line, text)
-                if ledger._hashed:
-                    _ledger_lines.check_hash(text, "")
-                    del line["hash"]
+                last = _ledger_lines.followed(text, line, "", line["evoalign_ledger"])
+                line.pop("hash", None)
+                ledger = Ledger(path, line, text, last)
             else:
                 _take(ledger, line, text)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -359,10 +332,7 @@ def _unpacked(path: Path) -> bytes:
     except ValueError as error:
         raise LedgerError(f"{error}: restore it from a copy.") from error
     except OverflowError as error:
-        raise LedgerError(
-            f"{error}, unlike any usual ledger (500 steps at N = 30 are 0.25 MB): if you trust it, unpack it (gunzip) "
-            "and give the .jsonl."
-        ) from error
+        raise LedgerError(f"{error}: if you trust it, unpack it (gunzip) and give the .jsonl.") from error
 
 
 def pack(path: str | os.PathLike) -> bytes:
@@ -386,13 +356,7 @@ def _damaged(path: Path, number: int, what: str) -> LedgerError:
 
 def _take(ledger: Ledger, line: Any, text: bytes) -> None:
     """Check a line of a file and take it into the ledger."""
-    if ledger._hashed:
-        _ledger_lines.check_hash(text, ledger._last)
-    elif line["prev"] != ledger._last:
-        raise LedgerError(
-            "it does not follow from the line before it: one of the two was edited, or lines are missing. Restore the "
-            "file from a copy."
-        )
+    last = _ledger_lines.followed(text, line, ledger._last, ledger._format)
     n = len(ledger.steps)
     if "end" in line:
         if line["end"] != n:
@@ -411,9 +375,9 @@ def _take(ledger: Ledger, line: Any, text: bytes) -> None:
         if "weights" in line:
             ledger.weights[n] = str(line["weights"])
     ledger.ended = "end" in line
-    ledger._written(text)
+    ledger._written(text, last)
     if not ledger.ended:
-        ledger.tips.append(ledger._last)
+        ledger.tips.append(last)
 
 
 # ---- replay
@@ -437,8 +401,7 @@ def replay(source: str | os.PathLike | Ledger, model: Any, step: int | None = No
         LedgerError: an invalid ledger, another model, a step that is not recorded, or weights that differ from a
             digest of the ledger.
     """
-    ledger = source if isinstance(source, Ledger) else read(source)
-    return _replay(ledger, model, step).float32()
+    return _replay(_opened(source), model, step).float32()
 
 
 def replay_by_name(source: str | os.PathLike | Ledger, model: Any, step: int | None = None) -> dict[str, np.ndarray]:
@@ -446,16 +409,18 @@ def replay_by_name(source: str | os.PathLike | Ledger, model: Any, step: int | N
 
     Arguments and errors: as for `replay`.
     """
-    weights = _replay(source if isinstance(source, Ledger) else read(source), model, step)
+    weights = _replay(_opened(source), model, step)
     return weights.layout.views(weights.float32())
+
+
+def _opened(source: str | os.PathLike | Ledger) -> Ledger:
+    return source if isinstance(source, Ledger) else read(source)
 
 
 def _replay(ledger: Ledger, model: Any, step: int | None) -> Weights:
     n = len(ledger.steps) if step is None else step
     if not 0 <= n <= len(ledger.steps):
-        raise LedgerError(
-            f"step {n} is not in {ledger.path}, which has {len(ledger.steps)} steps: choose one of 0 to these."
-        )
+        raise LedgerError(f"step {n} is not in {ledger.path}, which has {len(ledger.steps)}: choose one of 0 to these.")
     if isinstance(model, (str, os.PathLike)):
         model, _ = _load(ledger, model)
     precision, recorded = ledger.settings["precision"], ledger.header["model"]["dtype"]
@@ -481,12 +446,8 @@ def _searched(ledger: Ledger, model: Any) -> _singular.SingularWeights:
     key, search = int(ledger.header["run_key"], 16), _singular.SearchSettings.of(ledger.settings)
     if ledger.elsewhere:
         logger.warning(
-            "%s was made on another machine (%s): its bits are not promised here (%s). Sigma and distance of the "
-            "search are compared at every step instead, within %g.",
-            ledger.path,
-            ledger.settings["machine"],
-            _singular.machine(),
-            _singular.TOLERANCE,
+            f"{ledger.path} was made on another machine ({ledger.settings['machine']}): its bits are not promised here "
+            f"({_singular.machine()}). Sigma and distance are compared instead, within {_singular.TOLERANCE:g}."
         )
     _adapters.check_movable(model)
     return _singular.SingularWeights(model, _layout(ledger, model), key, search)
@@ -524,19 +485,20 @@ def verify(source: str | os.PathLike | Ledger, model: Any = None) -> Report:
     Raises:
         LedgerError: what is wrong, and where.
     """
-    ledger = source if isinstance(source, Ledger) else read(source)
+    ledger = _opened(source)
     last = ledger.weights.get(len(ledger.steps))
     if model is not None:
         weights = _replay(ledger, model, None)
-        last = digest(weights.layout, *weights.planes)
+        last = weights.digest()
+    elsewhere = model is not None and ledger.elsewhere
     return Report(
-        steps=len(ledger.steps),
-        ended=ledger.ended,
-        torn=len(ledger.torn),
-        digests=len(ledger.weights),
-        recomputed=model is not None and not ledger.elsewhere,
-        weights=last,
-        within=_singular.TOLERANCE if model is not None and ledger.elsewhere else None,
+        len(ledger.steps),
+        ledger.ended,
+        len(ledger.torn),
+        len(ledger.weights),
+        model is not None and not elsewhere,
+        last,
+        _singular.TOLERANCE if elsewhere else None,
     )
 
 
@@ -558,7 +520,7 @@ def write_model(
     Raises:
         LedgerError: as for `replay`; or the folder exists.
     """
-    ledger = source if isinstance(source, Ledger) else read(source)
+    ledger = _opened(source)
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise LedgerError(f"{str(out)!r} exists: give a new folder.")
@@ -567,7 +529,7 @@ def write_model(
     copy_to(loaded, weights.layout, weights.flat)
     loaded.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    return digest(weights.layout, *weights.planes)
+    return weights.digest()
 
 
 def header(settings: Mapping[str, Any], run_key: int, model: Any, layout: noise.Layout, weights: str) -> dict:
@@ -583,36 +545,32 @@ def header(settings: Mapping[str, Any], run_key: int, model: Any, layout: noise.
         layout: of those of its parameters that move.
         weights: digest of the starting weights.
     """
+    about: dict[str, Any] = {"name": models.name_of(model), "dtype": str(model.dtype).removeprefix("torch.")}
+    about |= {"digest": weights, "parameters": pack_shapes((e.name, e.shape) for e in layout.entries)}
+    about |= {"adapter": START} if _adapters.is_adapted(model) else {}
+    about |= {"quantisation": how} if (how := _adapters.quantisation_of(model)) else {}
     return {
-        "evoalign_ledger": max(_ledger_lines.NEW, format_of(settings)),
+        "evoalign_ledger": max(_ledger_lines.NEW, _ledger_lines.format_of(settings)),
         "noise": noise.NOISE_VERSION,
         "run_key": f"{run_key:#018x}",
         "settings": dict(settings),
         "digest_every": DIGEST_EVERY,
-        "model": {
-            "name": models.name_of(model),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "digest": weights,
-            "parameters": pack_shapes((e.name, e.shape) for e in layout.entries),
-        }
-        | ({"adapter": START} if _adapters.is_adapted(model) else {})
-        | ({"quantisation": how} if (how := _adapters.quantisation_of(model)) else {}),
+        "model": about,
     }
 
 
 def check_model(ledger: Ledger, weights: Weights) -> None:
     """Raise LedgerError unless these are the weights that the run started from."""
     model, layout = ledger.header["model"], weights.layout
-    name = f" ({model['name']})" if model["name"] else ""
-    recorded_shapes = {n: tuple(shape) for n, shape in unpack_shapes(model["parameters"])}
+    recorded = {n: tuple(shape) for n, shape in unpack_shapes(model["parameters"])}
     shapes = {e.name: e.shape for e in layout.entries}
-    if shapes != recorded_shapes:
-        other = sorted(n for n in shapes.keys() | recorded_shapes.keys() if shapes.get(n) != recorded_shapes.get(n))[0]
-        raise LedgerError(
-            f"this is not the model that the run started from{name}: {other!r} has the shape {shapes.get(other)}, in "
-            f"the run {recorded_shapes.get(other)}."
-        )
-    if (found := digest(layout, *weights.planes)) != model["digest"]:
+    for name in sorted(shapes.keys() | recorded.keys()):
+        if shapes.get(name) != recorded.get(name):
+            raise LedgerError(
+                f"this is not the model that the run started from ({model['name']}): {name!r} has the shape "
+                f"{shapes.get(name)}, in the run {recorded.get(name)}."
+            )
+    if (found := weights.digest()) != model["digest"]:
         raise _other_start(ledger, found)
 
 
@@ -627,8 +585,7 @@ def check_quantisation(ledger: Ledger, model: Any) -> None:
     for name in ("mode", "group_size", "base"):
         if (found or {}).get(name) != recorded[name]:
             raise LedgerError(
-                f"the run of {ledger.path} has a base of mode {recorded['mode']!r} with group_size="
-                f"{recorded['group_size']} of weights with the digest {recorded['base']}, this one {found or 'none'}: "
+                f"the run of {ledger.path} has a base with the quantisation {recorded}, this one {found or 'none'}: "
                 "make its base by evoalign_lib.quantisation.quantise from the same model."
             )
 
@@ -640,10 +597,10 @@ def check_start(ledger: Ledger, weights: Weights) -> None:
 
 
 def _other_start(ledger: Ledger, found: str) -> LedgerError:
-    name, digest = (ledger.header["model"][key] for key in ("name", "digest"))
+    model = ledger.header["model"]
     return LedgerError(
-        f"these are not the weights that the run started from{f' ({name})' if name else ''}: their digest is "
-        f"{found:.16}..., in the ledger {digest:.16}... Load that model anew (a trained model object has moved on)."
+        f"these are not the weights that the run started from ({model['name']}): their digest is {found:.16}..., in "
+        f"the ledger {model['digest']:.16}... Load that model anew (a trained model object has moved on)."
     )
 
 
@@ -653,7 +610,7 @@ def check_weights(ledger: Ledger, step: int, weights: Weights) -> None:
         _check_near(ledger, step, weights)
         return
     expected = ledger.weights.get(step)
-    if expected is not None and (found := digest(weights.layout, *weights.planes)) != expected:
+    if expected is not None and (found := weights.digest()) != expected:
         raise LedgerError(
             f"after {step} steps the weights have the digest {found:.16}..., in {ledger.path} it is {expected:.16}...: "
             "rewards or digest were edited, or this machine computes the noise differently (its tests tell)."
@@ -725,10 +682,6 @@ def start_of(ledger: Ledger, model: str | None = None) -> str:
     if "adapter" in ledger.header["model"]:
         return str(ledger.path.parent / START)
     name = ledger.header["model"]["name"]
-    if name is None:
-        raise LedgerError(
-            f"{ledger.path} has no name of the model that the run started from: give its folder or name (--model)."
-        )
     if name not in tiny.SHIPPED:
         raise LedgerError(
             f"{ledger.path} says that the run started from {name!r:.200}, which is no shipped base: give the folder or "
@@ -747,8 +700,8 @@ def _load(ledger: Ledger, name: str | os.PathLike) -> tuple[Any, Any]:
     base, tokenizer = models.load(_adapters.base_name(folder), tokenizer, keywords)
     if (found := models.base_digest(base)) != how["base"]:
         raise LedgerError(
-            f"{_adapters.base_name(folder)!r}, the base of the adapter {str(folder)!r}, has weights with the digest "
-            f"{found}, in {ledger.path} it is {how['base']}: restore the model that the run started from."
+            f"{_adapters.base_name(folder)!r}, the base of {str(folder)!r}, has weights with the digest {found}, in "
+            f"{ledger.path} it is {how['base']}: restore the model that the run started from."
         )
     quantisation.quantise(base, how["mode"], how["group_size"])
     model = _adapters.open_adapter(base, folder).eval()
@@ -786,15 +739,10 @@ def storage(
     [5555.555555555556, 5000.0]
     """
     forms = {"seeds and coefficients": 12 * population * steps} | dict(stored)
+    checkpoints = {name: itemsize * d for name, d in models.items()}
     return [
-        {
-            "model": name,
-            "parameters": d,
-            "form": form,
-            "bytes": size,
-            "checkpoint": itemsize * d,
-            "ratio": itemsize * d / size,
-        }
+        {"model": name, "parameters": d, "form": form, "bytes": size}
+        | {"checkpoint": checkpoints[name], "ratio": checkpoints[name] / size}
         for name, d in models.items()
         for form, size in forms.items()
     ]

@@ -111,12 +111,10 @@ class Weights:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the whole state by name, sharing its memory; the compensation of NAME is NAME#compensation."""
-        suffixes = ("", "#compensation")
-        return {
-            name + suffix: torch.as_tensor(view)
-            for suffix, plane in zip(suffixes, self.planes, strict=False)
-            for name, view in self.layout.views(plane).items()
-        }
+        state: dict[str, Tensor] = {}
+        for suffix, plane in zip(("", "#compensation"), self.planes, strict=False):
+            state |= {name + suffix: torch.as_tensor(view) for name, view in self.layout.views(plane).items()}
+        return state
 
     def copy(self) -> dict[str, Tensor]:
         """Return a copy of the whole state, as `tensors` names it."""
@@ -151,16 +149,7 @@ class MasterWeights(Weights):
 
     precision, drifts = "master", False
 
-    def __init__(
-        self,
-        model: Any,
-        layout: noise.Layout,
-        distribution: str,
-        rank: int,
-        bind: bool,
-        threads: int,
-        anchor_decay: float,
-    ):
+    def __init__(self, model, layout, distribution, rank, bind, threads, anchor_decay):
         self.threads, self.anchor_decay = threads, anchor_decay
         # anonymous shared memory: forked workers see every update of the master, and /dev/shm may be small
         master = np.frombuffer(mmap.mmap(-1, 4 * layout.size), dtype=np.float32)
@@ -182,12 +171,10 @@ class MasterWeights(Weights):
         yield self.working
 
     def update(self, keys, coefficients):
-        def add(part: tuple[int, int]) -> None:
-            noise.update(self.flat, self.layout, keys, coefficients, part, self.distribution, self.rank)
-
+        law = self.distribution, self.rank
         if self.start is not None:  # all of it first: the shares of the two passes are not the same weights
             self._shared(lambda part: decay(self.flat, self.start, self.anchor_decay, part))
-        self._shared(add)
+        self._shared(lambda part: noise.update(self.flat, self.layout, keys, coefficients, part, *law))
 
     def _shared(self, work: Callable[[tuple[int, int]], None]) -> None:
         """Do each share (i, n) of a pass over the master in a thread of its own."""
@@ -209,28 +196,19 @@ class _OneReplica(Weights):
     dtypes: tuple[torch.dtype, ...]
     compensated: bool
 
-    def __init__(
-        self,
-        model: Any,
-        layout: noise.Layout,
-        distribution: str,
-        rank: int,
-        bind: bool,
-        threads: int,
-        anchor_decay: float,
-    ):
+    def __init__(self, model, layout, distribution, rank, bind, threads, anchor_decay):
         every = dict(model.named_parameters())
         parameters = {e.name: every[e.name] for e in layout.entries}
         dtype = next(iter(parameters.values())).dtype
-        if mixed := [name for name, p in parameters.items() if p.dtype != dtype]:
+        if mixed := [f"{name!r} is {p.dtype}" for name, p in parameters.items() if p.dtype != dtype]:
             raise ValueError(
-                f"precision={self.precision!r} needs one dtype, but {mixed[0]!r} is {parameters[mixed[0]].dtype} and "
-                f"others are {dtype}: load the model in one dtype, or use precision='master'."
+                f"precision={self.precision!r} needs one dtype, but {mixed[0]} and others are {dtype}: load the model "
+                "in one dtype, or use precision='master'."
             )
         if dtype not in self.dtypes:
             raise ValueError(
                 f"precision={self.precision!r} is for {', '.join(map(str, self.dtypes))}, the model is {dtype}: load "
-                "it in bfloat16 (model_init_kwargs={'dtype': 'bfloat16'}), or use precision='master'."
+                "it with model_init_kwargs={'dtype': 'bfloat16'}, or use precision='master'."
             )
         planes = tuple(torch.zeros(layout.size, dtype=dtype) for _ in range(1 + self.compensated))
         for name, view in layout.views(planes[0]).items():

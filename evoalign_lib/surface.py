@@ -44,9 +44,7 @@ class TrainerSurface:
     # ---- evaluation
 
     def evaluate(
-        self,
-        eval_dataset: Rows | Mapping[str, Rows] | str | None = None,
-        metric_key_prefix: str = "eval",
+        self, eval_dataset: Rows | Mapping[str, Rows] | str | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Return mean reward and logged metrics of the current weights on the evaluation set.
 
@@ -181,18 +179,14 @@ class TrainerSurface:
         if self._tied_steps < TIED_STEPS or self._tied_said:
             return
         self._tied_said = True
-        clipped = record.log.get("completions/clipped_ratio", 0.0)
+        args, clipped = self.args, 100 * record.log.get("completions/clipped_ratio", 0.0)
         logger.warning(
-            "The last %d populations were tied (the last one with a reward of %.4g), and the weights did not move. "
-            "Likely causes: sigma=%g is too small to change what the members write; the reward does not tell their "
-            "completions apart (log_completions=True shows them); %.0f %% of them were cut at "
-            "max_completion_length=%d; or no member, or every one, solves the %d prompts of a step.",
-            self._tied_steps,
-            float(np.mean(record.rewards)),
-            self._at_step("sigma", record.step),
-            100 * clipped,
-            self.args.max_completion_length,
-            self.prompts_per_step,
+            f"The last {self._tied_steps} populations were tied (the last one with a reward of "
+            f"{np.mean(record.rewards):.4g}), and the weights did not move. Likely causes: "
+            f"sigma={self._at_step('sigma', record.step):g} is too small to change what the members write; the reward "
+            f"does not tell completions apart (log_completions=True shows them); {clipped:.0f} % of them were cut at "
+            f"max_completion_length={args.max_completion_length}; or no member, or every one, solves the "
+            f"{self.prompts_per_step} prompts of a step."
         )
 
     def log(self, logs: dict[str, float]) -> None:

@@ -3,7 +3,9 @@
 import hashlib
 import json
 import os
+import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from evoalign_lib import noise, tiny
+from evoalign_lib.engines.processes import own_progress_bars
 
 PROMPTS = ["a", "bc d", "Using the numbers", "12", "x" * 9, "<|im_start|>user\nhello", "é", "0 1 2 3"]
 
@@ -119,22 +122,41 @@ def chained(lines: Iterable[Mapping[str, Any]]) -> bytes:
     return "\n".join([*texts, ""]).encode()
 
 
-def in_child(function: Callable[[], object]) -> int:
-    """Exit status of a function run in a forked process."""
+def fork(function: Callable[..., object], *arguments: object) -> int:
+    """Run a function in a child that inherits everything imported; returns its process id."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking a process with threads
         pid = os.fork()
     if pid == 0:
         status = 1
+        own_progress_bars()  # the inherited lock stays taken for good when a child is killed holding it
         try:
-            function()
+            function(*arguments)
             status = 0
         except BaseException:
             traceback.print_exc()
         finally:
             sys.stderr.flush()
             os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return pid
+
+
+def wait(pid: int, seconds: float = 120) -> int:
+    """The exit status of a child; one that hangs is made to say where (pytest's fault handler) and is a failure."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGABRT)
+    os.waitpid(pid, 0)
+    raise TimeoutError(f"process {pid} did not end within {seconds} s")
+
+
+def in_child(function: Callable[[], object]) -> int:
+    """Exit status of a function run in a forked process."""
+    return wait(fork(function), 190)
 
 
 def reference_perturb(master, layout, key, sigma, sign=1, distribution="gaussian", rank=0) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What must be equal is: the loop and transformers, the step and its formula, workers, chunks and resumed runs."""
+"""What must be equal is: the loop and transformers, the step and its formula."""
 
 import math
 from hashlib import blake2b
@@ -6,17 +6,14 @@ from hashlib import blake2b
 import numpy as np
 import pytest
 import torch
+from es_runs import ROWS, trained, trainer
 from helpers import PROMPTS, random_model, reference_perturb, reference_update, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evoalign_lib import ledger, noise
+from evoalign_lib import noise
 from evoalign_lib.engines.decode import Decoder, rows_are_exact
 from evoalign_lib.engines.local import LocalEngine, Prompts
-from evoalign_lib.es import ESConfig, ESTrainer
-
-ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
-
 
 # ---- the decoding loop and transformers
 
@@ -69,16 +66,9 @@ def test_the_loop_is_generate(model, prompts, shared, length, ends, chunk_rows):
     prompts = [shared + p for p in prompts]
     rows = [{"prompt": p} for p in prompts]
     results = []
+    train, sizes = {"train": Prompts(rows, tokenizer())}, {"max_completion_length": length, "chunk_rows": chunk_rows}
     for decoder in ("loop", "generate"):
-        engine = LocalEngine(
-            model,
-            tokenizer(),
-            None,
-            {"train": Prompts(rows, tokenizer())},
-            max_completion_length=length,
-            chunk_rows=chunk_rows,
-            decoder=decoder,
-        )
+        engine = LocalEngine(model, tokenizer(), None, train, decoder=decoder, **sizes)
         results.append([ids for _, ids in engine.generate("train")[0]])
     for prompt, one, other in zip(prompts, *results, strict=True):
         assert_same_tokens(model, prompt, one, other)
@@ -115,21 +105,18 @@ def test_dropping_rows_changes_no_bit_of_those_that_go_on(sampled):
     ids, mask = torch.from_numpy(prompts.ids), torch.from_numpy(prompts.mask)
     uniforms = torch.from_numpy(rng.random((n, length), dtype=np.float32)) if sampled else None
     ends = list(range(0, 273, 12))
-    decoders = [
-        Watched(model.config, dict(model.named_parameters()), ends, tok.pad_token_id, drop_rows=d)
-        for d in (False, True)
-    ]
-    full, dropped = [], []
-    for decoder, tokens in zip(decoders, (full, dropped), strict=True):
+    runs = []
+    for drop in (False, True):
+        decoder = Watched(model.config, dict(model.named_parameters()), ends, tok.pad_token_id, drop_rows=drop)
         decoder.seen = []
-        tokens.append(decoder.generate(ids, mask, length, uniforms))
-    assert torch.equal(full[0], dropped[0])
-    sizes = [len(logits) for logits in decoders[1].seen]
-    assert {len(logits) for logits in decoders[0].seen} == {n} and len(decoders[0].seen) == len(sizes)
+        runs.append((decoder.generate(ids, mask, length, uniforms), decoder.seen))
+    (full, whole), (dropped, parts) = runs
+    sizes = [len(logits) for logits in parts]
+    assert torch.equal(full, dropped) and [len(logits) for logits in whole] == [n] * len(sizes)
     assert sizes[0] == n and all(size % 8 == 0 for size in sizes[1:] if size < n) and sizes[-1] <= 16
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) > 3
-    for t, (one, other) in enumerate(zip(decoders[0].seen, decoders[1].seen, strict=True)):
-        going_on = (full[0][:, t] != tok.pad_token_id).nonzero().flatten()
+    for t, (one, other) in enumerate(zip(whole, parts, strict=True)):
+        going_on = (full[:, t] != tok.pad_token_id).nonzero().flatten()
         known = {row.numpy().tobytes() for row in other}
         assert all(one[r].numpy().tobytes() in known for r in going_on)
 
@@ -158,77 +145,58 @@ def test_what_prompts_have_in_common_is_computed_once():
 # ---- the step and its formula
 
 
-def token_sum(completion_ids, **columns):
-    return [float(sum(ids)) for ids in completion_ids]
-
-
-def trainer(tmp_path, reward=token_sum, callbacks=None, model=None, **changed) -> ESTrainer:
-    config = {
-        "output_dir": str(tmp_path / "run"), "population_size": 6, "sigma": 0.05, "alpha": 0.05, "max_steps": 3,
-        "prompts_per_step": 3, "max_completion_length": 5, "workers": 1, "disable_tqdm": True, "report_to": "none",
-        "save_strategy": "no", "seed": 5,
-    } | changed  # fmt: skip
-    return ESTrainer(
-        random_model() if model is None else model, reward, ESConfig(**config), ROWS, None, tokenizer(), callbacks
-    )
-
-
-def by_hand(model, seed: int, arm: str, steps: int, n: int, sigma: float, alpha: float, rows_of, decay=0) -> np.ndarray:
+def by_hand(model, steps: int, rows_of, decay: float = 0, antithetic: bool = False) -> np.ndarray:
     """The run in NumPy and transformers: nothing of the trainer, the engine or the noise's fast path."""
-    shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
-    layout = noise.Layout.from_shapes(shapes)
+    n, sigma, alpha, arm, seed = 6, 0.05, 0.05, b"es", 5
+    layout = noise.Layout.from_shapes([(name, tuple(p.shape)) for name, p in model.named_parameters()])
     master = np.zeros(layout.size, np.float32)
     for name, view in layout.views(master).items():
-        view[...] = dict(model.named_parameters())[name].detach().numpy()
+        view[...] = model.get_parameter(name).detach().numpy()
     origin = master.copy()
     # the run key, spelled out
-    name = arm.encode()
-    run = blake2b(len(name).to_bytes(4, "little") + name + seed.to_bytes(8, "little"), digest_size=8).digest()
+    run = blake2b(len(arm).to_bytes(4, "little") + arm + seed.to_bytes(8, "little"), digest_size=8).digest()
     for step in range(steps):
         keys, fitness = [], []
-        for i in range(n):
+        for i in range(n // 2 if antithetic else n):
             message = b"v1" + run + step.to_bytes(4, "little") + i.to_bytes(4, "little")
             keys.append(int.from_bytes(blake2b(message, digest_size=8).digest(), "little"))
-            member = reference_perturb(master, layout, keys[-1], sigma)
-            with torch.no_grad():
-                for name, view in layout.views(member).items():
-                    dict(model.named_parameters())[name].copy_(torch.from_numpy(view))
-            rewards = []
-            for row in rows_of(step):
-                ids = tokenizer()(ROWS[row]["prompt"])["input_ids"]
-                new = model.generate(torch.tensor([ids]), max_new_tokens=5, do_sample=False)[0, len(ids) :]
-                rewards.append(float(new.sum()))
-            fitness.append(math.fsum(rewards) / len(rewards))
+            for sign in (1, -1) if antithetic else (1,):
+                member = reference_perturb(master, layout, keys[-1], sigma, sign)
+                with torch.no_grad():
+                    for name, view in layout.views(member).items():
+                        model.get_parameter(name).copy_(torch.from_numpy(view))
+                rewards = []
+                for row in rows_of(step):
+                    ids = tokenizer()(ROWS[row]["prompt"])["input_ids"]
+                    new = model.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)[0, len(ids) :]
+                    rewards.append(float(new.sum()))
+                fitness.append(math.fsum(rewards) / len(rewards))
         mean = math.fsum(fitness) / n
-        deviation = math.sqrt(math.fsum((f - mean) ** 2 for f in fitness) / n)
-        c = np.array([np.float32(alpha * ((f - mean) / deviation) / n) for f in fitness], np.float32)
+        z = [(f - mean) / math.sqrt(math.fsum((f - mean) ** 2 for f in fitness) / n) for f in fitness]
+        terms = [a - b for a, b in zip(z[::2], z[1::2], strict=True)] if antithetic else z
         if decay:
             master = master - np.float32(decay) * (master - origin)
+        c = np.array([np.float32(alpha * term / n) for term in terms], np.float32)
         master = reference_update(master, layout, np.array(keys, np.uint64), c)
     return master
 
 
-@pytest.mark.parametrize("decoder", ["loop", "generate"])
-def test_three_steps_by_hand(tmp_path, decoder):
-    tested = trainer(tmp_path, decoder=decoder)
+@pytest.mark.parametrize(
+    ("variant", "how"),
+    [
+        ({}, {"decoder": "loop"}),
+        ({}, {"decoder": "generate"}),
+        ({"decay": 0.3}, {"anchor_decay": 0.3, "workers": 2}),
+        ({"antithetic": True}, {"antithetic": True}),
+    ],
+    ids=str,
+)
+def test_three_steps_by_hand(tmp_path, variant, how):
     order = [np.random.default_rng(np.random.SeedSequence([5, 0, epoch])).permutation(8) for epoch in (0, 1)]
     stream = np.concatenate(order)
-    start = tested.engine.master.copy()
-    tested.train()
-    expected = by_hand(random_model(), 5, "es", 3, 6, 0.05, 0.05, lambda step: stream[3 * step : 3 * step + 3])
-    assert tested.engine.master.tobytes() == expected.tobytes()
-    assert np.linalg.norm(expected - start) > 1
-
-
-def test_anchored_decay_by_hand_and_by_two_workers(tmp_path):
-    stream = np.random.default_rng(np.random.SeedSequence([5, 0, 0])).permutation(8)
-    rows = [stream[3 * step : 3 * step + 3] for step in range(2)]
-    expected = by_hand(random_model(), 5, "es", 2, 6, 0.05, 0.05, rows.__getitem__, decay=0.3)
-    for workers in (1, 2):
-        tested = trainer(tmp_path / str(workers), workers=workers, anchor_decay=0.3, max_steps=2)
-        tested.train()
-        tested.engine.close()
-        assert tested.engine.master.tobytes() == expected.tobytes()
+    tested = trained(tmp_path, max_steps=3, **how)
+    expected = by_hand(random_model(), 3, lambda step: stream[3 * step : 3 * step + 3], **variant)
+    assert tested.engine.master.tobytes() == expected.tobytes() and tested.counts["tied"] == 0
 
 
 def test_the_update_against_float64(tmp_path):
@@ -242,34 +210,4 @@ def test_the_update_against_float64(tmp_path):
     exact = before + 0.5 / 16 * (z @ eps)
     assert np.abs(tested.engine.master - exact).max() < 1e-6
     # the norm that DESIGN and the null arms are read against: alpha * sqrt(d / N)
-    moved = np.linalg.norm(exact - before)
-    assert moved == pytest.approx(0.5 * math.sqrt(layout.d / 16), rel=0.02)
-
-
-# ---- workers and chunks
-
-
-def test_two_workers_are_one(tmp_path):
-    ends = []
-    for workers, chunk_rows in ((1, 256), (2, 256), (2, 2), (1, 1)):
-        folder = tmp_path / f"{workers}-{chunk_rows}"
-        tested = trainer(folder, workers=workers, chunk_rows=chunk_rows, reward=lambda **kw: token_sum(**kw))
-        tested.train()
-        history = [(log["reward"], log["reward_std"], log["reward_max"]) for log in tested.state.log_history]
-        ends.append((history, tested.engine.master.tobytes(), tested.counts))
-        tested.engine.close()
-    assert len(ends[0][0]) == 3 and ends[0][0][0][1] > 0
-    # chunks change rounding, not tokens: the rewards are made of tokens
-    assert all(end == ends[0] for end in ends[1:])
-
-
-# ---- resuming
-
-
-def test_a_checkpoint_does_not_say_where_weights_decay_to(tmp_path):
-    """The model does: another one is refused, whose weights a checkpoint would replace otherwise."""
-    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "anchor_decay": 0.3, "fitness": "random"}
-    trainer(tmp_path, **settings).train()
-    other = trainer(tmp_path, **settings, model=random_model(seed=9))
-    with pytest.raises(ledger.LedgerError, match="not the weights that the run started from: .* Load that model anew"):
-        other.train(resume_from_checkpoint=True)
+    assert np.linalg.norm(exact - before) == pytest.approx(0.5 * math.sqrt(layout.d / 16), rel=0.02)

@@ -64,20 +64,9 @@ def rollouts(folder, monkeypatch, arm, beta=0.0):
 
     # TRL shuffles completions before it splits them into micro batches: here the groups stay together
     monkeypatch.setattr(f"trl.trainer.{'rloo' if arm == 'rloo' else 'grpo'}_trainer.shuffle_sequence_dict", dict)
-    args = grpo.config(
-        arm,
-        output_dir=str(folder),
-        seed=1,
-        steps=1,
-        prompts_per_step=GROUPS,
-        num_generations=G,
-        max_completion_length=LENGTH,
-        learning_rate=1e-30,
-        beta=beta,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-    )
+    settings = {"seed": 1, "steps": 1, "prompts_per_step": GROUPS, "num_generations": G, "learning_rate": 1e-30}
+    settings |= {"max_completion_length": LENGTH, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    args = grpo.config(arm, output_dir=str(folder), beta=beta, **settings)
     tok = tiny.tokenizer()
     data = countdown.dataset(tiny.problems("train", GROUPS, 2), tok)
     trainer, _ = grpo.trainer(tiny.load("A0")[0], reward, args, data, tok)

@@ -2,16 +2,15 @@
 
 import os
 import signal
-import warnings
 
 import pytest
 from evoalign_study import training
 from evoalign_study.kinds import train
 from evoalign_study.kinds.train import train_specs
 from evoalign_study.measures.base import Measures
+from helpers import in_child
 
 from evoalign_lib import arms
-from evoalign_lib.engines.processes import own_progress_bars
 
 SETTINGS = {"max_completion_length": 16, "validation_problems": 6, "test_problems": 10}
 SETTINGS |= {"steps": 6, "prompts_per_step": 4, "curve_points": 4, "curve_spacing": "log"}
@@ -29,24 +28,18 @@ def untimed(record):
 
 def killed(spec, folder, step: int) -> None:
     """Run a spec in a child that kills itself when it has stored the point after a step."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking a process with threads
-        pid = os.fork()
-    if pid == 0:
-        own_progress_bars()
-        add = training.Progress.add
+    add = training.Progress.add
 
-        def deadly(self, point):
-            add(self, point)
-            if point["step"] == step:
-                os.kill(os.getpid(), signal.SIGKILL)
+    def deadly(self, point):
+        add(self, point)
+        if point["step"] == step:
+            os.kill(os.getpid(), signal.SIGKILL)
 
+    def work() -> None:
         training.Progress.add = deadly
-        try:
-            train.run(spec, None, folder)
-        finally:
-            os._exit(1)
-    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+        train.run(spec, None, folder)
+
+    assert in_child(work) == -signal.SIGKILL
 
 
 SLOW = ("es_weighted", "es_lora", "essa", "grpo_lora", "grpo_perturbed")

@@ -6,43 +6,31 @@ import os
 import signal
 from pathlib import Path
 
+import es_runs
 import pytest
 import torch
-from grpo_processes import Lagrangian, moved
-from helpers import PROMPTS, random_model, tokenizer
-from test_resume import TIMING, fork, wait
+from es_runs import ROWS, TIMING, digest, read, token_sum
+from grpo_processes import KEY, Lagrangian, moved
+from helpers import fork, wait
 from transformers import TrainerState
 
-from evoalign_lib import grpo, ledger, precision, tiny
-from evoalign_lib.es import ESConfig, ESTrainer
+from evoalign_lib import grpo, ledger, tiny
+from evoalign_lib.es import ESTrainer
 from evoalign_lib.tasks import countdown
 
 STEPS = 7
-FATAL = (
-    4  # the step in which runs are killed: after a checkpoint, and not after an evaluation, which scores in the trainer
-)
-KEY = "reward_state/Lagrangian/log_lambda"
-
-
-# ---- ES
-
-ROWS = [{"prompt": p} for p in PROMPTS]
+FATAL = 4  # the step of the kill: after a checkpoint, and not after an evaluation, which scores in the trainer
+SETTINGS = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
+SETTINGS |= {"eval_dataset": ROWS[:2]}
 
 
 def trainer(folder: Path, reward=None, **changed) -> ESTrainer:
-    config = {
-        "output_dir": str(folder), "population_size": 6, "sigma": 0.05, "alpha": 0.05, "max_steps": STEPS,
-        "prompts_per_step": 3, "max_completion_length": 4, "workers": 1, "disable_tqdm": True, "report_to": "none",
-        "save_strategy": "steps", "save_steps": 2, "seed": 5, "eval_strategy": "steps", "eval_steps": 3,
-    } | changed  # fmt: skip
-    return ESTrainer(
-        random_model(), Lagrangian() if reward is None else reward, ESConfig(**config), ROWS, ROWS[:2], tokenizer()
-    )
+    return es_runs.trainer(folder, Lagrangian() if reward is None else reward, **SETTINGS | changed)
 
 
 def outcome(tested: ESTrainer) -> dict:
     return {
-        "weights": precision.digest(tested.engine.layout, *tested.engine.weights.planes),
+        "weights": digest(tested),
         "log": [{k: v for k, v in log.items() if k not in TIMING} for log in tested.state.log_history],
         "log_lambda": [f.log_lambda for f in tested.rewards.functions],
         "steps": [[s.log["cost"], s.reward_state, s.rewards.tolist()] for s in tested.ledger.steps],
@@ -86,7 +74,7 @@ def whole(tmp_path_factory) -> dict:
     """A run that nobody disturbed, in one process."""
     folder = tmp_path_factory.mktemp("whole")
     assert wait(fork(work, folder, {})) == 0
-    assert ledger.read(folder / ledger.NAME).settings["reward_state"] == {"Lagrangian": {"log_lambda": 0.0}}
+    assert read(folder).settings["reward_state"] == {"Lagrangian": {"log_lambda": 0.0}}
     return json.loads((folder / "outcome.json").read_text())
 
 
@@ -104,7 +92,7 @@ def test_killed_and_resumed(tmp_path, whole, where, workers):
     settings = {"workers": workers}
     # where the worker dies train() says so
     assert wait(fork(work, tmp_path, settings, where)) == (1 if where == "scoring" else -signal.SIGKILL)
-    assert len(ledger.read(tmp_path / ledger.NAME).steps) == FATAL
+    assert len(read(tmp_path).steps) == FATAL
     assert wait(fork(work, tmp_path, settings)) == 0
     assert json.loads((tmp_path / "outcome.json").read_text()) == whole
 
@@ -115,26 +103,17 @@ def other() -> Lagrangian:
     return reward
 
 
-def plain(completion_ids, **columns):
-    return [float(sum(ids)) for ids in completion_ids]
-
-
 @pytest.mark.parametrize(
-    ("first", "second", "message"),
-    [
-        (Lagrangian, other, "with reward_state={'Lagrangian': {'log_lambda': 0.0}}, this one has {'other': {"),
-        (Lagrangian, lambda: plain, "with reward_state={'Lagrangian': {'log_lambda': 0.0}}, this one has None"),
-        (lambda: plain, Lagrangian, "with reward_state=None, this one has {'Lagrangian'"),
-        (Lagrangian, lambda: Lagrangian(0.5), "this one has {'Lagrangian': {'log_lambda': 0.5}}: use the same"),
-    ],
+    ("first", "second"),
+    [(Lagrangian, other), (Lagrangian, lambda: token_sum), (lambda: token_sum, Lagrangian)]
+    + [(Lagrangian, lambda: Lagrangian(0.5))],
 )
-def test_a_run_of_other_functions_does_not_go_on(tmp_path, first, second, message):
+def test_a_run_of_other_functions_does_not_go_on(tmp_path, first, second):
     trainer(tmp_path, first(), max_steps=2, save_strategy="no").train()
     before = (tmp_path / ledger.NAME).read_bytes()
-    tested = trainer(tmp_path, second(), save_strategy="no")
-    with pytest.raises(ValueError) as raised:
-        tested.train(resume_from_checkpoint=True)
-    assert message in str(raised.value) and (tmp_path / ledger.NAME).read_bytes() == before
+    with pytest.raises(ValueError, match="with reward_state="):
+        trainer(tmp_path, second(), save_strategy="no").train(resume_from_checkpoint=True)
+    assert (tmp_path / ledger.NAME).read_bytes() == before
 
 
 def test_a_state_that_leaves_the_numbers_is_not_recorded(tmp_path):
@@ -144,33 +123,20 @@ def test_a_state_that_leaves_the_numbers_is_not_recorded(tmp_path):
             self.log_lambda = self.log_lambda if len(self.seen) < 3 else float("inf")
 
     tested = trainer(tmp_path, Explodes(), save_strategy="no")
-    with pytest.raises(ValueError, match="'log_lambda' in the state of reward function 'Explodes' is inf"):
+    with pytest.raises(ValueError, match="'log_lambda'.*'Explodes' is inf"):
         tested.train()
-    assert len(ledger.read(tmp_path / ledger.NAME).steps) == 2
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_function_that_adapts_while_it_scores_is_refused(tmp_path, workers):
-    class Adapts(Lagrangian):
-        def __call__(self, **arguments):
-            self.log_lambda += 0.01
-            return super().__call__(**arguments)
-
-    tested = trainer(tmp_path, Adapts(), workers=workers)
-    with pytest.raises(RuntimeError, match="'Adapts' changed its state from .*0.0.* to .*0.01.* while it scored"):
-        tested.train()
+    assert len(read(tmp_path).steps) == 2
 
 
 # ---- gradient arms
 
-SETTINGS = {"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 8, "learning_rate": 1e-3}
-SETTINGS |= {"micro_batch": 4, "steps": 4, "save_strategy": "steps", "save_steps": 2}
-SETTINGS |= {"report_to": "none", "disable_tqdm": True, "logging_steps": 1, "seed": 3}
+GRADIENT = {"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 8, "learning_rate": 1e-3}
+GRADIENT |= {"micro_batch": 4, "steps": 4, "save_strategy": "steps", "save_steps": 2}
+GRADIENT |= {"report_to": "none", "disable_tqdm": True, "logging_steps": 1, "seed": 3}
 
 
-def gradient(folder: Path, reward, arm="grpo", iterations=1, **changed):
-    args = grpo.config(arm, output_dir=str(folder), **SETTINGS | changed)
-    args.num_iterations = iterations
+def gradient(folder: Path, reward, arm="grpo"):
+    args = grpo.config(arm, output_dir=str(folder), **GRADIENT)
     rows = countdown.dataset(tiny.problems("train", 4, 5), tiny.tokenizer())
     return grpo.trainer(tiny.load("A0")[0], reward, args, rows, tiny.tokenizer())
 
@@ -196,15 +162,3 @@ def test_a_gradient_arm_goes_on_with_its_multiplier(tmp_path, arm):
     assert curve(resumed) == curve(undisturbed) and resumed.state.global_step == 4
     for one, two in zip(resumed.model.parameters(), undisturbed.model.parameters(), strict=True):
         assert torch.equal(one, two)
-
-
-def test_the_multiplier_weighs_the_costs_of_a_gradient_arm(tmp_path):
-    moving, still = Lagrangian(), Lagrangian()
-    still.end_of_step = lambda metrics: None
-    runs = []
-    for reward in (moving, still):  # one after the other: making a trainer seeds what it samples with
-        runs.append(gradient(tmp_path / str(len(runs)), reward)[0])
-        runs[-1].train()
-    ones, others = ([log["reward"] for log in run.state.log_history if "loss" in log] for run in runs)
-    assert ones[0] == others[0] and ones[1] != others[1]
-    assert curve(runs[1]) == [0.0] * 4

@@ -15,11 +15,7 @@ from transformers import TrainingArguments
 from evoalign_lib.es import SURFACE, ESConfig, ESTrainer
 
 PAGE = Path(__file__).parents[2] / "site" / "from_trl.md"
-HEADINGS = {
-    "arguments": "Arguments of the trainer",
-    "settings": "Settings",
-    "methods": "Methods of the trainer",
-}
+HEADINGS = {"arguments": "Arguments of the trainer", "settings": "Settings", "methods": "Methods of the trainer"}
 # Settings that the callbacks of trackers read, `push_to_hub` reads, or only the user's own script
 TRACKERS = {"run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"}
 HUB = {"hub_model_id", "hub_token", "hub_private_repo", "hub_revision"}
@@ -105,19 +101,17 @@ def other(value):
 
 def test_every_setting_without_effect_is_refused_with_its_reason_and_all_at_once():
     fields = {f.name: f for f in dataclasses.fields(ESConfig)}
-    refused = {name: why for name, (status, why) in SURFACE["settings"].items() if status == "refused"}
-    defaults = {name: f.default if f.default_factory is dataclasses.MISSING else [] for name, f in fields.items()}
-    inherited = {name: other(defaults[name]) for name in refused if name in fields}
-    with pytest.raises(ValueError, match=f"{len(inherited)} settings cannot stay") as caught:
-        ESConfig(**inherited)
-    lines = str(caught.value).splitlines()
-    for name, value in inherited.items():
-        assert f"- {name}={value!r} has no effect on ES: {refused[name]}. Remove it." in lines
-    own = {name: 1 for name, (status, _) in SURFACE["settings"].items() if status != "same" and name not in fields}
+    known = SURFACE["settings"].items()
+    refused = {name: why for name, (status, why) in known if status == "refused" and name in fields}
+    defaults = {n: f.default if f.default_factory is dataclasses.MISSING else [] for n, f in fields.items()}
+    given = {name: other(defaults[name]) for name in refused}
+    with pytest.raises(ValueError, match=f"{len(refused)} settings cannot stay") as caught:
+        ESConfig(**given)
+    assert all(f"- {n}={given[n]!r} has no effect on ES: {why}." in str(caught.value) for n, why in refused.items())
+    own = {name: why for name, (status, why) in known if status != "same" and name not in fields}
     with pytest.raises(TypeError) as caught:
-        ESConfig(**own)
-    for name in own:
-        assert f"- ESConfig has no setting {name!r}: {SURFACE['settings'][name][1]}." in str(caught.value)
+        ESConfig(**dict.fromkeys(own, 1))
+    assert all(f"- ESConfig has no setting {name!r}: {why}." in str(caught.value) for name, why in own.items())
 
 
 def test_every_setting_that_is_accepted_is_read(tmp_path):

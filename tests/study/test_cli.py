@@ -100,17 +100,10 @@ def test_a_package_that_is_not_installed(monkeypatch, tmp_path):
     assert code == 1 and "seaborn" in said and "evoalign[analysis" in said
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--steps", -1], "steps=-1 must be a whole number of at least 0"),
-        (["--seed", -1], "seed=-1 must be a whole number of at least 0"),
-        (["--family", "Z"], "family 'Z' is not one of ['A', "),
-    ],
-)
-def test_a_base_that_cannot_be_trained(options, message, tmp_path):
+@pytest.mark.parametrize("options", [("--steps", -1), ("--seed", -1), ("--family", "Z")])
+def test_a_base_that_cannot_be_trained(options, tmp_path):
     code, said = call("tiny", "--out", tmp_path / "base", *options)
-    assert code == 1 and message in said and not (tmp_path / "base").exists()
+    assert code == 1 and str(options[1]) in said and not (tmp_path / "base").exists()
 
 
 def test_nothing_is_overwritten(tmp_path, monkeypatch):
@@ -118,27 +111,16 @@ def test_nothing_is_overwritten(tmp_path, monkeypatch):
     kept.mkdir()
     (kept / "compare.png").write_text("mine")
     ledger = next((paths.RESULTS / "01_es_countdown/ledgers").iterdir())
-    monkeypatch.setattr(comparison, "compare", lambda *arguments: pytest.fail("nothing may run"))
-    for arguments in (
-        ["tiny", "--out", kept],
-        ["replay", ledger, "--out", kept],
-        ["tiny", "--out", kept / "compare.png"],
-    ):
-        code, said = call(*arguments)
-        assert code == 1 and f"{str(arguments[-1])!r} exists: give a new folder" in said
-    code, said = call("compare", "A0", "A1", "A2", "--out", kept)
-    assert code == 2 and "compare.png exists: name another folder by --out, or say --overwrite" in said
-    assert [path.name for path in kept.iterdir()] == ["compare.png"] and (kept / "compare.png").read_text() == "mine"
-
-
-def test_a_comparison_replaces_its_files_on_demand(tmp_path):
-    arguments = ["compare", tiny.bases_folder() / "A0", tiny.bases_folder() / "A1", tiny.bases_folder() / "A2"]
-    assert call(*arguments, "--out", tmp_path)[0] == 0
-    assert {path.name for path in tmp_path.iterdir()} == set(comparison.WRITTEN)
-    (tmp_path / "compare.csv").write_text("mine")
-    assert call(*arguments, "--out", tmp_path)[0] == 2 and (tmp_path / "compare.csv").read_text() == "mine"
-    assert call(*arguments, "--out", tmp_path, "--overwrite")[0] == 0
-    assert (tmp_path / "compare.csv").read_text() != "mine"
+    with monkeypatch.context() as patch:
+        patch.setattr(comparison, "compare", lambda *arguments: pytest.fail("nothing may run"))
+        for arguments in (("tiny", kept), ("replay", ledger, kept), ("tiny", kept / "compare.png")):
+            code, said = call(*arguments[:-1], "--out", arguments[-1])
+            assert code == 1 and f"{str(arguments[-1])!r} exists" in said
+        code, said = call("compare", "A0", "A1", "A2", "--out", kept)
+        assert code == 2 and "compare.png exists" in said and (kept / "compare.png").read_text() == "mine"
+    assert call("compare", "A0", "A1", "A2", "--out", kept, "--overwrite")[0] == 0
+    assert {path.name for path in kept.iterdir()} == set(comparison.WRITTEN)
+    assert (kept / "compare.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def damaged(folder: Path) -> list[list[object]]:

@@ -3,6 +3,7 @@
 import gzip
 from pathlib import Path
 
+import es_runs
 import numpy as np
 import pandas as pd
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from evoalign_lib import cli, comparison, ledger
-from evoalign_lib.es import ESConfig, ESTrainer
+from evoalign_lib.es import ESTrainer
 from evoalign_lib.weight_files import weights
 
 LEDGERS = sorted((paths.RESULTS / "01_es_countdown" / "ledgers").glob("*.gz"), key=lambda path: path.stat().st_size)
@@ -52,15 +53,16 @@ def run(*arguments: str, fails: bool = False) -> str:
 
 
 @pytest.fixture
-def begun(tmp_path) -> Path:
-    """The first 10 steps of a committed run, as a killed run leaves them."""
-    path = tmp_path / "ledger.jsonl"
-    path.write_bytes(b"".join(gzip.decompress(LEDGERS[1].read_bytes()).splitlines(keepends=True)[:11]))
-    return path
+def begun(tmp_path) -> list[Path]:
+    """The first 10 steps of two committed runs, as killed runs leave them."""
+    paths_ = [tmp_path / f"{i}.jsonl" for i in range(2)]
+    for path, packed in zip(paths_, LEDGERS, strict=False):
+        path.write_bytes(b"".join(gzip.decompress(packed.read_bytes()).splitlines(keepends=True)[:11]))
+    return paths_
 
 
 def test_two_ledgers_of_a_shipped_base(begun, tmp_path):
-    a, b = LEDGERS[0], begun
+    a, b = begun
     said = run("A0", a, b, "--out", tmp_path / "out")
     starts = weights("A0")
     displacements = [
@@ -70,12 +72,10 @@ def test_two_ledgers_of_a_shipped_base(begun, tmp_path):
     for end, d, path in zip("AB", displacements, (a, b), strict=True):
         run_ = ledger.read(path)
         t = len(ledger.updates(run_, len(run_.steps)))
-        formula = run_.settings["alpha"] * np.sqrt(d.size * t / run_.settings["population_size"])
-        ratio = np.linalg.norm(d) / formula
+        ratio = np.linalg.norm(d) / (run_.settings["alpha"] * np.sqrt(d.size * t / run_.settings["population_size"]))
         assert abs(ratio - 1) < 0.01
         assert f"The norm of {end}, {np.linalg.norm(d):.3g}, is {ratio:.4f} times alpha sqrt(d T_eff / N) = " in said
-        assert f"(alpha 0.01, T_eff {t}, N 30)" in said
-        assert f"The shares of layers of {end} are those of its sizes" in said
+        assert f"(alpha 0.01, T_eff {t}, N 30)" in said and f"layers of {end} are those of its sizes" in said
     cosine = displacements[0] @ displacements[1] / np.prod([np.linalg.norm(d) for d in displacements])
     assert f"cosine of A and B: {cosine:.4f}, random directions ±0.0052 (95 %), z " in said
     assert "tied embedding: share of |D|^2 over share of d" in said and "140,928" in said
@@ -94,19 +94,17 @@ def test_the_norm_of_a_run_that_decays_toward_its_start(tmp_path):
         return [1.0 if trainer_state.global_step == 4 else float(len(text)) for text in completions]
 
     settings = {"population_size": 4, "sigma": 0.1, "alpha": 0.02, "anchor_decay": 0.3, "max_completion_length": 4}
-    settings |= {"max_steps": 5, "workers": 1, "disable_tqdm": True, "report_to": "none", "save_strategy": "no"}
     prompts = [{"prompt": text} for text in ("Using the numbers", "1 2 3")]
-    ESTrainer("A0", tied_at_the_end, ESConfig(output_dir=str(tmp_path), **settings), prompts).train()
-    end, start = weights(tmp_path / ledger.NAME), weights("A0")
-    run_ = ledger.read(tmp_path / ledger.NAME)
+    args = es_runs.config(tmp_path, **settings | {"max_steps": 5, "prompts_per_step": None})
+    ESTrainer("A0", tied_at_the_end, args, prompts).train()
+    end, start, run_ = weights(tmp_path / ledger.NAME), weights("A0"), es_runs.read(tmp_path)
     moving = [t for t, step in enumerate(run_.steps) if np.ptp(step.rewards)]
     assert 0 < len(moving) < 5 and 4 not in moving
     expected = comparison._expected(end)
     moved = sum(float((end[name].double() - start[name].double()).square().sum()) for name in start) ** 0.5
     by_hand = 0.02 * np.sqrt(expected.d / 4 * sum(0.7 ** (2 * (4 - t)) for t in moving))
     assert expected.norm == pytest.approx(by_hand) and moved == pytest.approx(by_hand, rel=0.01)
-    assert expected.formula == "sqrt(d sum_t c_t^2 (1 - lambda)^(2 (T - t)))"
-    assert expected.settings == f"alpha 0.02, T_eff {len(moving)}, N 4, lambda 0.3"
+    assert f"T_eff {len(moving)}" in expected.settings and "lambda 0.3" in expected.settings
 
 
 def test_a_random_direction_and_a_concentrated_one_are_told_apart(base, tmp_path):
@@ -115,17 +113,13 @@ def test_a_random_direction_and_a_concentrated_one_are_told_apart(base, tmp_path
     a = folder(tmp_path / "a", plus(draw(0, 0.02), draw(1, 1e-3), shared))
     b = folder(tmp_path / "b", plus(draw(0, 0.02), shared, head))
     found = comparison.compare(base, a, b, alpha=1e-3, steps=30, population=30)
-    said = found.sentences()
-    assert len(said) == 5
-    assert "times alpha sqrt(d T_eff / N)" in said[0] and "any ES with these settings moves as far" in said[0]
-    assert said[1].startswith("The shares of layers of A are those of its sizes (distance 0.0")
-    assert said[2].startswith("The shares of layers of B are not those of its sizes") and "head has " in said[2]
-    assert said[3].startswith("Of B 0.") and said[3].endswith("the difference is rounding, not sparse training.")
-    assert "lies outside the band" in said[4] or "lies within the band" in said[4]
+    norm, shares_a, shares_b, rounding, cosine = found.sentences()
+    assert "any ES with these settings moves as far" in norm and "layers of A are those of its sizes" in shares_a
+    assert "layers of B are not those of its sizes" in shares_b and "head has " in shares_b
+    assert "rounding, not sparse training" in rounding and "the band of a random direction" in cosine
     table = found.table().set_index("quantity")
     assert float(table.loc["head: share of |D|^2 over share of d", "B"]) > 10
-    fig = comparison.figure(found)
-    left, right = fig.axes
+    left, right = comparison.figure(found).axes
     np.testing.assert_allclose(left.lines[1].get_ydata(), found.tensors.by("layer").shares[:, 1])
     np.testing.assert_allclose(right.lines[0].get_ydata(), found.frame("layer")["cosine"])
     bars = [patch.get_height() for patch in right.patches]
@@ -137,11 +131,10 @@ def test_a_random_direction_and_a_concentrated_one_are_told_apart(base, tmp_path
 def test_what_did_not_move_and_what_was_rounded(base, tmp_path):
     halved = {name: tensor.bfloat16() for name, tensor in draw(0, 0.02).items()}
     b = folder(tmp_path / "b", halved)
-    said = run(base, base, b, "--out", tmp_path / "out")
+    said = comparison.compare(base, base, b).text()
     assert "A has the weights of the base: nothing moved." in said
-    assert "B is stored as bfloat16: what moved by less than its rounding was lost" in said
+    assert "it is stored as bfloat16" in said
     assert "The cosine is not defined, since one of the two did not move." in said
-    assert (tmp_path / "out" / "compare.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_what_cannot_be_compared_is_said_before_anything_is_read(base, tmp_path, monkeypatch):
@@ -151,21 +144,19 @@ def test_what_cannot_be_compared_is_said_before_anything_is_read(base, tmp_path,
     other = folder(tmp_path / "smaller", smaller)
     quantised = folder(tmp_path / "quantised", draw(0))
     (Path(quantised) / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
-    for arguments, message in (
-        ((base, base, tmp_path / "nothing"), "does not exist"),
-        (
-            (base, base, other),
-            f"'lm_head.weight' has the shape (50, 16) in {base} and has the shape (49, 16) in {other}",
-        ),
-        ((base, quantised, base), "is quantised (quant_method='awq')"),
+    settings = "--alpha", "1", "--steps", "1", "--population", "2"
+    for arguments, named in (
+        ((base, base, tmp_path / "nothing"), "nothing"),
+        ((base, base, other), "(49, 16)"),
+        ((base, quantised, base), "awq"),
         ((base, LEDGERS[0], base), "not weights of one model"),
         ((base, base, base, "--alpha", "0.1"), "steps and population missing"),
-        (("A0", LEDGERS[0], "A1", "--alpha", "1", "--steps", "1", "--population", "2"), "leave the options out"),
+        (("A0", LEDGERS[0], "A1", *settings), "leave the options out"),
         ((base, base, base, "--out", Path(base) / "config.json"), "is a file"),
     ):
-        assert message in run(*arguments, fails=True).replace("\n", " "), message
+        assert named in run(*arguments, fails=True).replace("\n", " "), named
 
 
 def test_runs_that_drew_the_same_noise_have_no_null_of_the_cosine(begun):
-    said = comparison.compare("A0", begun, begun).sentences()[-1]
+    said = comparison.compare("A0", begun[0], begun[0]).sentences()[-1]
     assert said.startswith("The cosine is 1.0000. A and B drew the same noise (one run key)")

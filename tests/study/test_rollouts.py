@@ -183,7 +183,7 @@ def test_ratios_multiply_the_advantages_in_the_order_of_the_completions():
                 row["importance_ratio"] = ratio
             return {"advantages": torch.tensor([1.0, -2.0, 0.5, 3.0])}
 
-    made = grpo._reweighted(Trainer)()._generate_and_score_completions([{}, {}, {}, {}])
+    made = grpo._extended(Trainer, None, False, True)()._generate_and_score_completions([{}, {}, {}, {}])
     assert made["advantages"].tolist() == [1.0, -1.0, 0.0, 6.0]
 
 

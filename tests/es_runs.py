@@ -1,0 +1,102 @@
+"""Small runs of ES that several test files share: a trainer, rewards, and what is compared."""
+
+from pathlib import Path
+
+import pytest
+from helpers import PROMPTS, random_model, tokenizer
+from transformers import TrainerCallback
+
+from evoalign_lib import ledger, precision
+from evoalign_lib.es import ESConfig, ESTrainer
+
+ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
+SETTINGS = {
+    "population_size": 6, "sigma": 0.05, "alpha": 0.05, "max_steps": 4, "prompts_per_step": 3, "seed": 5,
+    "max_completion_length": 4, "workers": 1, "disable_tqdm": True, "report_to": "none", "save_strategy": "no",
+}  # fmt: skip
+TIMING = {"step_time", "members_per_second", "core_seconds"}
+
+
+def token_sum(completion_ids, **columns):
+    return [float(sum(ids)) for ids in completion_ids]
+
+
+def constant(completions, **columns):
+    return [0.1 + 0.2] * len(completions)
+
+
+def config(folder: Path, **changed) -> ESConfig:
+    return ESConfig(output_dir=str(folder), **SETTINGS | changed)
+
+
+def trainer(
+    folder: Path, reward=token_sum, model=None, callbacks=None, rows=ROWS, eval_dataset=None, kind=ESTrainer, rest=None,
+    **changed,
+) -> ESTrainer:  # fmt: skip
+    model = random_model() if model is None else model
+    args = config(folder, **changed)
+    return kind(model, reward, args, rows, eval_dataset, tokenizer(), callbacks, **rest or {})
+
+
+def trained(*arguments, resume=None, **settings) -> ESTrainer:
+    """A trainer after train(), its workers ended."""
+    made = trainer(*arguments, **settings)
+    made.train(resume)
+    made.engine.close()
+    return made
+
+
+def digest(made: ESTrainer) -> str:
+    return precision.digest(made.engine.layout, *made.engine.weights.planes)
+
+
+def outcome(made: ESTrainer) -> dict:
+    """All that a resumed run must share with an uninterrupted one."""
+    state = made.state
+    return {
+        "weights": digest(made),
+        "budget": {k: v for k, v in made.budget.items() if k != "core_seconds"},
+        "counts": made.counts,
+        "log": [{k: v for k, v in log.items() if k not in TIMING} for log in state.log_history],
+        "state": [state.global_step, state.epoch, state.best_metric, state.best_global_step],
+    }
+
+
+def model_bytes(model) -> bytes:
+    return b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+
+
+def read(folder: Path) -> ledger.Ledger:
+    return ledger.read(folder / ledger.NAME)
+
+
+class Stop(Exception):
+    """An error in a step."""
+
+
+def stopping(step: int, score=token_sum):
+    """A reward that raises an error in a step."""
+
+    def stops(trainer_state, **columns):
+        if trainer_state.global_step == step:
+            raise Stop
+        return score(**columns)
+
+    stops.__name__ = score.__name__  # a name in the logs
+    return stops
+
+
+def cut(folder: Path, step: int, score=token_sum, **settings) -> None:
+    """Begin a run, and end it by an error in a step."""
+    with pytest.raises(Exception, match="Stop"):
+        trainer(folder, stopping(step, score), **settings).train()
+
+
+class Ending(TrainerCallback):
+    """Stops after some steps."""
+
+    def __init__(self, step: int):
+        self.last = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.last
