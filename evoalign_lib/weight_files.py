@@ -145,7 +145,8 @@ class _Files(StateDict):
         self.source = source
         configuration = _json(folder / "config.json") if (folder / "config.json").is_file() else {}
         if quantisation := configuration.get("quantization_config"):
-            raise ValueError(f"{source!r} is quantised ({quantisation!r:.200}): give the model as it was before.")
+            method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
+            raise ValueError(f"{source!r} is quantised (quant_method={method!r}): give the model as it was before.")
         self._files: dict[str, Any] = {}
         for path, expected in _shards(folder, source).items():
             file = _open(path)
