@@ -310,11 +310,11 @@ def _refuse(others: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
         raise ValueError(f"{name}={others[name]!r}: here it is {stated[name]!r} for every run of this arm; remove it.")
 
 
-def _check_trainable(model: Any) -> None:
-    """Raise ValueError unless a model, or its adapter over a frozen base, can be trained in float32."""
+def _check_trainable(model: Any, adapters: bool = True) -> None:
+    """Raise ValueError unless a model, or its adapter over a frozen base where these are taken, trains in float32."""
     from evoalign_lib import _adapters
 
-    if not _adapters.is_adapted(model):
+    if not adapters or not _adapters.is_adapted(model):
         check_plain(model)
     else:
         _adapters.check_something_moves(model)
@@ -603,7 +603,7 @@ def filtered_sft(
     """
     if not pairs:
         raise ValueError("no completion passed the filter: draw more samples per prompt, or lower the threshold.")
-    _check_trainable(model)
+    _check_trainable(model, adapters=False)
     stated = _SFT | _OPTIMISER | {"output_dir": output_dir, "seed": seed, "num_train_epochs": epochs}
     stated |= {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": 1}
     stated |= {"learning_rate": learning_rate}

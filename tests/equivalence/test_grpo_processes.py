@@ -13,6 +13,7 @@ import pytest
 from helpers import in_child, random_model
 
 HERE = Path(__file__).parent
+pytestmark = pytest.mark.slow  # starting three processes takes longer than all their work
 CONFIG = Path(evoalign_study.__file__).with_name("accelerate.yaml")
 
 

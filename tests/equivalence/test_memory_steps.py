@@ -36,6 +36,7 @@ def test_the_formula_is_what_a_step_takes(method, size, rows):
     assert predicted.get("moments", 0) == pytest.approx(measured.get("moments", 0), abs=8 * 100)
 
 
+@pytest.mark.slow
 def test_a_run_has_a_process_of_its_own_and_its_record_can_be_stored(monkeypatch):
     limits = []
 

@@ -69,7 +69,7 @@ def members(n: int) -> tuple[np.ndarray, np.ndarray]:
     return keys, np.random.default_rng(n).normal(0, 1e-4, n).astype(np.float32)
 
 
-FAST = "low_rank_noise_of_a_window or (members_and_updates and gaussian-0-torch.bfloat16)"
+FAST = "known_answers or (members_and_updates and gaussian-0-torch.bfloat16)"
 
 
 @pytest.mark.timeout(600)  # by an interpreter

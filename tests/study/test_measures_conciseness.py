@@ -219,6 +219,7 @@ def own(tmp_path):
 ELSEWHERE = {"unique_prompts": None, "steps": 1, "curve_points": 2, "curve_spacing": None, "noise_draws": 1}
 
 
+@pytest.mark.slow
 def test_runs_of_a_model_from_elsewhere_on_own_questions_in_processes_of_their_own(model, own, tmp_path, monkeypatch):
     monkeypatch.setenv("EVOALIGN_RUN_DIR", str(tmp_path / "run"))
     changed = ELSEWHERE | {"questions": own}

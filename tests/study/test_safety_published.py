@@ -9,7 +9,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from evoalign_study import published_judgments as view
-from evoalign_study import records
+from evoalign_study import records, results
 from evoalign_study.kinds import judged as kind
 
 from evoalign_lib.tasks import safety_published as data
@@ -187,7 +187,7 @@ def test_tables_and_sentences_are_made_of_records(found):
     for_all = [*found[:2], *({**found[2], "spec": found[2]["spec"] | {"model": m}} for m in data.MODELS)]
     for table in (view.response_rows, view.refusal_rows):
         assert table(for_all)["model"].tolist() == list(data.MODELS)
-    said = view.answers(view.results(for_all))
+    said = results.answered("04_safety_judges, published", view.results(for_all))
     assert len(said) == 4 and all(text.endswith(".") and "nan" not in text for text in said.values())
     with pytest.raises(ValueError, match="Alpaca-7B"):
         view.responses(found)

@@ -86,7 +86,8 @@ def test_a_picture_in_a_notebook_has_the_colours_of_the_figure() -> None:
 
 
 def test_a_picture_of_too_many_colours_is_embedded_in_full_colour() -> None:
-    figure = Figure(figsize=(2, 2), layout="none")  # whatever style another test has left
+    figure = Figure(figsize=(2, 2))
+    figure.set_layout_engine("none")  # whatever style another test has left
     x, y = np.meshgrid(np.linspace(0, 1, 200), np.linspace(0, 1, 200))
     figure.add_axes([0, 0, 1, 1]).imshow(np.stack([x, y, 1 - x * y], -1))
     full = style.png(figure, style.SCREEN_DPI)

@@ -292,7 +292,8 @@ def run_audit(spec: Spec) -> Record:
     """
     import torch
 
-    from evoalign_lib.es import ESTrainer, coefficients
+    from evoalign_lib.es import ESTrainer
+    from evoalign_lib.update_rules import coefficients
     from evoalign_study import evolution
 
     model, tokenizer, sets = training.world(spec)
