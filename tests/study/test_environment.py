@@ -1,5 +1,6 @@
 """The set-up files agree with each other, with the code's imports and with what is installed."""
 
+import ast
 import functools
 import importlib.metadata
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,29 @@ def test_installed_versions_are_the_pinned_ones() -> None:
 def _loaded(script: str) -> list[str]:
     done = subprocess.run([sys.executable, "-c", script], cwd=paths.ROOT, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
+
+
+def _imports(node: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
+    """The modules from outside that a file imports, and whether inside a function or a condition."""
+    named = [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+    for name in named + ([alias.name for alias in node.names] if isinstance(node, ast.Import) else []):
+        if (root := name.split(".")[0]) not in sys.stdlib_module_names | {"evoalign_lib", "evoalign_study"}:
+            yield root, inside
+    inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.If | ast.Try)
+    for child in ast.iter_child_nodes(node):
+        yield from _imports(child, inside)
+
+
+@pytest.mark.parametrize(
+    ("room", "extras"), [("evoalign_lib", ()), ("notebooks/evoalign_study", ("analysis", "notebooks", "judges"))]
+)
+def test_the_code_imports_only_declared_requirements(room, extras) -> None:
+    """At the top level those of the base and of the extras that the room has, elsewhere those of any extra."""
+    at_top, anywhere = ({canonicalize_name(r.name) for r in known} for known in (_requirements_of(*extras), DIRECT))
+    found = {each for path in (paths.ROOT / room).rglob("*.py") for each in _imports(ast.parse(path.read_text()))}
+    names = {(canonicalize_name(DISTRIBUTION_OF.get(module, module)), inside) for module, inside in found}
+    assert len(names) > 5
+    assert [name for name, inside in names if name not in (anywhere if inside else at_top)] == []
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
