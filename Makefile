@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml notebooks/pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not a command here. Install Python 3.11, 3.12 or 3.13, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else "$(PYTHON) is Python %d.%d; EvoAlign needs 3.11, 3.12 or 3.13. Name another: make PYTHON=python3.12" % v)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
-	$(BIN)/python -m pip install -c constraints.txt -e ".[analysis,notebooks,dev,judges,adapters]" -e notebooks -e notebooks
+	$(BIN)/python -m pip install -c constraints.txt -e ".[analysis,notebooks,dev,judges,adapters]" -e notebooks
 	@touch $@
 
 # Train two ES seeds of notebook 01 on this machine, in minutes, and draw its figures. Made anew each time.
@@ -97,7 +97,6 @@ $(ENGINES)/.installed: pyproject.toml constraints.txt tests/engines/requirements
 		$(BIN)/python -m uv pip install -q --python $(ENGINES)/bin/python --index-strategy unsafe-best-match \
 		--compile-bytecode -c constraints.txt --overrides tests/engines/overrides.txt \
 		-r tests/engines/requirements.txt -e .
-	PYTHONPATH=$(ENGINES)/uv $(BIN)/python -m uv pip install -q --python $(ENGINES)/bin/python --no-deps -e notebooks
 	PYTHONPATH=$(ENGINES)/uv $(BIN)/python -m uv pip install -q --python $(ENGINES)/bin/python --no-deps -e notebooks
 	@touch $@
 

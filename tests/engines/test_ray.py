@@ -365,17 +365,23 @@ def actors() -> set[int]:
 
 
 def killer(engine: RayEngine, killed: list[str], stop: threading.Event) -> None:
-    """Kill in turn an actor that has proved its weights, and one that starts and replays."""
-    rng, before = random.Random(4), actors()
-    while len(killed) < KILLS and not stop.wait(rng.uniform(0, 1)):
-        wanted = "starting" if len(killed) % 2 else "working"
+    """Kill actors, each life at a moment of its own: while it starts and replays, or after its first member."""
+    rng, before, lives = random.Random(4), actors(), {}
+    while len(killed) < KILLS and not stop.wait(0.005):
         for pid in sorted(actors() - before):
-            works = any(place.proved and f"process {pid} " in place.process for place in engine.places)
-            if works == (wanted == "working"):
+            place = next((place for place in engine.places if f"process {pid} " in place.process), None)
+            if pid not in lives:
+                starting = rng.random() < 0.6
+                lives[pid] = {"starting": starting, "delay": rng.uniform(0, 3 if starting else 0.3), "since": None}
+            life, now = lives[pid], time.monotonic()
+            if place is not None:
+                works = place.finished > life.setdefault("finished", place.finished)
+            if life["since"] is None and (life["starting"] or place is not None and works):
+                life["since"] = now
+            if life["since"] is not None and now > life["since"] + life["delay"]:
                 os.kill(pid, signal.SIGKILL)
                 before.add(pid)
-                killed.append(wanted)
-                break
+                killed.append("starting" if place is None else "working")
 
 
 def test_chaos(tmp_path):
@@ -391,7 +397,7 @@ def test_chaos(tmp_path):
         stop.set()
         thread.join()
         tested.engine.close()
-    assert len(killed) == KILLS and tested.engine.repairs["actors/rebuilt"] == 0
+    assert len(killed) == KILLS and killed.count("working") >= 3 and tested.engine.repairs["actors/rebuilt"] == 0
     assert tested.engine.repairs["actors/restarted"] >= KILLS - 1  # the last one may not be missed any more
     assert same_run(whole, tested)
     assert ledger.verify(tmp_path / "run" / ledger.NAME, random_model()).weights == digest(whole)
