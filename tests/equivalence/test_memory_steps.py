@@ -16,7 +16,7 @@ pytest.importorskip("cma")
 EXACT = ("weights", "master", "compensation", "adapter", "gradients", "reference model")
 
 
-ONE_OF_EACH = ("es", "es_low_rank", "es_lora", "essa", "grpo_reference", "grpo_mixed")
+ONE_OF_EACH = ("es", "es_lora", "grpo_reference")
 FAST = [(method, "0.14M", 4) for method in ONE_OF_EACH]
 SLOW = [(method, "0.14M", rows) for method in footprint.METHODS for rows in (4, 8)]
 SLOW += [(method, size, 16) for method in footprint.METHODS for size in ("1M", "4M")]

@@ -42,10 +42,10 @@ def killed(spec, folder, step: int) -> None:
     assert in_child(work) == -signal.SIGKILL
 
 
-SLOW = ("es_weighted", "es_lora", "essa", "grpo_lora", "grpo_perturbed")
+SLOW = ("grpo", "es_weighted", "es_lora", "essa", "grpo_lora", "grpo_perturbed")
 
 
-@pytest.mark.parametrize("arm", ["es", "grpo", *(pytest.param(arm, marks=pytest.mark.slow) for arm in SLOW)])
+@pytest.mark.parametrize("arm", ["es", *(pytest.param(arm, marks=pytest.mark.slow) for arm in SLOW)])
 def test_a_killed_run_ends_with_the_record_of_one_left_alone(arm, tmp_path):
     rollouts = {"beta": 0.0} if arms.get(arm).rollouts != "own" else {}
     (spec,) = train_specs(arm, ["A0"], [0], SETTINGS | rollouts, "smoke")

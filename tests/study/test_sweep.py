@@ -136,6 +136,7 @@ def test_the_record_of_an_audit():
     assert set(still["path"]["cosine"]) == {None}
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_continues_where_it_was(folders, capsys):
     specs = base_specs(["A0"], SETTINGS, "smoke") + train_specs("es", ["A0"], range(4), SETTINGS, "smoke")
     file = folders / "run/results/smoke.jsonl"
