@@ -564,13 +564,15 @@ def noise(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw the true reward where the claim compares it, on judges of turned comparisons and on narrower ones."""
     names = {judge: f"{100 * scorer.annotators.flips:g} %" for judge, scorer in scorers.NOISY.items()}
     names |= {judge: f"width\n{scorers.SIZES[judge].hidden}" for judge in list(scorers.SIZES)[::-1]}
-    points = pd.DataFrame(
-        {"judge": judge, "arm": arm, "decoding": decoding, "true": round(x, 4)}
+    rows = [
+        (judge, arm, decoding, round(x, 4))
         for decoding, judge, arm in product(DECODINGS, names, ARMS)
         for x in _read(of, on_judge([*of[f"{arm}_noise"], *of[f"{arm}_sizes"]], judge), TRUE, decoding, GAIN)
-    )
-    fig, axes, shown = plots.panels(points, "decoding", 2.1)
-    for ax, decoding, panel in shown:
+    ]
+    points = pd.DataFrame(rows, columns=["judge", "arm", "decoding", "true"])
+    fig, axes = plt.subplots(1, len(DECODINGS), figsize=(style.PAGE, 2.1))
+    for ax, decoding in zip(axes, DECODINGS, strict=True):
+        panel = points[points["decoding"] == decoding]
         sides = {judge: list(panel[panel["judge"] == judge].groupby("arm", sort=False)) for judge in names}
         plots.strip(ax, {names[judge]: each for judge, each in sides.items()}, "true")
         ax.axhline(of["base"][0]["test"][decoding]["score"][-1], label=LABELS["base"], **plots.BASE)
