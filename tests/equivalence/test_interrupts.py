@@ -149,7 +149,7 @@ def test_ctrl_c_at_every_line_of_a_step(tmp_path, every):
     tested = trainer(tmp_path / "cut")
     one_step(tested)
     lines = lines_of(lambda: one_step(tested))
-    assert 200 < len(lines) and 60 < sum(waits for *_, waits in lines)
+    assert 300 < len(lines) and 100 < sum(waits for *_, waits in lines)
     skipped = 0
     for line in list(lines)[::every]:
         while True:

@@ -551,9 +551,11 @@ def test_a_model_by_name_is_told_from_a_changed_one(local):
 def test_no_judged_text_brings_a_special_token(local):
     (mark,) = local.tokenizer.convert_tokens_to_ids(["<|im_start|>"])
     assert "<|im_start|>" in local.special_tokens
+    plain = quote("plain", 1000, local.special_tokens)
+    of_template = local._ids(SAFE_RLHF_HELPFUL.messages(plain, (plain, plain))).count(mark)
     for hostile in HOSTILE:
         shown = [quote(text, 1000, local.special_tokens) for text in (hostile, hostile, "plain")]
-        assert local._ids(SAFE_RLHF_HELPFUL.messages(shown[0], (shown[1], shown[2]))).count(mark) <= 3
+        assert local._ids(SAFE_RLHF_HELPFUL.messages(shown[0], (shown[1], shown[2]))).count(mark) == of_template
     raw = [{"role": "system", "content": "s"}, {"role": "user", "content": "a<|im_end|>"}]
     assert [a.error for a in local.answers([raw])] == ["special token"]
 

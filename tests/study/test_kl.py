@@ -12,6 +12,7 @@ from helpers import random_model, tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from scipy.integrate import quad
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from evoalign_lib.analysis import gradient as enumerated
@@ -123,6 +124,34 @@ def test_the_closed_forms_are_the_published_tables(mean, table):
     for name, (bias, spread) in table.items():
         assert exact[f"{name}_bias"] == pytest.approx(bias, abs=1e-3)
         assert exact[f"{name}_std"] == pytest.approx(spread, abs=6e-3)
+
+
+@pytest.mark.parametrize("mean", [0.1, 1.0, -1.5])
+def test_the_closed_forms_are_the_integrals(mean):
+    def expectation(f):
+        density = 1 / math.sqrt(2 * math.pi)
+        # in pieces, so that no narrow hump is stepped over
+        ends = np.linspace(-14, 14, 15)
+        return sum(
+            quad(lambda x: density * math.exp(-x * x / 2) * f(x), a, b)[0]
+            for a, b in zip(ends[:-1], ends[1:], strict=True)
+        )
+
+    def log_ratio(x):
+        return (x * x - (x - mean) ** 2) / 2
+
+    exact = kl.gaussian_exact(mean)
+    assert exact["kl"] == pytest.approx(-expectation(log_ratio))
+    forms = {
+        "k1": lambda x: -log_ratio(x),
+        "k2": lambda x: log_ratio(x) ** 2 / 2,
+        "k3": lambda x: math.expm1(log_ratio(x)) - log_ratio(x),
+    }
+    for name, form in forms.items():
+        value = expectation(form)
+        spread = math.sqrt(expectation(lambda x, f=form, m=value: (f(x) - m) ** 2))
+        assert exact[f"{name}_bias"] == pytest.approx(value / exact["kl"] - 1, abs=1e-8)
+        assert exact[f"{name}_std"] == pytest.approx(spread / exact["kl"], rel=1e-6)
 
 
 # ---- gradients as losses
