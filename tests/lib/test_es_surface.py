@@ -235,7 +235,7 @@ def test_reward_models_by_folder_or_object_beside_functions(tmp_path):
         settings |= {"rows": ROWS, "prompts_per_step": None, "population_size": 4, "seed": 42, "max_steps": 2}
         runs.append(trained(tmp_path / str(i), reward, **settings))
     found = [np.array([step.rewards for step in tested.ledger.steps]) for tested in runs]
-    assert found[0] == pytest.approx(found[1], abs=1e-5) and found[0] == pytest.approx(found[2], abs=1e-5)
+    assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
     assert "rewards/scorer/mean" in runs[0].state.log_history[0] and runs[0].counts["tied"] == 0
 
 
