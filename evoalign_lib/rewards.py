@@ -43,6 +43,9 @@ import numpy as np
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
+_Part = tuple[slice, Any, list[tuple[str, float]], list[tuple[str, list]]]
+"""Which completions a call scored, what it returned, and what it gave `log_metric` and `log_extra`."""
+
 States = dict[str, dict[str, float]]
 """Name of a reward function -> its state."""
 
@@ -139,11 +142,9 @@ class Rewards:
             if not callable(function):
                 raise TypeError(f"reward function {function!r} is not callable: give reward(completions, **columns).")
         n = len(self.functions)
-        given = [1.0] * n if weights is None else list(weights) if isinstance(weights, Iterable) else [None]
-        if not all(map(_is_finite, given)):
-            raise ValueError(f"reward_weights={weights!r}: give a list with a finite number for each function.")
-        if len(given) != n:
-            raise ValueError(f"reward_weights has {len(given)} entries for {n} functions: give one each.")
+        given = [1.0] * n if weights is None else list(weights) if isinstance(weights, Iterable) else []
+        if len(given) != n or not all(map(_is_finite, given)):
+            raise ValueError(f"reward_weights={weights!r} for {n} functions: give a list of finite numbers, one each.")
         self.weights = [float(weight) for weight in given]
         floors = [_declared_floor(f) if floor is None else floor for f in self.functions]
         if not all(f is None or _is_finite(f) for f in floors):
@@ -239,57 +240,49 @@ class Rewards:
         self.check_timeout()
         if (given := getattr(trainer_state, "reward_state", None)) is not None:
             self.load_state(given)
-        before = self.state()
-        n = len(completions)
-        metrics: dict[str, list[float]] = {}
-        counts = dict.fromkeys(KINDS, 0)
+        before, n = self.state(), len(completions)
         total, applied, functions = np.zeros(n), np.zeros(n, dtype=bool), {}
+        metrics, counts, extra = {}, dict.fromkeys(KINDS, 0), {}
         table: dict[str, list] = {"prompt": list(prompts), "completion": list(completions)}
-        extra: dict[str, list] = {}
-
+        given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
         for function, weight, floor, name in zip(self.functions, self.weights, self.floors, self.names, strict=True):
-            wrong: list[str] = []
-
-            def call(items: slice, function=function, wrong=wrong) -> Sequence[float | None]:
-                logged, shown = [], []
-                arguments = {
-                    "prompts": list(prompts[items]),
-                    "completions": list(completions[items]),
-                    "completion_ids": list(completion_ids[items]),
-                    "trainer_state": trainer_state,
-                    "log_metric": lambda metric, value: logged.append((metric, float(value))),
-                    "log_extra": lambda column, values: shown.append((column, list(values))),
-                } | {key: list(values[items]) for key, values in columns.items()}
-                result = _within(self.timeout, lambda: _taken(_result(function, arguments), len(arguments["prompts"])))
-                # only calls that succeed count: the completions of one that failed are scored once more, singly
+            _check_signature(function, name, columns)
+            call = functools.partial(self._call, function, given, trainer_state)
+            values = np.empty(n)
+            for items, returned, logged, shown in _calls(call, n, name, floor, prompts, counts):
+                values[items] = _numbers(returned, name, floor, prompts[items], counts)
                 for metric, value in logged:
                     metrics.setdefault(metric, []).append(value)
-                for column, values in shown:
-                    if len(values) != len(arguments["prompts"]):
-                        wrong.append(f"{len(values)} values of {column!r} for {len(arguments['prompts'])} completions")
-                    else:
-                        extra.setdefault(column, [None] * n)[items] = values
-                return result
-
-            _check_signature(function, name, columns)
-            values = _call_batch(call, n, name, floor, prompts, counts)
-            if wrong:
-                raise ValueError(f"reward function {name!r} gave log_extra {wrong[0]}: give one for each.")
+                for column, cells in shown:
+                    if len(cells) != len(values[items]):
+                        what = f"{len(cells)} values of {column!r} for {len(values[items])} completions"
+                        raise ValueError(f"reward function {name!r} gave log_extra {what}: give one for each.")
+                    extra.setdefault(column, [None] * n)[items] = cells
             table[name] = [None if math.isnan(value) else value for value in values.tolist()]
             has = ~np.isnan(values)
             total[has] += weight * values[has]
             applied |= has
             if has.any():
                 functions[name] = (float(values[has].mean()), float(values[has].std()))
-        after = self.state()
-        for name in before:
-            if after[name] != before[name]:  # each process, and each order of members, would have another one
-                moved = f"reward function {name!r} changed its state from {before[name]} to {after[name]}"
+        for name, after in self.state().items():
+            if after != before[name]:  # each process, and each order of members, would have another one
+                moved = f"reward function {name!r} changed its state from {before[name]} to {after}"
                 raise RuntimeError(f"{moved} while it scored: let only end_of_step move it.")
         if taken := sorted(extra.keys() & table.keys()):
             raise ValueError(f"log_extra got a column {taken[0]!r}, which the table has already: take another name.")
         rewards = np.where(applied, total, np.nan)
         return Scored(rewards, functions, metrics, counts, table | extra if self.table else {})
+
+    def _call(self, function: RewardFunction, given: Mapping[str, Sequence], trainer_state: Any, items: slice) -> _Part:
+        """Call a function with a part of the completions."""
+        logged, shown = [], []
+        arguments = {name: list(values[items]) for name, values in given.items()} | {
+            "trainer_state": trainer_state,
+            "log_metric": lambda metric, value: logged.append((metric, float(value))),
+            "log_extra": lambda column, values: shown.append((column, list(values))),
+        }
+        most = len(arguments["prompts"]) + 1
+        return items, _within(self.timeout, lambda: _taken(_result(function, arguments), most)), logged, shown
 
 
 def state_metrics(states: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -333,7 +326,8 @@ def _is_finite(value: Any) -> bool:
 
 def _result(function: RewardFunction, arguments: Mapping[str, Any]) -> Any:
     """Return what a function returns, or what an asynchronous one returns in the end."""
-    if not is_asynchronous(function):
+    called = _unwrapped(function)
+    if not (inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(type(called).__call__)):
         return function(**arguments)
 
     async def guarded() -> Any:
@@ -342,7 +336,7 @@ def _result(function: RewardFunction, arguments: Mapping[str, Any]) -> Any:
         except SystemExit as error:  # would end the event loop, and its result would never come
             raise RuntimeError(f"the function called sys.exit({error.code!r})") from error
 
-    future = asyncio.run_coroutine_threadsafe(guarded(), _event_loop())
+    future = asyncio.run_coroutine_threadsafe(guarded(), _event_loop(os.getpid()))
     try:
         return future.result()
     except BaseException:  # Ctrl-C, or a time-out
@@ -350,42 +344,34 @@ def _result(function: RewardFunction, arguments: Mapping[str, Any]) -> Any:
         raise
 
 
-def is_asynchronous(function: RewardFunction) -> bool:
-    """Return whether a function, or an object that is called, is an `async def`."""
-    function = _unwrapped(function)
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+@functools.cache
+def _event_loop(process: int) -> asyncio.AbstractEventLoop:
+    """Return the event loop of this process, in a thread of its own: that of a notebook runs in the main one.
+
+    It lasts: what functions keep, such as open connections, belongs to a loop. A forked process has none of its
+    parent's threads, and needs another.
+    """
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="evoalign-rewards", daemon=True)
+    thread.start()
+
+    @atexit.register
+    def end() -> None:
+        if process == os.getpid():
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            loop.close()
+
+    return loop
 
 
-_LOOPS: dict[int, asyncio.AbstractEventLoop] = {}
-"""process id -> its event loop. One that lasts: what functions keep, such as open connections, belongs to a loop"""
-
-
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of this process, in a thread of its own: that of a notebook runs in the main one."""
-    if os.getpid() not in _LOOPS:  # a forked process has none of its parent's threads
-        loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=loop.run_forever, name="evoalign-rewards", daemon=True)
-        thread.start()
-        _LOOPS[os.getpid()] = loop
-        atexit.register(_end_loop, os.getpid(), thread)
-    return _LOOPS[os.getpid()]
-
-
-def _end_loop(process: int, thread: threading.Thread) -> None:
-    if process == os.getpid():
-        loop = _LOOPS.pop(process)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-
-def _taken(result: Any, n: int) -> Any:
-    """Return what a function returned; a generator, a `map` or another lazy iterable as a list, of at most n + 1.
+def _taken(result: Any, most: int) -> Any:
+    """Return what a function returned; a generator, a `map` or another lazy iterable as a list, of so many at most.
 
     Its rewards are computed only now, and this may fail, hang or never end.
     """
     lazy = hasattr(result, "__iter__") and not hasattr(result, "__len__")
-    return list(itertools.islice(result, n + 1)) if lazy else result
+    return list(itertools.islice(result, most)) if lazy else result
 
 
 def _within(seconds: float | None, call: Callable[[], Any]) -> Any:
@@ -448,49 +434,49 @@ def _check_signature(function: RewardFunction, name: str, columns: Mapping[str, 
         raise TypeError(f"reward function {name!r} does not fit its call ({error}): {remedy}.") from None
 
 
-def _call_batch(call, n: int, name: str, floor: float | None, prompts, counts: dict[str, int]) -> np.ndarray:
-    """Return the rewards of one function: None as NaN, failures as the floor, and counted."""
-    try:
-        raw = call(slice(0, n))
-    except RewardOutage:
-        raise
-    except (Exception, SystemExit) as error:  # else sys.exit() would end the run with status 0, as if it had finished
-        raw = []
-        for i in range(n):  # one completion at a time, to score the others or to name the prompt that failed
-            try:
-                single = call(slice(i, i + 1))
-            except RewardOutage:
-                raise
-            except (Exception, SystemExit) as failure:
-                if floor is None:
-                    raise RewardError(_failure(name, _shown(prompts[i]), repr(failure))) from failure
-                counts["timeout" if isinstance(failure, RewardTimeout) else "exception"] += 1
-                single = [floor]
-            raw += _checked_length(single, 1, name)
-        if floor is None:
-            raise RewardError(_failure(name, f"on {n} prompts at once, though on none alone", repr(error))) from error
-    values = np.empty(n)
-    for i, value in enumerate(_checked_length(raw, n, name)):
+def _calls(
+    call: Callable[[slice], _Part], n: int, name: str, floor: float | None, prompts: Sequence, counts: dict[str, int]
+) -> list[_Part]:
+    """Return what one function returns for n completions: in one call, or, where that fails, in one call for each."""
+
+    def parts(items: slice, whole: bool) -> list[_Part]:
+        try:
+            return [call(items)]
+        except RewardOutage:
+            raise
+        except (Exception, SystemExit) as error:  # else sys.exit() would end the run with status 0, as if it were over
+            singly = [part for i in range(n) for part in parts(slice(i, i + 1), False)] if whole else []
+            if floor is None:
+                where = f"on {n} prompts at once, though on none alone" if whole else _shown(prompts[items.start])
+                raise RewardError(_failure(name, where, repr(error))) from error
+            if whole:
+                return singly
+            counts["timeout" if isinstance(error, RewardTimeout) else "exception"] += 1
+            return [(items, [floor], [], [])]
+
+    return parts(slice(0, n), True)
+
+
+def _numbers(returned: Any, name: str, floor: float | None, prompts: Sequence, counts: dict[str, int]) -> list[float]:
+    """Return the rewards of a call: None as NaN, what is not finite as the floor, and both counted."""
+    remedy = "return a list with a number (or None) for each completion"
+    if isinstance(returned, (Mapping, Set, str, bytes)) or not hasattr(returned, "__iter__"):
+        raise TypeError(f"reward function {name!r} returned a {type(returned).__name__}, {returned!r:.200}: {remedy}.")
+    if len(returned := list(returned)) != len(prompts):
+        what = f"{len(returned)} rewards for {len(prompts)} completions"
+        raise ValueError(f"reward function {name!r} returned {what}: {remedy}.")
+    values = []
+    for value, prompt in zip(returned, prompts, strict=True):
+        number = math.nan if value is None else _number(value, name, prompt)
         if value is None:
             counts["none"] += 1
-            values[i] = np.nan
-            continue
-        values[i] = _number(value, name, prompts[i])
-        if not math.isfinite(values[i]):
+        elif not math.isfinite(number):
             if floor is None:
-                raise RewardError(_failure(name, _shown(prompts[i]), str(values[i])))
+                raise RewardError(_failure(name, _shown(prompt), str(number)))
             counts["nan"] += 1
-            values[i] = floor
+            number = floor
+        values.append(number)
     return values
-
-
-def _checked_length(raw: Any, n: int, name: str) -> list:
-    remedy = "return a list with a number (or None) for each completion"
-    if isinstance(raw, (Mapping, Set, str, bytes)) or not hasattr(raw, "__iter__"):
-        raise TypeError(f"reward function {name!r} returned a {type(raw).__name__}, {raw!r:.200}: {remedy}.")
-    if len(raw := list(raw)) != n:
-        raise ValueError(f"reward function {name!r} returned {len(raw)} rewards for {n} completions: {remedy}.")
-    return raw
 
 
 def _number(value: Any, name: str, prompt: Any) -> float:
