@@ -19,19 +19,20 @@ Where `released` departs from the published scorer, in order to answer hostile t
 3. an answer of more than 2,000 characters besides blanks is an error. Python accepts longer chains of signs, up to a
    limit that depends on its version; brackets nested more than 200 deep are an error in both.
 
-No text is ever evaluated as code: answers are read by an iterative precedence parser.
+No text is ever evaluated as code: Python's parser makes a tree of an answer, and the operators of its nodes are applied
+one by one.
 """
 
+import ast
 import hashlib
 import json
-import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from itertools import combinations
+from itertools import chain, combinations, product
 from numbers import Integral, Rational
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,6 @@ Target = str | int | float | Fraction
 
 _MAX_RESPONSE = 65_536  # characters; longer responses score 0 unread
 _MAX_SYMBOLS = 2_000  # characters of an answer besides blanks
-_MAX_DEPTH = 200  # nested brackets: the limit of Python's own tokenizer
 _MAX_BITS = 32_768  # of an integer power under the released grader
 _MAX_SOLVER_NUMBERS = 6
 _FULL_DRAW = 65_536  # candidates the generator draws at once, at most
@@ -92,7 +92,7 @@ class Problem:
             raise ValueError(f"numbers must be a non-empty tuple of non-negative integers, got {self.numbers!r}")
         if type(self.target) is not str:
             raise ValueError(f"target must be a string such as '98' or '27.4', got {self.target!r}")
-        _parse_target(self.target)
+        _exact_target(self.target)
 
 
 def problem_key(problem: Problem) -> tuple[tuple[int, ...], str]:
@@ -321,33 +321,26 @@ def _tables(numbers: Sequence[int], size: int) -> dict[int, dict[Fraction, str]]
     if not 1 <= len(numbers) <= _MAX_SOLVER_NUMBERS:
         raise ValueError(f"the solver takes 1 to {_MAX_SOLVER_NUMBERS} numbers, got {len(numbers)}")
     tables: dict[int, dict[Fraction, str]] = {}
-    for parts in range(1, size + 1):
-        for chosen in combinations(range(len(numbers)), parts):
-            mask = sum(1 << i for i in chosen)
-            if parts == 1:
-                tables[mask] = {Fraction(numbers[chosen[0]]): str(numbers[chosen[0]])}
-                continue
-            table: dict[Fraction, str] = {}
-            lowest = mask & -mask  # each unordered pair of parts once: the left part holds the first number
-            left = (mask - 1) & mask
-            while left:
-                if left & lowest:
-                    _join(tables[left], tables[mask ^ left], table)
-                left = (left - 1) & mask
-            tables[mask] = table
+    for chosen in chain.from_iterable(combinations(range(len(numbers)), parts) for parts in range(1, size + 1)):
+        mask = sum(1 << i for i in chosen)
+        table = tables[mask] = {Fraction(numbers[i]): str(numbers[i]) for i in chosen if len(chosen) == 1}
+        left = (mask - 1) & mask
+        while left:
+            if left & mask & -mask:  # each unordered pair of parts once: the left part holds the first number
+                _join(tables[left], tables[mask ^ left], table)
+            left = (left - 1) & mask
     return tables
 
 
 def _join(left: dict[Fraction, str], right: dict[Fraction, str], table: dict[Fraction, str]) -> None:
-    for a, a_text in left.items():
-        for b, b_text in right.items():
-            results = [(a + b, a_text, "+", b_text), (a - b, a_text, "-", b_text), (b - a, b_text, "-", a_text)]
-            results += [(a * b, a_text, "*", b_text)]
-            results += [(a / b, a_text, "/", b_text)] if b else []
-            results += [(b / a, b_text, "/", a_text)] if a else []
-            for value, first, sign, second in results:
-                if value not in table:
-                    table[value] = f"({first} {sign} {second})"
+    for (a, first), (b, second) in product(left.items(), right.items()):
+        ways = [(a + b, first, "+", second), (a - b, first, "-", second), (b - a, second, "-", first)]
+        ways += [(a * b, first, "*", second)]
+        ways += [(a / b, first, "/", second)] if b else []
+        ways += [(b / a, second, "/", first)] if a else []
+        for value, one, sign, other in ways:
+            if value not in table:
+                table[value] = f"({one} {sign} {other})"
 
 
 # ------------------------------------------------------------------------------------------------------------- prompts
@@ -530,8 +523,6 @@ def last_answer(text: str) -> str | None:
 
 _FORBIDDEN = re.compile(r"[^0-9+\-*/() ]")
 _DIGITS = re.compile(r"[0-9]+")
-_TOKEN = re.compile(r"[0-9]+|\*\*|//|[+\-*/()]")
-_PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "unary +": 3, "unary -": 3, "**": 4}
 
 
 def _answer_is_right(answer: str | None, numbers: Sequence[int], goal: Fraction, grader: str) -> bool:
@@ -555,61 +546,30 @@ def _has_value(expression: str, numbers: tuple[int, ...], goal: Fraction, grader
         if grader == "strict":
             return _meets(_evaluate(expression, Fraction, _EXACT), goal)
         return abs(float(_evaluate(expression, int, _PYTHON)) - float(goal)) < 1e-5
-    except (ValueError, ArithmeticError):  # not an expression; division by zero, overflow
+    # not an expression, or none of these operators; division by zero, overflow; too deep for Python's parser
+    except (SyntaxError, ValueError, LookupError, ArithmeticError, MemoryError, RecursionError):
         return False
 
 
-def _evaluate(text: str, number: Callable[[int], Any], functions: Mapping[str, Callable[..., Any]]) -> Any:
+def _evaluate(text: str, number: Callable[[int], Any], operators: Mapping[type, Callable[..., Any]]) -> Any:
     """Evaluate a string of digits, `+ - * / ( )` and blanks with Python's precedence, without recursion.
 
-    `number` makes a value of an integer; `functions` has what each operator does, and one that it lacks is a
-    ValueError. So is what Python rejects, and calls such as `2(3)` and the empty tuple `()`, which Python parses but
-    cannot evaluate to a number.
+    `number` makes a value of an integer; `operators` has what each operator does. What Python rejects is a SyntaxError,
+    an operator that is not there a KeyError, and calls such as `2(3)` and the empty tuple `()` are a ValueError.
     """
-    values: list[Any] = []
-    operators: list[str] = []
-    depth = 0
-    operand_next = True
-
-    def reduce() -> None:
-        sign, b = operators.pop(), values.pop()
-        if sign not in functions:
-            raise ValueError(f"{sign} is not allowed")
-        values.append(functions[sign](b) if sign.startswith("unary") else functions[sign](values.pop(), b))
-
-    for token in _TOKEN.findall(text):
-        if operand_next:
-            if token.isdigit():
-                if token[0] == "0" and token.strip("0"):
-                    raise ValueError("leading zero")
-                values.append(number(int(token)))
-                operand_next = False
-            elif token in "+-":
-                operators.append(f"unary {token}")
-            elif token == "(" and depth < _MAX_DEPTH:
-                operators.append(token)
-                depth += 1
-            else:
-                raise ValueError("operand expected, or brackets too deep")
-        elif token == ")" and depth:
-            while operators[-1] != "(":
-                reduce()
-            operators.pop()
-            depth -= 1
-        elif token in _PRECEDENCE:
-            # `**` groups from the right: an equal operator on the stack waits
-            bound = _PRECEDENCE[token] + (token == "**")
-            while operators and operators[-1] != "(" and _PRECEDENCE[operators[-1]] >= bound:
-                reduce()
-            operators.append(token)
-            operand_next = True
-        else:
-            raise ValueError("operator expected")
-    if operand_next or depth:
-        raise ValueError("unfinished expression")
-    while operators:
-        reduce()
-    return values[0]
+    values: dict[ast.AST, Any] = {}
+    tree = ast.parse(text.strip(" "), mode="eval").body
+    for node in reversed([*ast.walk(tree)]):  # what a node is made of comes before it
+        match node:
+            case ast.Constant():
+                values[node] = number(node.value)
+            case ast.UnaryOp():
+                values[node] = operators[type(node.op)](values[node.operand])
+            case ast.BinOp():
+                values[node] = operators[type(node.op)](values[node.left], values[node.right])
+            case ast.expr():
+                raise ValueError("no arithmetic expression")
+    return values[tree]
 
 
 def _bounded_power(a: float, b: float) -> float:
@@ -623,8 +583,14 @@ def _bounded_power(a: float, b: float) -> float:
     return power
 
 
-_EXACT = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "unary -": operator.neg}
-_PYTHON = _EXACT | {"//": operator.floordiv, "unary +": operator.pos, "**": _bounded_power}
+_EXACT = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.USub: operator.neg,
+}
+_PYTHON = _EXACT | {ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos, ast.Pow: _bounded_power}
 
 
 def _meets(value: Fraction, goal: Fraction) -> bool:
@@ -637,21 +603,18 @@ _TARGET = re.compile(r"[+-]?[0-9]{1,32}([./][0-9]{1,32})?")
 
 
 def _exact_target(target: Target) -> Fraction:
-    if isinstance(target, str):
-        return _parse_target(target)
-    if isinstance(target, Rational):
-        return Fraction(int(target.numerator), int(target.denominator))
-    if isinstance(target, float) and math.isfinite(target):
-        return Fraction(target)
-    raise ValueError(f"target must be a finite number or a string such as '98' or '27.4', got {target!r}")
+    try:
+        return _fraction(target)
+    except (TypeError, ValueError, OverflowError, ZeroDivisionError):  # no number, not finite, a denominator of 0
+        expected = "a finite number or a string such as '98', '-11' or '27.4'"
+        raise ValueError(f"target must be {expected}, got {target!r:.100}") from None
 
 
 @lru_cache(maxsize=4096)
-def _parse_target(text: str) -> Fraction:
+def _fraction(target: Target) -> Fraction:
+    if isinstance(target, Rational):
+        return Fraction(int(target.numerator), int(target.denominator))
     # the pattern bounds length and exponent: Fraction("1e999999999") would not return
-    if not _TARGET.fullmatch(text):
-        raise ValueError(f"target must be a number such as '98', '-11' or '27.4', got {text!r:.100}")
-    try:
-        return Fraction(text)
-    except ZeroDivisionError:
-        raise ValueError(f"target has the denominator 0: {text!r:.100}") from None
+    if isinstance(target, float) or (isinstance(target, str) and _TARGET.fullmatch(target)):
+        return Fraction(target)
+    raise ValueError

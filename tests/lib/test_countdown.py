@@ -88,23 +88,22 @@ def test_public_problems_prompts_and_solutions(rows):
     keys = [problem_key(p) for p in everything]
     assert not set(keys[:200]) & set(keys[200:])
     assert [countdown.prompt(p, chat_template=False) for p in everything] == [row["context"] for row in rows]
-    found = [solve(row["numbers"], row["target"]) for row in rows]
-    for text, row in zip(found, rows, strict=True):
-        for grader in countdown.GRADERS if text else ():
-            assert _answer(text, row["numbers"], row["target"], grader) == 1
+    found = {row["id"]: solve(row["numbers"], row["target"]) for row in rows}
+    for row in rows:
+        scores = [_answer(found[row["id"]], row["numbers"], row["target"], grader) for grader in countdown.GRADERS]
+        assert scores == [found[row["id"]] is not None] * 2
     # all in the test part: the attainable ceiling of the published evaluation is 1986 of 2000
     known = [263, 281, 566, 640, 798, 800, 1085, 1178, 1340, 1444, 1560, 1574, 1847, 1984]
-    assert [row["id"] for text, row in zip(found, rows, strict=True) if text is None] == known
+    assert [i for i, text in found.items() if text is None] == known
 
 
-@pytest.mark.parametrize("grader", countdown.GRADERS)
-def test_shipped_solutions_get_the_documented_rewards(rows, grader):
+def test_shipped_solutions_get_the_documented_rewards(rows):
     rows = [row for row in rows if row["solution"] is not None]
-    scores = [_answer(row["solution"], row["numbers"], row["target"], grader) for row in rows]
-    # 15 of them break the rule "each number exactly once"
-    assert [scores.count(value) for value in (1, 0)] == [2166, 15]
     written = [(f"<answer>{row['solution']}</answer>", row["numbers"], row["target"]) for row in rows]
-    assert scores == [_published_answer(*each) for each in written]
+    for grader in countdown.GRADERS:
+        scores = [grade(*each, grader).answer for each in written]
+        assert (scores.count(1), scores.count(0)) == (2166, 15)  # 15 of them break the rule "each number exactly once"
+        assert scores == [_published_answer(*each) for each in written]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the cache folder follows XDG_CACHE_HOME on Linux only")
@@ -126,12 +125,10 @@ def test_without_folder_and_network_the_error_names_the_remedy(tmp_path, monkeyp
 # ----------------------------------------------------------------------------------------------------------- generator
 
 
-def test_the_generator_is_reproducible_and_follows_the_seed():
-    first = generate(300, 0)
-    assert first == generate(300, 0) == generate(300, np.random.SeedSequence(0)) != generate(300, 1)
+def test_the_generator_follows_its_seed():
     # a pinned draw: validation and test sets are made by seed, so they must not move
-    pinned = [((26, 31, 49), "54"), ((20, 43, 28), "5"), ((1, 7, 1), "6")]
-    assert generate(3, 0) == [Problem(*each) for each in pinned]
+    pinned = [Problem((26, 31, 49), "54"), Problem((20, 43, 28), "5"), Problem((1, 7, 1), "6")]
+    assert generate(3, 0) == generate(3, np.random.SeedSequence(0)) == pinned != generate(3, 1)
 
 
 def test_generated_problems_are_solvable_distinct_and_in_range():
@@ -222,9 +219,7 @@ _FRAGMENTS = ["<think>", "</think>", "<answer>", "</answer>", "</think>\n<answer
     st.lists(st.sampled_from(_FRAGMENTS), max_size=9).map("".join), st.sampled_from([None, "", "<eos>", "\n", "think>"])
 )
 @example("<think></think>\n<answer></answer>\n", None)
-@example("x</think>\n<answer>1</answer> y <answer>2</answer>", None)
 @example("x</think>\n<answer>1</answer>\n\n", None)
-@example("x</THINK>\n<answer>1</answer>", None)
 @example("</think>\n<answer>", None)  # the middle must not overlap the end
 @example("", "think>")  # eats into the opening tag
 def test_the_format_is_that_of_the_published_expressions(response, end_token):
@@ -258,13 +253,12 @@ def _python_value(text, **names):
 
 def _exact_value(text):
     """Value under the strict rules; None where the text breaks them."""
-    if "//" in text or re.search(r"(^|[-+*/(]) *\+", text):
-        return None
     try:
         value = _python_value(re.sub(r"\d+", r"whole(\g<0>)", text.strip(" ")), whole=Fraction)
     except Exception:
         return None
-    return value if isinstance(value, Fraction) else None
+    broken = "//" in text or re.search(r"(^|[-+*/(]) *\+", text) or not isinstance(value, Fraction)
+    return None if broken else value
 
 
 _BLANK = st.sampled_from(["", "", " "])
@@ -283,10 +277,6 @@ _SYMBOLS = st.text("0123456789+-*/() ", max_size=12).filter(lambda text: "**" no
 @given(_EXPRESSION | _SYMBOLS, st.sampled_from(["", "\n", "\n\n"]), st.sampled_from([0, 0, 5e-6, -5e-6, 2e-5, 1]))
 @example("()", "", 0)
 @example("3(4)", "", 0)
-@example("1 2", "", 0)
-@example("7/ /2", "", 0)
-@example("07 - 2", "", 0)
-@example("+-+3", "", 0)
 @example(" ", "\n", 0)
 def test_answers_equal_the_references_on_safe_strings(text, ending, shift):
     numbers = [int(n) for n in re.findall(r"\d+", text)]
@@ -316,12 +306,9 @@ def test_the_last_answer_block_is_that_of_the_published_expression(response):
 @pytest.mark.parametrize(
     ("text", "value"),
     (
-        {"2**3": 8, "-2**2": -4, "(-2)**2": 4, "2**-1": 0.5, "2**+1": 2, "2**3**2": 512, "(2**3)**2": 64}
-        | {"2**-2**2": 0.0625, "2**2*3": 12, "3*2**2": 12, "-2**-2": -0.25, "4**(1/2)": 2, "2 ** 3": 8}
-        | {"7//2": 3, "-7//2": -4, "7//2*2": 6, "7/2//1": 3, "8//3/2": 1, "0**9**9": 0, "1**9**9": 1}
-        | {"0 * 9 ** 8192": 0, "0 * 9 ** 8193": None}
-        | dict.fromkeys(["2* *3", "2***3", "2**", "**2", "2//", "2**3**", "(2**3", "2**3)", "0**-1"])
-        | dict.fromkeys(["(-8)**(1/3)", "9**9**9", "(-8)**(1/3)*0"])
+        {"2**3": 8, "-2**2": -4, "2**-1": 0.5, "2**3**2": 512, "4**(1/2)": 2, "7//2": 3, "-7//2": -4, "7/2//1": 3}
+        | {"0**9**9": 0, "1**9**9": 1, "0 * 9 ** 8192": 0, "0 * 9 ** 8193": None}
+        | dict.fromkeys(["2* *3", "2**3**", "(2**3", "0**-1", "(-8)**(1/3)", "9**9**9", "(-8)**(1/3)*0"])
     ).items(),
 )
 def test_powers_and_floor_division_count_under_released_only(text, value):
@@ -344,18 +331,10 @@ def test_limits_of_length_and_depth():
 
 
 _RIGHT = ["44 + 19 + 35", " (44+19) +35 ", "35 - -19 - -44", "44+19+35\n"]
-_WRONG = [
-    "\n44 + 19 + 35",
-    "44 + 19 + 35\n\n",
-    "44 + 19\t+ 35",
-    "44 + 19 + 35 = 98",
-    "44 + 19 + 35.",
-    "44 + 54",
-    "98",
-    "",
-]
+_WRONG = [f"44 + 19 + 35{end}" for end in ("\n\n", " = 98", ".", " + 0")] + ["", "\n44 + 19 + 35", "44 + 19\t+ 35"]
 _WRONG += [
-    "44 + 19 + 35 + 0",
+    "",
+    "44 + 54",
     "44 + 44 + 19 + 35 - 44",
     "4419 + 35",
     "44 + 19 35",
