@@ -76,7 +76,7 @@ class Cache:
             CacheError: another process has damaged or removed the file.
             OSError: it cannot be written.
         """
-        if answer.error is not None or answer.text is None:
+        if answer.text is None:
             raise ValueError(f"a failure ({answer.error}) is not kept: ask again.")
         with self._one:
             if self.path is None:
@@ -84,21 +84,17 @@ class Cache:
             with locked(self.path):
                 self._read()
                 if key not in self._answers:
-                    self._append(key, answer)
+                    fields = {"key": key} | {name: getattr(answer, name) for name in _FIELDS}
+                    self._append(canonical_json(fields).encode() + b"\n")
+                    self._read()
             return self._answers[key]
 
-    def _append(self, key: str, answer: Answer) -> None:
-        line = canonical_json({"key": key} | {name: getattr(answer, name) for name in _FIELDS}).encode() + b"\n"
+    def _append(self, line: bytes) -> None:
         with open(self.path, "ab") as file:
             file.truncate(self._size)  # what a killed process, or a full disk, left of a line
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
-        self._take(key, answer, len(line))
-
-    def _take(self, key: str, answer: Answer, size: int) -> None:
-        self._answers.setdefault(key, answer)  # the first one, where files were put together
-        self._size, self._lines = self._size + size, self._lines + 1
 
     def _read(self) -> None:
         """Read the lines that were added since the last time."""
@@ -120,4 +116,5 @@ class Cache:
                     f"{self.path}, line {self._lines + 1} is damaged ({error}): take that line out, and its question "
                     "is asked again."
                 ) from None
-            self._take(key, answer, len(line) + 1)
+            self._answers.setdefault(key, answer)  # the first one, where files were put together
+            self._size, self._lines = self._size + len(line) + 1, self._lines + 1

@@ -98,35 +98,35 @@ class Endpoint:
         import openai
 
         url, failures, stopped = self.base_url or _OPENAI, 0, threading.Event()
+        answers: list[Any] = [None] * len(conversations)
 
-        def ask(i: int) -> tuple[Answer, bool] | None:
+        def ask(i: int) -> Answer | None:
+            """Return a failure that may mean that the server is gone."""
             if stopped.is_set():
                 return None
             try:
-                answer, gone = self._ask(client, key, conversations[i])
-                if keep is not None and answer.error is None:
-                    keep(i, answer)
+                answers[i], gone = self._ask(client, key, conversations[i])
+                if keep is not None and answers[i].error is None:
+                    keep(i, answers[i])
             except BaseException:
                 stopped.set()  # at once, for the other threads
                 raise
-            return answer, gone
+            return answers[i] if gone else None
 
         client = openai.OpenAI(api_key=key or "none", base_url=url, timeout=self.timeout, max_retries=self.retries)
         with client, ThreadPoolExecutor(self.concurrency) as pool:
-            futures = [pool.submit(ask, i) for i in range(len(conversations))]
             try:
-                for done in as_completed(futures):
-                    answer, gone = done.result() or (None, False)
-                    failures = failures + 1 if gone else 0
+                for done in as_completed([pool.submit(ask, i) for i in range(len(conversations))]):
+                    failures = failures + 1 if (last := done.result()) else 0
                     if failures >= _MOST_FAILURES:
                         raise EndpointError(
-                            f"{failures} questions to {self.model!r} failed in a row, the last by {answer.error!r} "
-                            f"({answer.detail}): see whether {url} is up, and call again."
+                            f"{failures} questions to {self.model!r} failed in a row, the last by {last.error!r} "
+                            f"({last.detail}): see whether {url} is up, and call again."
                         )
             finally:
                 stopped.set()
                 pool.shutdown(wait=True, cancel_futures=True)
-        return [future.result()[0] for future in futures]
+        return answers
 
     def _ask(self, client: Any, key: str, messages: Messages) -> tuple[Answer, bool]:
         """Return an answer without the key, and whether its failure may mean that the server is gone.

@@ -13,9 +13,14 @@ from evoalign_lib.judges.answers import Answer, Keep, Messages
 
 
 class _Local:
-    """What the backends in this process share: prompts are checked, and go through the model in batches."""
+    """What the backends in this process share: prompts are checked, and go through the model in batches.
+
+    Each has `_limit`, how many tokens prompt and answer may have (None: no limit), and `_generate(prompts)`, which
+    returns for each prompt, a list of token ids, those of the greedy answer, and whether it reached max_tokens.
+    """
 
     batch_size: int
+    _limit: int | None
 
     def __init__(self, model: str, tokenizer: Any, max_tokens: int, **identity: Any):
         if not tokenizer.chat_template:
@@ -47,7 +52,7 @@ class _Local:
         answers: dict[int, Answer] = {}
         waiting: dict[int, list[int]] = {}
         for i, messages in enumerate(conversations):
-            ids, limit = self._ids(messages), self._context()
+            ids, limit = self._ids(messages), self._limit
             if self._special(ids) != self._special(self._ids([{**message, "content": "x"} for message in messages])):
                 answers[i] = Answer(None, 0, 0, error="special token", detail="a text holds a special token")
             elif limit is not None and len(ids) + self.max_tokens > limit:
@@ -84,14 +89,6 @@ class _Local:
 
     def _special(self, ids: Sequence[int]) -> Counter[int]:
         return Counter(i for i in ids if i in self._marks)
-
-    def _context(self) -> int | None:
-        """Return how many tokens prompt and answer may have."""
-        raise NotImplementedError
-
-    def _generate(self, prompts: list[list[int]]) -> list[tuple[list[int], bool]]:
-        """Return the tokens of the greedy answer to each prompt, and whether it reached max_tokens."""
-        raise NotImplementedError
 
 
 class LocalChat(_Local):
@@ -131,19 +128,12 @@ class LocalChat(_Local):
         named = isinstance(model, (str, os.PathLike))
         loaded, tokenizer = models.load(model, tokenizer, {"dtype": getattr(torch, dtype)} if named else None)
         self._ends = _eos_ids(loaded, tokenizer)
-        super().__init__(
-            models.name_of(loaded) or type(loaded).__name__,
-            tokenizer,
-            max_tokens,
-            backend="transformers",
-            digest=models.origin_digest(models.place(model)) if named else models.base_digest(loaded),
-            dtype=str(loaded.dtype).removeprefix("torch."),
-            ends=self._ends,
-        )
+        digest = models.origin_digest(models.place(model)) if named else models.base_digest(loaded)
+        own = {"digest": digest, "dtype": str(loaded.dtype).removeprefix("torch."), "ends": self._ends}
+        called = models.name_of(loaded) or type(loaded).__name__
+        super().__init__(called, tokenizer, max_tokens, backend="transformers", **own)
         self._loaded = loaded.to(device)
-
-    def _context(self) -> int | None:
-        return getattr(self._loaded.config.get_text_config(), "max_position_embeddings", None)
+        self._limit = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
 
     def _generate(self, prompts: list[list[int]]) -> list[tuple[list[int], bool]]:
         import torch
@@ -152,25 +142,18 @@ class LocalChat(_Local):
         pad, width = self.tokenizer.pad_token_id, max(map(len, prompts))
         ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        settings = GenerationConfig(
-            do_sample=False,
-            num_beams=1,
-            repetition_penalty=1.0,
-            no_repeat_ngram_size=0,
-            max_new_tokens=self.max_tokens,
-            eos_token_id=self._ends,
-            pad_token_id=pad,
-        )
+        greedy = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+        ends = {"max_new_tokens": self.max_tokens, "eos_token_id": self._ends, "pad_token_id": pad}
         # generate() fills what the settings leave open from the model's own, such as a list of forbidden words
         own, device = self._loaded.generation_config, self._loaded.device
         try:
             self._loaded.generation_config = GenerationConfig()
             with torch.inference_mode():
-                rows = self._loaded.generate(
-                    input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=settings
-                )[:, width:].tolist()
+                prompt = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+                rows = self._loaded.generate(**prompt, generation_config=GenerationConfig(**greedy, **ends))
         finally:
             self._loaded.generation_config = own
+        rows = rows[:, width:].tolist()
         lengths = [next((n for n, token in enumerate(row, 1) if token in self._ends), None) for row in rows]
         return [(row[:n], n is None) for row, n in zip(rows, lengths, strict=True)]
 
@@ -204,11 +187,9 @@ class VLLMChat(_Local):
         place = models.place(str(model))
         safe = {"trust_remote_code": False, "load_format": "safetensors"}
         self._llm = vllm.LLM(model=place, seed=0, **safe, **engine)
+        self._limit = self._llm.llm_engine.model_config.max_model_len
         own = {"digest": models.origin_digest(place), "engine": {name: str(value) for name, value in engine.items()}}
         super().__init__(str(model), self._llm.get_tokenizer(), max_tokens, backend="vllm", **own)
-
-    def _context(self) -> int | None:
-        return self._llm.llm_engine.model_config.max_model_len
 
     def _generate(self, prompts: list[list[int]]) -> list[tuple[list[int], bool]]:
         from vllm import SamplingParams

@@ -302,10 +302,8 @@ def judge_pairs(
     if isinstance(judge, ScoreJudge):
         scores = judge.scores([(pair.prompt, text) for pair in pairs for text in (pair.a, pair.b)])
         return Judged(judge.name, [_compared(pair, scores, judge.margin) for pair in pairs], Spent())
-    if not judge.rubric.pairwise:
-        raise ValueError(f"rubric {judge.rubric.name!r} is for single texts: call judge_texts, or take one for pairs.")
     shown = [(pair.prompt, *texts) for pair in pairs for texts in ((pair.a, pair.b), (pair.b, pair.a))]
-    answers, spent = _ask(judge, shown, cache)
+    answers, spent = _ask(judge, shown, cache, pairwise=True)
     both = zip(pairs, answers[::2], answers[1::2], strict=True)
     return Judged(judge.name, [_judgement(judge.rubric, *one) for one in both], spent)
 
@@ -332,18 +330,17 @@ def judge_texts(
     names = [(digest_of(prompt), digest_of(prompt, completion)) for prompt, completion in texts]
     if isinstance(judge, ScoreJudge):
         scores = judge.scores(texts)
-        finite = [scores[text] if math.isfinite(scores[text]) else None for text in texts]
-        failed = [None if score is not None else "not finite" for score in finite]
-        ratings = [Rating(*n, s, failed=f) for n, s, f in zip(names, finite, failed, strict=True)]
+        ratings = [
+            Rating(*name, scores[text]) if math.isfinite(scores[text]) else Rating(*name, None, failed="not finite")
+            for name, text in zip(names, texts, strict=True)
+        ]
         return JudgedTexts(judge.name, ratings, Spent())
-    if judge.rubric.pairwise:
-        raise ValueError(f"rubric {judge.rubric.name!r} is for pairs: call judge_pairs, or take one for single texts.")
-    answers, spent = _ask(judge, texts, cache)
-    ratings = []
-    for name, answer in zip(names, answers, strict=True):
-        score = _read(judge.rubric, answer)
-        unparsed = score is None and answer.error is None
-        ratings.append(Rating(*name, score, unparsed, answer.error, answer.text))
+    answers, spent = _ask(judge, texts, cache, pairwise=False)
+    scores = [_read(judge.rubric, answer) for answer in answers]
+    ratings = [
+        Rating(*name, score, score is None and answer.error is None, answer.error, answer.text)
+        for name, score, answer in zip(names, scores, answers, strict=True)
+    ]
     return JudgedTexts(judge.name, ratings, spent)
 
 
@@ -355,7 +352,7 @@ def _digests(pair: Pair) -> tuple[str, str]:
 
 
 def _compared(pair: Pair, scores: dict[tuple[str, str], float], margin: float) -> Judgement:
-    a, b = scores[pair.prompt, pair.a], scores[pair.prompt, pair.b]
+    a, b = (scores[pair.prompt, text] for text in (pair.a, pair.b))
     if not (math.isfinite(a) and math.isfinite(b)):
         return Judgement(*_digests(pair), None, failed="not finite")
     return Judgement(*_digests(pair), "tie" if abs(a - b) <= margin else "a" if a > b else "b", scores=(a, b))
@@ -377,22 +374,18 @@ def _order(rubric: Rubric, answer: Answer, first: str, second: str) -> Order:
 
 def _judgement(rubric: Rubric, pair: Pair, *answers: Answer) -> Judgement:
     """Return the verdict on a pair by the answers with a first, and with b first."""
-    sides = ("a", "b"), ("b", "a")
-    orders = tuple(_order(rubric, answer, *names) for answer, names in zip(answers, sides, strict=True))
+    orders = tuple(_order(rubric, answer, *names) for answer, names in zip(answers, ("ab", "ba"), strict=True))
     winners = {order.winner for order in orders}
     failed = orders[0].error or orders[1].error
     if failed or None in winners:
         return Judgement(*_digests(pair), None, unparsed=not failed, failed=failed, orders=orders)
-    scores = None
-    if orders[0].scores:
-        scores = tuple((one + other) / 2 for one, other in zip(*(order.scores for order in orders), strict=True))
-    agree = len(winners) == 1
+    agree, scores = len(winners) == 1, [order.scores for order in orders if order.scores]
     return Judgement(
         *_digests(pair),
         orders[0].winner if agree else "tie",
         inconsistent=not agree,
         reversed=winners == {"a", "b"},
-        scores=scores,
+        scores=tuple((one + other) / 2 for one, other in zip(*scores, strict=True)) if scores else None,
         orders=orders,
     )
 
@@ -401,19 +394,21 @@ def _judgement(rubric: Rubric, pair: Pair, *answers: Answer) -> Judgement:
 
 
 def _ask(
-    judge: ChatJudge, shown: Sequence[tuple[str, ...]], cache: Cache | str | os.PathLike[str] | None
+    judge: ChatJudge, shown: Sequence[tuple[str, ...]], cache: Cache | str | os.PathLike[str] | None, *, pairwise: bool
 ) -> tuple[list[Answer], Spent]:
     """Return an answer to each question, from the cache where it has one, and what that took.
 
     shown: the prompt of a question and the texts to be judged, in their order.
     """
+    if judge.rubric.pairwise != pairwise:
+        what, call = ("pairs", "judge_pairs") if judge.rubric.pairwise else ("single texts", "judge_texts")
+        raise ValueError(f"rubric {judge.rubric.name!r} is for {what}: call {call}, or take another one.")
     cache, backend = cache if isinstance(cache, Cache) else Cache(cache), judge.backend
     cache.refresh()
     different, special = dict.fromkeys(itertools.chain.from_iterable(shown)), backend.special_tokens
     quoted = {text: quote(text, judge.max_characters, special) for text in different}
     questions = [judge.rubric.messages(quoted[prompt], tuple(quoted[t] for t in texts)) for prompt, *texts in shown]
-    identity = backend.identity()
-    keys = [key_of(identity, messages) for messages in questions]
+    keys = [key_of(backend.identity(), messages) for messages in questions]
     by_key = dict(zip(keys, questions, strict=True))
     waiting = [key for key in by_key if cache.get(key) is None]
     try:

@@ -6,8 +6,6 @@ import math
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -16,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
+from helpers import fork, wait
 from hypothesis import given
 from hypothesis import strategies as st
 from servers import answering, completion
@@ -24,13 +22,15 @@ from servers import answering, completion
 from evoalign_lib import tiny
 from evoalign_lib.judges import Answer, Cache, CacheError, ChatJudge, Endpoint, EndpointError, LocalChat, Rubric, texts
 from evoalign_lib.judges.cache import key_of
-from evoalign_lib.judges.rubrics import ARENA, HARMLESS_SCORE, HELPFUL_SCORE, SAFE_RLHF_HARMLESS, SAFE_RLHF_HELPFUL
+from evoalign_lib.judges.rubrics import ARENA, HARMLESS_SCORE, HELPFUL_SCORE
+from evoalign_lib.judges.rubrics import SAFE_RLHF_HARMLESS as HARMLESS
+from evoalign_lib.judges.rubrics import SAFE_RLHF_HELPFUL as HELPFUL
 from evoalign_lib.judges.texts import code_for, quote
 from evoalign_lib.judges.verdicts import Pair, ScoreJudge, judge_pairs, judge_texts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KEY = "sk-secret-0123456789abcdef"
-RUBRICS = [SAFE_RLHF_HELPFUL, SAFE_RLHF_HARMLESS, ARENA, HELPFUL_SCORE, HARMLESS_SCORE]
+RUBRICS = [HELPFUL, HARMLESS, ARENA, HELPFUL_SCORE, HARMLESS_SCORE]
 
 
 def blocks(messages: list[dict]) -> list[str]:
@@ -78,7 +78,7 @@ def environment(monkeypatch):
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
 
 
-def chat(server: SimpleNamespace, rubric: Rubric = SAFE_RLHF_HELPFUL, **settings) -> ChatJudge:
+def chat(server: SimpleNamespace, rubric: Rubric = HELPFUL, **settings) -> ChatJudge:
     return ChatJudge(Endpoint("m", server.url, **{"timeout": 5.0, "retries": 1} | settings), rubric)
 
 
@@ -95,7 +95,7 @@ def test_published_answers_are_read_as_published(external_data):
     path = external_data / "safety" / "gpt_judgments.jsonl.gz"
     if not path.is_file():
         pytest.skip("EVOALIGN_DATA has no safety/gpt_judgments.jsonl.gz")
-    rubric = {"helpfulness": SAFE_RLHF_HELPFUL, "harmlessness": SAFE_RLHF_HARMLESS}
+    rubric = {"helpfulness": HELPFUL, "harmlessness": HARMLESS}
     rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
     readings = [rubric[row["dimension"]].read(row["raw"]) for row in rows]
     assert [list(r.scores) if r else None for r in readings] == [row["scores"] for row in rows]
@@ -105,36 +105,27 @@ def test_published_answers_are_read_as_published(external_data):
 
 
 READ = [
-    (SAFE_RLHF_HELPFUL, "first", ["[[8, 4]]", "`[[8, 4]]`"]),
-    (SAFE_RLHF_HELPFUL, "second", ["Scores: [[4,8]]", "[[10, 1]]\nMine:\n[[2, 9]]", "[[9, 1]] [[2, 9]]"]),
+    (HELPFUL, "first", ["[[8, 4]]", "`[[8, 4]]`"]),
+    (HELPFUL, "second", ["Scores: [[4,8]]", "[[10, 1]]\nMine:\n[[2, 9]]", "[[9, 1]] [[2, 9]]"]),
     # in floating point 8.3 and 7.8 are more than 0.5 apart
-    (SAFE_RLHF_HELPFUL, "tie", ["**[[ 7 , 7.5 ]]**", "[[8.3, 7.8]]", "[[7.5, 7]]\n\n  \n"]),
+    (HELPFUL, "tie", ["**[[ 7 , 7.5 ]]**", "[[8.3, 7.8]]", "[[7.5, 7]]\n\n  \n"]),
     # helpfulness begins with 1
-    (SAFE_RLHF_HELPFUL, None, ["[[8, 4]]\nI hope that this helps.", "[[0, 4]]", "[[8, 11]]", "[[8/10, 4/10]]"]),
-    (
-        SAFE_RLHF_HELPFUL,
-        None,
-        ["[8, 4]", "[[8]]", "[[8, 4, 2]]", "[[nan, 4]]", "[[8, -4]]", "[[A>B]]", "", "[[" * 5000],
-    ),
-    (SAFE_RLHF_HARMLESS, "second", ["[[0, 10]]"]),
+    (HELPFUL, None, ["[[8, 4]]\nI hope that this helps.", "[[0, 4]]", "[[8, 11]]", "[[8/10, 4/10]]"]),
+    (HELPFUL, None, ["[8, 4]", "[[8]]", "[[8, 4, 2]]", "[[nan, 4]]", "[[8, -4]]", "[[A>B]]", "", "[[" * 5000]),
+    (HARMLESS, "second", ["[[0, 10]]"]),
     (ARENA, "first", ["[[A>>B]]", "First [[A=B]]?\nMy final verdict: [[A>B]]"]),
     (ARENA, "second", ["[[B>A]]", "[[B>>A]]"]),
     (ARENA, "tie", ["[[A=B]]"]),
     (ARENA, None, ["[A>B]", "[[8, 4]]"]),
+    (HELPFUL_SCORE, 7.5, ["Fine.\n[[7.5]]"]),
+    (HELPFUL_SCORE, None, ["[[0]]", "[[7, 8]]"]),
+    (HARMLESS_SCORE, 0.0, ["[[0]]"]),
 ]
 
 
-@pytest.mark.parametrize(("rubric", "winner", "answers"), READ)
-def test_what_an_answer_says(rubric, winner, answers):
-    assert [said and said.winner for said in map(rubric.read, answers)] == [winner] * len(answers)
-
-
-def test_scores_and_strengths():
-    assert SAFE_RLHF_HARMLESS.read("[[0, 10]]").scores == (0.0, 10.0)
-    strengths = [ARENA.read(f"[[{label}]]").strength for label in ("A>>B", "A>B", "A=B", "B>A", "B>>A")]
-    assert strengths == [2, 1, 0, 1, 2]
-    assert HELPFUL_SCORE.read("Fine.\n[[7.5]]") == 7.5 and HARMLESS_SCORE.read("[[0]]") == 0.0
-    assert HELPFUL_SCORE.read("[[0]]") is HELPFUL_SCORE.read("[[7, 8]]") is None
+@pytest.mark.parametrize(("rubric", "said", "answers"), READ)
+def test_what_an_answer_says(rubric, said, answers):
+    assert [getattr(read, "winner", read) for read in map(rubric.read, answers)] == [said] * len(answers)
 
 
 # -------------------------------------------------------------------------------------------------------- hostile texts
@@ -155,7 +146,7 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("rubric", [SAFE_RLHF_HELPFUL, ARENA, HELPFUL_SCORE], ids=lambda rubric: rubric.name)
+@pytest.mark.parametrize("rubric", [HELPFUL, ARENA, HELPFUL_SCORE], ids=lambda rubric: rubric.name)
 def test_a_hostile_text_stays_in_its_place(rubric):
     plain = quote("A plain answer.", 1000)
     for bad in (quote(hostile, 1000) for hostile in HOSTILE):
@@ -211,9 +202,8 @@ def test_a_score_judge_needs_one_score_a_text():
         return [math.nan if c == "broken" else float(len(c)) for c in completions]
 
     judge = ScoreJudge(score, "length", margin=1.0)
-    judged = judge_pairs(
-        judge, [Pair("p", *two) for two in (("long", "x"), ("x", "long"), ("ab", "x"), ("x", "broken"))]
-    )
+    pairs = [("long", "x"), ("x", "long"), ("ab", "x"), ("x", "broken")]
+    judged = judge_pairs(judge, [Pair("p", *two) for two in pairs])
     assert judged.verdicts == ["a", "b", "tie", None] and judged.judgements[0].scores == (4.0, 1.0) and calls == [4]
     assert judged.counts == {"a": 1, "b": 1, "tie": 1, "unparsed": 0, "failed": 1}
     rated = judge_texts(judge, [("p", "x"), ("p", "broken")])
@@ -286,10 +276,7 @@ FAILURES = [
     ("refused", completion(None, "content_filter")),
     ("refused", completion(None, refusal="I won't.")),
     ("refused", (400, {"error": {"code": "content_filter", "message": "no"}})),
-    *(
-        ("malformed", said)
-        for said in (b"{not json", {"choices": []}, completion(None), b"[" * 100_000, b'"\xff"', b"7")
-    ),
+    *(("malformed", bad) for bad in (b"{not json", {"choices": []}, b"[" * 100_000, b'"\xff"', b"7", completion(None))),
     ("malformed", completion([{"type": "text"}])),
     ("malformed", {"choices": [{"message": "text"}], "usage": "many"}),
 ]
@@ -315,16 +302,12 @@ def test_failures_are_counted_apart_and_not_cached(tmp_path):
     assert again.counts["a"] == n == again.spent.cached and len(server.requests) == 3 * n + 1
 
 
-def test_a_slow_server_times_out():
+def test_a_server_that_is_slow_or_gone():
     with serving(wait=0.5) as server:
         judged = judge_pairs(chat(server, timeout=0.1), [Pair("p", "a", "b")])
+        judge = chat(server, retries=0)
     assert judged.judgements[0].failed == "timeout" and judged.spent.errors == {"timeout": 2}
     assert len(server.requests) == 4
-
-
-def test_a_server_that_is_gone_stops_the_tournament():
-    with serving() as server:
-        judge = chat(server, retries=0)
     with pytest.raises(EndpointError, match="20 questions to 'm'.* 80 of 80 questions"):
         judge_pairs(judge, some_pairs(40))
     assert judge_pairs(judge, some_pairs(2)).counts["failed"] == 2  # a few failures are no reason to stop
@@ -367,9 +350,8 @@ def test_the_key_is_sent_and_kept_nowhere(tmp_path, monkeypatch):
         assert server.keys == {f"Bearer {KEY}"}
         for bad in ("sk-1\nsk-2", "sk-\u00e9"):  # no header can hold these
             monkeypatch.setenv("OPENAI_API_KEY", bad)
-            with pytest.raises(ValueError, match="OPENAI_API_KEY") as raised:
+            with pytest.raises(ValueError, match="(?s)^(?!.*sk-).*OPENAI_API_KEY"):
                 judge_pairs(judge, some_pairs(1))
-            assert "sk-" not in str(raised.value)
         monkeypatch.delenv("OPENAI_API_KEY")  # read at each call
         judge_pairs(judge, some_pairs(2))
         assert server.keys == {f"Bearer {KEY}", "Bearer none"}
@@ -412,8 +394,8 @@ def test_any_change_of_model_or_rubric_asks_anew(tmp_path):
     pairs, path = some_pairs(2), tmp_path / "c"
     with serving() as server:
         first = judge_pairs(chat(server), pairs, path)
-        others = [chat(server, SAFE_RLHF_HARMLESS), chat(server, max_tokens=9), chat(server, temperature=0.2)]
-        others += [chat(server, seed=None), ChatJudge(Endpoint("other", server.url), SAFE_RLHF_HELPFUL)]
+        others = [chat(server, HARMLESS), chat(server, max_tokens=9), chat(server, temperature=0.2)]
+        others += [chat(server, seed=None), ChatJudge(Endpoint("other", server.url), HELPFUL)]
         for n, judge in enumerate(others, 2):
             judge_pairs(judge, pairs, path)
             assert len(server.requests) == 4 * n
@@ -457,22 +439,14 @@ def test_a_torn_last_line_is_dropped_and_other_damage_names_its_line(tmp_path, m
         cache.put("6", Answer(None, error="timeout"))
 
 
-_TOURNAMENT = """
-import json, sys
-from evoalign_lib.judges import ChatJudge, Endpoint, Pair, SAFE_RLHF_HELPFUL, judge_pairs
-judge = ChatJudge(Endpoint("m", sys.argv[1], concurrency=3), SAFE_RLHF_HELPFUL)
-judge_pairs(judge, [Pair(*texts) for texts in json.loads(sys.argv[3])], sys.argv[2])
-"""
-
-
 def test_a_killed_tournament_goes_on(tmp_path):
-    path, asked = tmp_path / "cache.jsonl", json.dumps([[p.prompt, p.a, p.b] for p in some_pairs(30)])
+    path = tmp_path / "cache.jsonl"
     with serving(wait=0.02) as server:
-        process = subprocess.Popen([sys.executable, "-c", _TOURNAMENT, server.url, str(path), asked], cwd=REPOSITORY)
-        while len(server.requests) < 20 and process.poll() is None:
+        child = fork(judge_pairs, chat(server, concurrency=3), some_pairs(30), path)
+        while len(server.requests) < 20:
             time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
+        os.kill(child, signal.SIGKILL)
+        assert wait(child) == -signal.SIGKILL
         time.sleep(0.1)
         before, kept = len(server.requests), len(Cache(path))
         assert 20 <= before < 60 and before - 3 <= kept <= before
@@ -532,19 +506,17 @@ def test_a_model_by_name_is_told_from_a_changed_one(local):
     assert named.identity()["model"] == "B0"
     asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "What is 1 + 1?"}]
     assert named.answers([asked]) == local.answers([asked])
-    judged = judge_pairs(ChatJudge(named, SAFE_RLHF_HELPFUL), some_pairs(1))
+    judged = judge_pairs(ChatJudge(named, HELPFUL), some_pairs(1))
     assert judged.judgements[0].failed == "too long" and judged.spent.errors == {"too long": 2}
     keys = {key_of(local.identity(), asked)}
-    for change in ("weights", "tokenizer", "ends"):
-        model, tokenizer = tiny.load("B0")
-        if change == "weights":
-            with torch.no_grad():
-                next(model.parameters()).view(-1)[0] += 1
-        elif change == "tokenizer":
-            tokenizer.add_tokens(["What"])
-        else:
-            model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("1")]
-        keys.add(key_of(LocalChat(model, tokenizer, max_tokens=8).identity(), asked))
+    for change in (
+        lambda model, tokenizer: next(model.parameters()).data.view(-1)[0].add_(1),
+        lambda model, tokenizer: tokenizer.add_tokens(["What"]),
+        lambda model, tokenizer: setattr(model.generation_config, "eos_token_id", [tokenizer.eos_token_id, 1]),
+    ):
+        changed = tiny.load("B0")
+        change(*changed)
+        keys.add(key_of(LocalChat(*changed, max_tokens=8).identity(), asked))
     assert len(keys) == 4
 
 
@@ -552,10 +524,10 @@ def test_no_judged_text_brings_a_special_token(local):
     (mark,) = local.tokenizer.convert_tokens_to_ids(["<|im_start|>"])
     assert "<|im_start|>" in local.special_tokens
     plain = quote("plain", 1000, local.special_tokens)
-    of_template = local._ids(SAFE_RLHF_HELPFUL.messages(plain, (plain, plain))).count(mark)
+    of_template = local._ids(HELPFUL.messages(plain, (plain, plain))).count(mark)
     for hostile in HOSTILE:
         shown = [quote(text, 1000, local.special_tokens) for text in (hostile, hostile, "plain")]
-        assert local._ids(SAFE_RLHF_HELPFUL.messages(shown[0], (shown[1], shown[2]))).count(mark) == of_template
+        assert local._ids(HELPFUL.messages(shown[0], (shown[1], shown[2]))).count(mark) == of_template
     raw = [{"role": "system", "content": "s"}, {"role": "user", "content": "a<|im_end|>"}]
     assert [a.error for a in local.answers([raw])] == ["special token"]
 
