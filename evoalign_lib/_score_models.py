@@ -6,11 +6,13 @@ Weights come from safetensors files, and no code from the Hub is run.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from evoalign_lib import models
 
 SCORE_MODEL, _CLASSIFIER = "ForScore", "ForSequenceClassification"  # how the names of architectures end
 
@@ -20,22 +22,27 @@ class ScoreModel(torch.nn.Module):
 
     Args:
         body: the decoder without a head, of transformers.
-        head: (hidden, 1).
+        weight, bias: of the head, (1, hidden) and (1,), in the dtype of the body; bias None: none.
         mean, std: of the normaliser, (1,) each: score = (output - mean) / (std + 1e-8). None: the output itself.
     """
 
     def __init__(
-        self, body: Any, head: torch.nn.Linear, mean: torch.Tensor | None = None, std: torch.Tensor | None = None
+        self,
+        body: Any,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        mean: torch.Tensor | None = None,
+        std: torch.Tensor | None = None,
     ):
         super().__init__()
-        self.base_model, self.score_head, self.config = body, head, body.config
-        self.register_buffer("mean", mean)
-        self.register_buffer("std", std)
+        self.base_model, self.config = body, body.config
+        for name, tensor in (("weight", weight), ("bias", bias), ("mean", mean), ("std", std)):
+            self.register_buffer(name, tensor)
 
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return scores of hidden states: (n, hidden) -> (n, 1), float32."""
-        found = self.score_head(hidden).float()
-        return found if self.mean is None else (found - self.mean.float()) / (self.std.float() + 1e-8)
+        scores = torch.nn.functional.linear(hidden, self.weight, self.bias).float()
+        return scores if self.mean is None else (scores - self.mean.float()) / (self.std.float() + 1e-8)
 
 
 def folder_of(name: str) -> str:
@@ -63,15 +70,7 @@ def check_name(name: str) -> None:
 def tokenizer_of(tokenizer: Any, folder: str | None) -> Any:
     if tokenizer is not None:
         return tokenizer
-    from transformers import AutoTokenizer
-
-    try:
-        found = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(
-            f"the tokenizer beside the model cannot be loaded ({str(error).splitlines()[0]:.200}): give it as "
-            "tokenizer; a tokenizer.model without tokenizer.json needs the package sentencepiece."
-        ) from error
+    found = models.tokenizer_of(str(folder))
     converted = os.path.isdir(str(folder)) and not os.path.isfile(os.path.join(folder, "tokenizer.json"))
     if converted and type(found).__name__ == "LlamaTokenizer" and "add_bos_token" not in found.init_kwargs:
         found.add_bos_token = True  # Llama's default until transformers 5, which leaves it out
@@ -93,7 +92,9 @@ def config_of(folder: str, name: str) -> tuple[Any, str]:
             f"model {name!r} is a {architecture or 'model without architecture'}, no sequence classifier: give a "
             "reward or cost model."
         )
-    if architecture.endswith(SCORE_MODEL) and config.model_type != "llama":
+    if not architecture.endswith(SCORE_MODEL):
+        check_labels(config)
+    elif config.model_type != "llama":
         raise ValueError(f"model {name!r} is a {architecture} of type {config.model_type!r}: only llama is supported.")
     if os.path.isdir(folder) and not any(Path(folder).glob("*.safetensors")):
         raise ValueError(
@@ -110,64 +111,47 @@ def check_labels(config: Any) -> None:
 
 def load(folder: str, name: str, dtype: torch.dtype | str) -> Any:
     """Load a classifier or a score model; what its config.json says decides which."""
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModel, AutoModelForSequenceClassification
 
     config, architecture = config_of(folder, name)
-    if architecture.endswith(SCORE_MODEL):
-        return _load_score_model(folder, name, config, dtype)
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
-    )
-    _check_complete(name, info["missing_keys"])
-    return model
-
-
-def _load_score_model(folder: str, name: str, config: Any, dtype: torch.dtype | str) -> ScoreModel:
-    from transformers import LlamaModel
-
-    body, info = LlamaModel.from_pretrained(
-        folder, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
-    )
-    _check_complete(name, info["missing_keys"])
-    found = _tensors(folder, ("score_head.weight", "score_head.bias", "normalizer.mean", "normalizer.var"))
-    parts = {key.removeprefix("score_head."): tensor for key, tensor in found.items() if key.startswith("score_head.")}
-    if "weight" not in parts or parts["weight"].shape != (1, config.hidden_size):
-        raise ValueError(
-            f"model {name!r} has no score_head.weight of shape (1, {config.hidden_size}) in its *.safetensors: give a "
-            "reward or cost model with one output."
-        )
-    head = torch.nn.Linear(config.hidden_size, 1, bias="bias" in parts, dtype=body.dtype)
-    head.load_state_dict(parts)
-    if not getattr(config, "do_normalize", False):
-        return ScoreModel(body, head)
-    kind = getattr(config, "score_type", "reward")
-    if kind not in ("reward", "cost"):
-        raise ValueError(f"model {name!r} has score_type {kind!r}: give a reward or cost model.")
-    # what the files hold goes over what the configuration states, as where a state is loaded into a model
-    mean, var = (found.get(f"normalizer.{key}", getattr(config, key, None)) for key in ("mean", "var"))
-    if mean is None or var is None:
-        raise ValueError(f"model {name!r} normalises its scores, but has no normalizer.mean and normalizer.var.")
-    mean, var = (torch.as_tensor(value, dtype=torch.float32).reshape(1) for value in (mean, var))
-    return ScoreModel(body, head, mean if kind == "reward" else torch.zeros(1), var.sqrt())  # a cost keeps its border
-
-
-def _tensors(folder: str, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Read single tensors from the safetensors files of a folder, those that are there."""
-    from safetensors import safe_open
-
-    found = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            found |= {name: file.get_tensor(name) for name in names if name in file.keys()}  # noqa: SIM118
-    return found
-
-
-def _check_complete(name: str, missing: Sequence[str]) -> None:
-    if missing := sorted(missing):
+    known = AutoModel if architecture.endswith(SCORE_MODEL) else AutoModelForSequenceClassification
+    safe = {"use_safetensors": True, "trust_remote_code": False}
+    model, info = known.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True, **safe)
+    if missing := sorted(info["missing_keys"]):
         raise ValueError(
             f"the files of model {name!r} lack {', '.join(missing[:3])}{', ...' if missing[3:] else ''}, which would "
             "be random numbers: give a model that was trained as a reward or cost model."
         )
+    return _with_head(model, folder, name) if known is AutoModel else model
+
+
+def _with_head(body: Any, folder: str, name: str) -> ScoreModel:
+    """Return a score model, with the head and the normaliser that its files hold."""
+    from safetensors import safe_open
+
+    config, held = body.config, {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names = [key for key in file.keys() if key.startswith(("score_head.", "normalizer."))]  # noqa: SIM118
+            held |= {key: file.get_tensor(key) for key in names}
+    head = [held[key].to(body.dtype) if key in held else None for key in ("score_head.weight", "score_head.bias")]
+    if head[0] is None or head[0].shape != (1, config.hidden_size):
+        raise ValueError(
+            f"model {name!r} has no score_head.weight of shape (1, {config.hidden_size}) in its *.safetensors: give a "
+            "reward or cost model with one output."
+        )
+    if not getattr(config, "do_normalize", False):
+        return ScoreModel(body, *head)
+    kind = getattr(config, "score_type", "reward")
+    if kind not in ("reward", "cost"):
+        raise ValueError(f"model {name!r} has score_type {kind!r}: give a reward or cost model.")
+    # what the files hold goes over what the configuration states, as where a state is loaded into a model
+    mean, var = (held.get(f"normalizer.{key}", getattr(config, key, None)) for key in ("mean", "var"))
+    if mean is None or var is None:
+        raise ValueError(f"model {name!r} normalises its scores, but has no normalizer.mean and normalizer.var.")
+    mean, var = (torch.as_tensor(value, dtype=torch.float32).reshape(1) for value in (mean, var))
+    # a cost keeps its border
+    return ScoreModel(body, *head, mean if kind == "reward" else torch.zeros(1), var.sqrt())
 
 
 def decoder_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:

@@ -82,10 +82,11 @@ def tokenizer_of(folder: str, **origin: Any) -> Any:
     """
     from transformers import AutoTokenizer
 
-    lacking = f"no tokenizer lies beside the model {folder!r}: save it there, or give it as processing_class."
+    lacking = f"no tokenizer lies beside the model {folder!r}: save it there, or give it with the model. "
+    lacking += "A tokenizer.model without tokenizer.json needs the package sentencepiece."
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **origin)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         raise ValueError(lacking) from error
     # without files transformers makes one of the model's kind, which has special tokens alone
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():

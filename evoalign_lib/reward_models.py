@@ -31,7 +31,7 @@ import re
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,18 +40,7 @@ import numpy as np
 import torch
 
 import evoalign_lib
-from evoalign_lib import models, tasks
-from evoalign_lib._score_models import (
-    SCORE_MODEL,
-    ScoreModel,
-    check_labels,
-    check_name,
-    config_of,
-    decoder_head,
-    folder_of,
-    load,
-    tokenizer_of,
-)
+from evoalign_lib import _score_models, models, tasks
 from evoalign_lib.checks import address, choose, key_in, whole_number
 from evoalign_lib.files import canonical_json
 
@@ -73,7 +62,7 @@ class ScorerGone(ScorerError):
 
 
 class _Scorer:
-    """What all scorers share: the two ways of calling them.
+    """What all scorers share: their `score`, called in two ways.
 
     Attributes:
         name: for logs and records.
@@ -87,10 +76,6 @@ class _Scorer:
     def __name__(self) -> str:
         """What trainers call a reward function."""
         return self.name
-
-    def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> np.ndarray:
-        """Return a score for each completion, float64 (completions,), finite."""
-        raise NotImplementedError
 
     def __call__(
         self,
@@ -183,23 +168,23 @@ class RewardModel(_Scorer):
             raise ValueError(f"dtype={dtype!r} is no floating-point dtype: give one such as 'float16'.")
         self._folder, origin = None, model
         if isinstance(model, (str, os.PathLike)):
-            self._folder = folder_of(str(model))
+            self._folder = _score_models.folder_of(str(model))
             on_cpu = torch.device(device or "cpu").type == "cpu"
-            model = load(self._folder, str(origin), dtype or (torch.float32 if on_cpu else "auto"))
+            model = _score_models.load(self._folder, str(origin), dtype or (torch.float32 if on_cpu else "auto"))
             dtype = None  # that of the weights; what normalises scores stays float32
         else:
             origin = models.name_of(model) or type(model).__name__
         self.name = name or Path(str(origin)).name
-        self.tokenizer = tokenizer_of(tokenizer, self._folder or models.name_of(model))
-        self.text = _checked_text(text, isinstance(model, ScoreModel), self.tokenizer)
+        self.tokenizer = _score_models.tokenizer_of(tokenizer, self._folder or models.name_of(model))
+        self.text = _checked_text(text, isinstance(model, _score_models.ScoreModel), self.tokenizer)
         self.max_length = _checked_length(max_length, model.config, self.tokenizer)
         moved = {"device": device, "dtype": dtype}
         self.model = model.to(**{name: value for name, value in moved.items() if value is not None}).eval()
         self.counts = Counter(texts=0, truncated=0, broken=0)
         self._pid = os.getpid()
-        if not isinstance(self.model, ScoreModel):
-            check_labels(self.model.config)
-        self._head = decoder_head(self.model)
+        if not isinstance(self.model, _score_models.ScoreModel):
+            _score_models.check_labels(self.model.config)
+        self._head = _score_models.decoder_head(self.model)
         self._shift = float(getattr(model.config, "shift", 0.0))
         self._pad = next((i for i in (model.config.pad_token_id, self.tokenizer.pad_token_id) if i is not None), 0)
         # marks of turns need not be special tokens: all but words that the chat template writes are taken for such
@@ -266,18 +251,17 @@ class RewardModel(_Scorer):
             return Encoded([], None, {}, [])
         given = list(zip(asked, texts, strict=True))
         pairs = [(self._unmarked(prompt), self._unmarked(completion)) for prompt, completion in given]
-        types, plain = None, {"return_attention_mask": False, "verbose": False}
-        if self.text == "pair":
-            tokens = self.tokenizer(*map(list, zip(*pairs, strict=True)), **plain)
-            rows, types = tokens["input_ids"], tokens.get("token_type_ids")
-        else:
-            # all but "beaver" bring their special tokens along
-            plain |= {"add_special_tokens": self.text == "beaver", "return_token_type_ids": False}
-            rows = self.tokenizer([self._joined(*pair) for pair in pairs], **plain)["input_ids"]
-            if self.text in ("beaver", "continued"):
-                # some tokenizers end every text themselves; no other end token can stand there
-                end = [self.tokenizer.eos_token_id]
-                rows = [row if row[-1:] == end else row + end for row in rows]
+        pair = self.text == "pair"
+        # formats besides these two bring their special tokens along
+        plain = {"add_special_tokens": pair or self.text == "beaver", "return_token_type_ids": None if pair else False}
+        plain |= {"return_attention_mask": False, "verbose": False}
+        joined = zip(*pairs, strict=True) if pair else [[self._joined(*both) for both in pairs]]
+        tokens = self.tokenizer(*map(list, joined), **plain)
+        rows, types = tokens["input_ids"], tokens.get("token_type_ids")
+        if self.text in ("beaver", "continued"):
+            # some tokenizers end every text themselves; no other end token can stand there
+            end = [self.tokenizer.eos_token_id]
+            rows = [row if row[-1:] == end else row + end for row in rows]
         if [] in rows:
             raise ValueError(
                 f"the text of the completion {texts[rows.index([])]!r:.200} has no tokens: correct `text`."
@@ -288,14 +272,12 @@ class RewardModel(_Scorer):
                 f"{len(long)} texts are longer than {self.max_length} tokens, the first with {len(rows[long[0]])}: "
                 "generate fewer tokens, or set truncation='right'."
             )
-        for i in long:
-            if self.text != "pair":
-                rows[i] = rows[i][: self.max_length]
-                continue
+        for i in long if pair else ():
             cut = self.tokenizer(*pairs[i], truncation="longest_first", max_length=self.max_length, **plain)
             rows[i] = cut["input_ids"]  # special tokens stay
             if types is not None:
                 types[i] = cut["token_type_ids"]
+        rows = [row[: self.max_length] for row in rows]
         changed = sum(pair != before for pair, before in zip(pairs, given, strict=True))
         return Encoded(rows, types, {"texts": len(rows), "truncated": len(long), "broken": changed}, texts)
 
@@ -351,28 +333,24 @@ class RewardModel(_Scorer):
     # ---- tokens to scores
 
     def _forward(self, rows: list[list[int]], types: list[list[int]] | None) -> np.ndarray:
-        lengths = np.array([len(row) for row in rows])
-        kept = np.arange(lengths.max()) < lengths[:, None]
+        def filled(values: Iterable[list[int]], filler: int) -> torch.Tensor:
+            tensors = [torch.tensor(value) for value in values]
+            padded = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=filler)
+            return padded.to(self.device)
 
-        def filled(values: list[list[int]], filler: int) -> torch.Tensor:
-            table = np.full(kept.shape, filler, dtype=np.int64)
-            table[kept] = np.concatenate(values)
-            return torch.from_numpy(table).to(self.device)
-
-        mask = torch.from_numpy(kept.astype(np.int64)).to(self.device)
-        inputs = {"input_ids": filled(rows, self._pad), "attention_mask": mask}
+        inputs = {"input_ids": filled(rows, self._pad), "attention_mask": filled(([1] * len(row) for row in rows), 0)}
         if self._head is None:
             extra = {"token_type_ids": filled(types, 0)} if types is not None else {}
             scores = self.model(**inputs, **extra).logits[:, 0]
         else:
             hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
-            last = torch.from_numpy(lengths - 1).to(self.device)
+            last = inputs["attention_mask"].sum(1) - 1
             scores = self._head(hidden[torch.arange(len(rows), device=self.device), last])[:, 0]
         return scores.double().cpu().numpy()
 
     def _check_ends(self, rows: list[list[int]]) -> None:
         """Raise where transformers would read another token than the last: the model may have been trained so."""
-        if self._head is None or isinstance(self.model, ScoreModel):
+        if self._head is None or isinstance(self.model, _score_models.ScoreModel):
             return  # read where the architecture says, or by the attention mask
         padding = self.model.config.get_text_config().pad_token_id
         if padding is not None and any(row[-1] == padding for row in rows):
@@ -389,8 +367,8 @@ def _texts(prompts: Sequence[Any], completions: Sequence[Any]) -> tuple[list[str
     asked = []
     for prompt in prompts:
         match prompt:
-            case str() | [{"role": "user", "content": str()}]:
-                asked.append(prompt if isinstance(prompt, str) else prompt[0]["content"])
+            case str(text) | [{"role": "user", "content": str(text)}]:
+                asked.append(text)
             case _:
                 raise TypeError(f"a prompt must be a text or a conversation of one user message, got {prompt!r:.200}")
     return asked, [tasks.completion_text(completion) for completion in completions]
@@ -430,13 +408,11 @@ def check(name: str, text: str | None = None, max_length: int | None = None) -> 
         ValueError: as `RewardModel`.
     """
     if not os.path.isdir(name):
-        check_name(name)
-    config, architecture = config_of(name, name)
-    if not (beaver := architecture.endswith(SCORE_MODEL)):
-        check_labels(config)
-    tokenizer = tokenizer_of(None, name)
+        _score_models.check_name(name)
+    config, architecture = _score_models.config_of(name, name)
+    tokenizer = _score_models.tokenizer_of(None, name)
     _checked_length(max_length, config, tokenizer)
-    return _checked_text(text, beaver, tokenizer)
+    return _checked_text(text, architecture.endswith(_score_models.SCORE_MODEL), tokenizer)
 
 
 # ------------------------------------------------------------------------------------------------ as TRL's trainers do
@@ -465,19 +441,19 @@ class ModelReward:
     def __init__(self, model: Any, tokenizer: Any = None, chat_template_kwargs: Mapping[str, Any] | None = None):
         folder = None
         if isinstance(model, (str, os.PathLike)):
-            name, folder = str(model), folder_of(str(model))
-            model = load(folder, name, torch.float32)
-            if isinstance(model, ScoreModel):
+            name, folder = str(model), _score_models.folder_of(str(model))
+            model = _score_models.load(folder, name, torch.float32)
+            if isinstance(model, _score_models.ScoreModel):
                 raise ValueError(
                     f"model {name!r} is a score model of Safe-RLHF, which TRL does not read: give "
                     f"reward_models.RewardModel({name!r}) as the reward function."
                 )
         else:
             name = getattr(model.config, "_name_or_path", "") or type(model).__name__
-        check_labels(model.config)
+        _score_models.check_labels(model.config)
         self.__name__ = name.rstrip("/").split("/")[-1]
         self.model, self.template = model.eval(), dict(chat_template_kwargs or {})
-        self.tokenizer = tokenizer_of(tokenizer, folder or name)
+        self.tokenizer = _score_models.tokenizer_of(tokenizer, folder or name)
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         # a decoder's score is read at the last token that is no padding
@@ -486,20 +462,18 @@ class ModelReward:
     @torch.inference_mode()
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
         """Score completions, (completions,), texts or messages as the prompts are."""
-        found: list[float] = []
-        for first in range(0, len(prompts), self.rows):
-            pairs = zip(prompts[first : first + self.rows], completions[first : first + self.rows], strict=True)
-            texts = [
-                prompt + completion
-                if isinstance(prompt, str)
-                else models.rendered(self.tokenizer, prompt + completion, **self.template)
-                for prompt, completion in pairs
-            ]
-            inputs = self.tokenizer(
-                text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
-            )
-            found += self.model(**inputs.to(self.model.device)).logits[:, 0].double().tolist()
-        return found
+        texts = [
+            prompt + said
+            if isinstance(prompt, str)
+            else models.rendered(self.tokenizer, prompt + said, **self.template)
+            for prompt, said in zip(prompts, completions, strict=True)
+        ]
+        how = {"return_tensors": "pt", "padding": True, "padding_side": "right", "add_special_tokens": False}
+        scores: list[float] = []
+        for first in range(0, len(texts), self.rows):
+            inputs = self.tokenizer(text=texts[first : first + self.rows], **how).to(self.model.device)
+            scores += self.model(**inputs).logits[:, 0].double().tolist()
+        return scores
 
 
 def as_functions(
@@ -517,8 +491,8 @@ def as_functions(
     """
     several = isinstance(rewards, Sequence) and not isinstance(rewards, str)
     functions = list(rewards) if several else [rewards]
-    given = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers]
-    given = [None] * len(functions) if tokenizers is None else given
+    given = [tokenizers] * (len(functions) if tokenizers is None else 1)
+    given = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else given
     if len(given) != len(functions):
         raise ValueError(
             f"reward_processing_classes has {len(given)} entries for {len(functions)} reward functions: give one each, "
@@ -636,9 +610,8 @@ class HTTPScorer(_Scorer):
                 time.sleep(min(_FIRST_WAIT * 2 ** (attempt - 1), _LONGEST_WAIT))
             gone = True
             try:
-                answer = _client(self.url, self.timeout, os.getpid()).request(
-                    method, path, content=body, headers=headers
-                )
+                client = _client(self.url, self.timeout, os.getpid())
+                answer = client.request(method, path, content=body, headers=headers)
                 if answer.status_code < 400:
                     return read(answer.json())
                 kind = "refused" if answer.status_code < 500 else "http"

@@ -82,10 +82,9 @@ def app_of(reward_model: RewardModel, *, api_key: str | None = None) -> Any:
     async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
         # where and why, without the texts themselves
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        return JSONResponse(
-            {"error": f'{where}: {first["msg"]}. Send {{"prompts": [text, ...], "completions": [text, ...]}}.'}, 422
-        )
+        where = ".".join(map(str, first["loc"]))
+        told = f'{where}: {first["msg"]}. Send {{"prompts": [text, ...], "completions": [text, ...]}}.'
+        return JSONResponse({"error": told}, 422)
 
     @app.get("/identity")
     async def tell() -> dict[str, Any]:

@@ -69,20 +69,16 @@ def scored_by_hand(body, tensors, rows):
 
 def by_hand(model, text, prompt, completion):
     """One text at a time, without padding, and transformers' own reading of the score."""
-    if text == "pair":
-        tokens = TOK(prompt, completion, return_tensors="pt")
-    else:
-        user = {"role": "user", "content": prompt}
-        joined = {
-            "beaver": f"BEGINNING OF CONVERSATION: USER: {prompt} ASSISTANT:{completion}{TOK.eos_token}",
-            "chat": TOK.apply_chat_template([user, {"role": "assistant", "content": completion}], tokenize=False),
-            "continued": TOK.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
-            + completion
-            + TOK.eos_token,
-        }[text]
-        tokens = TOK(joined, return_tensors="pt", add_special_tokens=text == "beaver")
+    user, said = ({"role": role, "content": content} for role, content in (("user", prompt), ("assistant", completion)))
+    opening = TOK.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+    tokens = {
+        "pair": lambda: TOK(prompt, completion),
+        "beaver": lambda: TOK(f"BEGINNING OF CONVERSATION: USER: {prompt} ASSISTANT:{completion}{TOK.eos_token}"),
+        "chat": lambda: TOK(TOK.apply_chat_template([user, said], tokenize=False), add_special_tokens=False),
+        "continued": lambda: TOK(f"{opening}{completion}{TOK.eos_token}", add_special_tokens=False),
+    }[text]()
     with torch.inference_mode():
-        return float(model(input_ids=tokens["input_ids"]).logits)
+        return float(model(input_ids=torch.tensor([tokens["input_ids"]])).logits)
 
 
 # ------------------------------------------------------------------------------------------------------- what is scored
@@ -183,11 +179,10 @@ def test_what_is_too_long_is_cut_and_counted(kind, text):
 def test_as_a_reward_function():
     scorer = RewardModel(classifier(), TOK, text="beaver", max_length=60, name="helpful")
     rewards = Rewards(scorer)
-    assert rewards.names == ["helpful"]
     with pytest.warns(UserWarning):
         scored = rewards(["rendered"] * 2, ["y" * 100, "y"], [[1], [1]], {"request": ["x", "x"], "other": [1, 2]})
     assert np.array_equal(scored.rewards, scorer.score(["x", "x"], ["y" * 100, "y"]))
-    assert scored.metrics == {"truncated": [0.5]}
+    assert scored.metrics == {"truncated": [0.5]} and list(scored.functions) == ["helpful"]
     assert np.array_equal(rewards(["x"], ["y"], [[1]], {}).rewards, scorer.score(["x"], ["y"]))
 
 
@@ -288,20 +283,19 @@ def test_a_classifier_by_folder_and_what_is_none(tmp_path):
     assert np.array_equal(RewardModel(str(tmp_path), text="beaver").score(ASKED, SAID), expected)
     half = RewardModel(str(tmp_path), text="beaver", dtype="bfloat16")
     assert half.identity["dtype"] == "bfloat16" and np.allclose(half.score(ASKED, SAID), expected, atol=0.3)
-    for arguments, text, named in (
-        ((tmp_path,), None, "text is one of"),
-        ((tmp_path,), "beavr", "'beaver'"),
-        ((tmp_path,), "", "text=''"),
-        ((classifier(num_labels=2), TOK), "beaver", "2 labels"),
-        (("/no/such/folder",), "beaver", "/no/such/folder"),
-        (("nobody/nothing",), "beaver", "nobody/nothing"),
-        ((classifier(), bare), "chat", "chat template"),
+    for arguments, settings, named in (
+        ((tmp_path,), {}, "text is one of"),
+        *(((tmp_path,), {"text": bad}, named) for bad, named in (("beavr", "'beaver'"), ("", "text=''"))),
+        ((classifier(num_labels=2), TOK), {"text": "beaver"}, "2 labels"),
+        *(((name,), {"text": "beaver"}, name) for name in ("/no/such/folder", "nobody/nothing")),
+        ((classifier(), bare), {"text": "chat"}, "chat template"),
+        *(
+            ((model, TOK), {"text": "beaver", name: bad}, f"{name}=")
+            for name, bad in {"dtype": "int8", "max_length": 300, "truncation": "left", "batch_size": 0}.items()
+        ),
     ):
         with pytest.raises(ValueError, match=named):
-            RewardModel(*arguments, text=text)
-    for bad in ({"dtype": "int8"}, {"max_length": 300}, {"truncation": "left"}, {"batch_size": 0}):
-        with pytest.raises(ValueError, match=f"{next(iter(bad))}="):
-            RewardModel(model, TOK, text="beaver", **bad)
+            RewardModel(*arguments, **settings)
     # pickled weights are not opened
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()

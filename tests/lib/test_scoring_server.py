@@ -93,7 +93,7 @@ def test_over_http_scores_are_the_same_to_the_bit_in_every_process(folders, mode
     expected = cost.score(ASKED, SAID)
     with running(app_of(model)) as reward_url, running(app_of(cost)) as url:
         scorer = HTTPScorer(url + "/", batch_size=7, weights=cost.identity["weights"])
-        assert scorer.score([], []).shape == (0,)
+        assert scorer.score([], []).shape == (0,) and scorer.identity == cost.identity
         assert np.allclose(scorer.score(ASKED, SAID), expected, atol=1e-6)  # other batches
         whole = HTTPScorer(url)
         assert np.array_equal(pickle.loads(pickle.dumps(whole)).score(ASKED, SAID), expected)
@@ -148,12 +148,10 @@ def test_an_answer_that_is_none_is_counted_and_asked_for_again(scripted, kind):
     url, script = scripted
     for answer in BAD[kind]:
         scorer = HTTPScorer(url, retries=1, timeout=0.3)
-        script[:] = [answer]
-        assert scorer.score(["a", "b"], ["c", "d"]).tolist() == [0.5, 0.5]
-        assert scorer.counts == {"texts": 2, "truncated": 0, kind: 1, "retries": 1}
-        script[:] = [answer] * 2
+        script[:] = [answer] * 3
         with pytest.raises(ScorerError, match=r"\(2 requests\)"):
             scorer.score(["a", "b"], ["c", "d"])
+        assert scorer.score(["a", "b"], ["c", "d"]).tolist() == [0.5, 0.5]
         assert scorer.counts == {"texts": 2, "truncated": 0, kind: 3, "retries": 2, "failed": 1}
 
 
@@ -161,11 +159,10 @@ def test_what_a_server_refuses_or_another_model_says_is_not_asked_again(scripted
     url, script = scripted
     for answer, kind, error in (({"identity": "0" * 16}, "identity", ScorerGone), (422, "refused", ScorerError)):
         scorer = HTTPScorer(url)
-        script[:] = [answer]
+        script[:] = [answer] * 3
         with pytest.raises(error, match=r"\(1 requests\)"):
             scorer.score(["a"], ["b"])
         assert scorer.counts[kind] == scorer.counts["failed"] == 1
-        script[:] = [answer] * 2
         scored = Rewards(scorer, floor=-9.0)(["x"], ["y"], [[1]], {})  # the floor, counted; never zeros
         assert scored.rewards.tolist() == [-9.0] and scored.counts["exception"] == 1
 
@@ -200,14 +197,7 @@ def test_a_bad_request_is_told_what_is_wrong(client):
         answer = client.post("/score", content=body, headers={"Content-Type": "application/json"})
         assert answer.status_code == status and list(answer.json()) == ["error"], body
         assert named in answer.json()["error"] and "secret" not in answer.text
-
-
-def test_good_requests(client, model):
-    assert client.get("/identity").json() == model.identity
-    mark = fingerprint(model.identity)
-    for n in (0, 1, 3):
-        answer = client.post("/score", json={"prompts": ASKED[:n], "completions": SAID[:n]}).json()
-        assert answer == {"scores": model.score(ASKED[:n], SAID[:n]).tolist(), "identity": mark, "truncated": 0}
+    assert len(client.post("/score", json={"prompts": ["x"] * 3, "completions": ["y"] * 3}).json()["scores"]) == 3
     assert client.get("/score").status_code == 405 and client.get("/nothing").status_code == 404
 
 
@@ -227,9 +217,8 @@ def test_a_key(model, monkeypatch):
     with running(app_of(model, api_key="k-1")) as url:
         for key in ({}, {"api_key_env": "SCORER_KEY"}):
             monkeypatch.setenv("SCORER_KEY", "k-2")
-            with pytest.raises(ScorerGone, match="HTTP 401") as raised:
+            with pytest.raises(ScorerGone, match="^(?!.*k-2).*HTTP 401"):
                 HTTPScorer(url, **key)
-            assert "k-2" not in str(raised.value)
         monkeypatch.setenv("SCORER_KEY", "k-1")
         scorer = HTTPScorer(url, api_key_env="SCORER_KEY")
         assert len(scorer.score(["x"], ["y"])) == 1 and b"k-1" not in pickle.dumps(scorer)
@@ -238,25 +227,21 @@ def test_a_key(model, monkeypatch):
             scorer.score(["x"], ["y"])
 
 
-class Slow:
-    """A model that scores one request at a time, or fails."""
+def test_requests_wait_their_turn_and_a_model_that_fails_goes_on(model, monkeypatch):
+    score, inside = model.score, threading.Semaphore(1)
 
-    def __init__(self, model):
-        self.identity, self.counts, self.model = model.identity, model.counts, model
-        self._inside = threading.Semaphore(1)
-
-    def score(self, prompts, completions):
-        assert self._inside.acquire(blocking=False)  # one request at a time
+    def slow(prompts, completions):
+        assert inside.acquire(blocking=False)  # one request at a time
         time.sleep(0.05)
-        self._inside.release()
+        inside.release()
         if prompts == ["fail"]:
             raise RuntimeError("CUDA out of memory: secret")
-        return self.model.score(prompts, completions)
+        return score(prompts, completions)
 
-
-def test_requests_wait_their_turn_and_a_model_that_fails_goes_on(model):
-    with running(app_of(Slow(model))) as url, ThreadPoolExecutor(8) as pool:
-        scorer, expected = HTTPScorer(url, retries=0), model.score(["x"], ["y"])[0]
+    expected = score(["x"], ["y"])[0]
+    monkeypatch.setattr(model, "score", slow)
+    with running(app_of(model)) as url, ThreadPoolExecutor(8) as pool:
+        scorer = HTTPScorer(url, retries=0)
         for found in [pool.submit(scorer.score, ["x"] * 2, ["y"] * 2) for _ in range(4)]:
             assert np.allclose(found.result(), expected, atol=1e-6)
         failed = httpx.post(f"{url}/score", json={"prompts": ["fail"], "completions": ["y"]})
@@ -270,14 +255,12 @@ def test_settings_that_cannot_be(model, folders, monkeypatch):
         with pytest.raises(ValueError, match=host):
             serve(folder, text="continued", host=host)
     for url in ("127.0.0.1:8100", "ftp://x", "http://", "http://me:secret@x", "http://x?key=secret", ""):
-        with pytest.raises(ValueError, match="^url") as raised:
+        with pytest.raises(ValueError, match="^url(?!.*secret)"):
             HTTPScorer(url)
-        assert "secret" not in str(raised.value)
     with pytest.raises(ValueError, match="api_key"):
         app_of(model, api_key="")
     for key in ("k-1\nk-2", "k-\u00e9", " "):  # no header can hold these
         monkeypatch.setenv("SCORER_KEY", key)
         for call, address in ((HTTPScorer, "http://x"), (serve, folder)):
-            with pytest.raises(ValueError, match="SCORER_KEY") as raised:
+            with pytest.raises(ValueError, match="(?s)^(?!.*k-).*SCORER_KEY"):
                 call(address, api_key_env="SCORER_KEY")
-            assert "k-" not in str(raised.value)
