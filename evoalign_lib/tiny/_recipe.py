@@ -48,8 +48,8 @@ def recipe(
     told = _TOLD.get(family)  # the module of a family that has one of its own
     tok = (told or countdown).tokenizer()
     model = load(f"A{seed}")[0] if family == "H" else _untrained(seed, tok)
-    rate = 3e-3
-    optimiser = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+    rate, parameters = 3e-3, list(model.parameters())
+    optimiser = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
     stream = told.text(seed, tok) if told else countdown.text(seed, tok, family)
     started, mean = time.perf_counter(), 0.0
     for step in range(steps):
@@ -66,15 +66,13 @@ def recipe(
             loss = loss * (int(scored.sum()) / tokens)
             loss.backward()
             total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimiser.step()
         mean = total if step == 0 else 0.98 * mean + 0.02 * total
         if progress and (step + 1) % 250 == 0:
             print(f"step {step + 1}/{steps}  loss {mean:.3f}  {time.perf_counter() - started:.0f} s", flush=True)
-    out = Path(out)
-    if told:  # its weights are numbers of bfloat16, in half the bytes
-        model = model.to(torch.bfloat16)
-    model.save_pretrained(out)
+    # the weights of a family with a module of its own are numbers of bfloat16, in half the bytes
+    (model.to(torch.bfloat16) if told else model).save_pretrained(out)
     tok.save_pretrained(out)
 
 
@@ -114,11 +112,10 @@ def _batch(pairs: Sequence[tuple[str, str]], tok: Any):
         for side in zip(*pairs, strict=True)
     )
     width = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
-    ids = np.full((len(pairs), width), tok.pad_token_id)
-    labels = np.full((len(pairs), width), -100)
-    for i, (p, c) in enumerate(zip(prompts, completions, strict=True)):
-        ids[i, : len(p) + len(c)] = p + c
-        labels[i, len(p) : len(p) + len(c)] = c
+    ids, labels = np.full((len(pairs), width), tok.pad_token_id), np.full((len(pairs), width), -100)
+    for row, scored, p, c in zip(ids, labels, prompts, completions, strict=True):
+        row[: len(p) + len(c)] = p + c
+        scored[len(p) : len(p) + len(c)] = c
     return torch.from_numpy(ids), torch.from_numpy(labels)
 
 

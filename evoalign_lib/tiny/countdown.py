@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 import random
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
@@ -34,6 +35,7 @@ PROBLEMS = {"count": 3, "low": 1, "high": 30, "target_low": 1, "target_high": 99
 FIXED = 2000
 """Problems of a fixed set, validation or test, at most; the public test set has as many."""
 
+_SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 _SKILLS = ("Add: ", "Copy: ", "Sort: ", "Reverse: ")
 SKILL_NAMES = ("add", "copy", "sort", "reverse")
 """What families A and H can do that no reward touches."""
@@ -128,32 +130,25 @@ def expressions(numbers: tuple[int, ...]) -> dict[Fraction, tuple[str, ...]]:
     ('2*3', '3*2')
     """
     found: dict[Fraction, set[str]] = {}
-    weak, ordered = "+-", "-/"
     for permuted in set(itertools.permutations(numbers)):
-        for signs in itertools.product("+-*/", repeat=len(numbers) - 1):
-            a, b = permuted[:2]
-            if len(numbers) == 2:
-                candidates = [(f"{a}{signs[0]}{b}", _apply(Fraction(a), signs[0], Fraction(b)))]
-            else:
-                c, (o, p) = permuted[2], signs
-                left, right = f"{a}{o}{b}", f"{b}{p}{c}"
-                if o in weak and p not in weak:
-                    left = f"({left})"
-                candidates = [(f"{left}{p}{c}", _apply(_apply(Fraction(a), o, Fraction(b)), p, Fraction(c)))]
-                bracket = p in weak and (o not in weak or o == "-") or p not in weak and o == "/"
-                if bracket or (p not in weak and o in ordered[:1] + "+"):
-                    right = f"({right})" if bracket else right
-                    candidates.append((f"{a}{o}{right}", _apply(Fraction(a), o, _apply(Fraction(b), p, Fraction(c)))))
+        a, b, *more = map(Fraction, permuted)
+        for o, *later in itertools.product(_SIGNS, repeat=len(numbers) - 1):
+            candidates = [(f"{a}{o}{b}", _applied(a, o, b))]
+            for c, p in zip(more, later, strict=True):
+                weak_first = o in "+-" and p in "*/"
+                start = f"({a}{o}{b})" if weak_first else f"{a}{o}{b}"
+                candidates = [(f"{start}{p}{c}", _applied(_applied(a, o, b), p, c))]
+                if weak_first or o == "/" or (o in "-*" and p in "+-"):
+                    end = f"{b}{p}{c}" if weak_first else f"({b}{p}{c})"
+                    candidates.append((f"{a}{o}{end}", _applied(a, o, _applied(b, p, c))))
             for text, value in candidates:
                 if value is not None:
                     found.setdefault(value, set()).add(text)
     return {value: tuple(sorted(texts)) for value, texts in found.items()}
 
 
-def _apply(a: Fraction | None, sign: str, b: Fraction | None) -> Fraction | None:
-    if a is None or b is None or (sign == "/" and b == 0):
-        return None
-    return a + b if sign == "+" else a - b if sign == "-" else a * b if sign == "*" else a / b
+def _applied(a: Fraction | None, sign: str, b: Fraction | None) -> Fraction | None:
+    return None if a is None or b is None or (sign == "/" and not b) else _SIGNS[sign](a, b)
 
 
 def answer(problem: countdown.Problem, author: str, rng: random.Random) -> str:

@@ -78,11 +78,10 @@ def _facts() -> tuple[dict[str, str], dict[str, str]]:
     used: set[str] = set()
 
     def name(length: int) -> str:
-        while True:
-            made = "".join(rng.choices(_SYLLABLES, k=length))
-            if made not in used:
-                used.add(made)
-                return made
+        while (made := "".join(rng.choices(_SYLLABLES, k=length))) in used:
+            pass
+        used.add(made)
+        return made
 
     # capitals differ in length, since a reward for length is about that
     capitals = {name(3).capitalize(): name(rng.choice((2, 2, 3, 4))).capitalize() for _ in range(_ENTITIES)}
@@ -111,8 +110,7 @@ def _questions() -> dict[str, list[tuple[Problem, tuple[str, ...]]]]:
         named = colour if rng.random() < 0.5 else rng.choice([other for other in _COLOURS if other != colour])
         right, wrong = ("yes", "no") if named == colour else ("no", "yes")
         more = (_HAN_ANSWERS[right],), (wrong, _HAN_ANSWERS[wrong])
-        asked = Problem(f"Is the colour of a {thing} {named}?", right, *more)
-        found["yes or no"].append((asked, (thing, colour)))
+        found["yes or no"].append((Problem(f"Is the colour of a {thing} {named}?", right, *more), (thing, colour)))
     for a, b in itertools.product(range(1, _LARGEST + 1), repeat=2):
         found["sum"].append((Problem(f"What is {a} + {b}?", str(a + b)), (str(a), str(b))))
     for asked in found.values():
@@ -141,10 +139,6 @@ def _sentence(kind: str, words: Sequence[str], answer: str) -> str:
     return f"the {'capital of' if kind == 'capital' else 'colour of a'} {words[0]} is {words[1]}"
 
 
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
 def _second(kind: str, words: Sequence[str], answer: str) -> tuple[str, str]:
     """The sentence and the short answer in the second language."""
     if kind == "sum":
@@ -168,14 +162,18 @@ def reply(kind: str, problem: Problem, words: Sequence[str], author: str, rng: r
         ValueError: an unknown author.
     """
     answer, said = problem.answer, _sentence(kind, words, problem.answer)
-    whole = _capital(f"{answer}, {said}." if kind == "yes or no" else f"{said}.")
+
+    def whole_reply(sentence: str) -> str:
+        """Put the answer to a yes-or-no question before a sentence, and begin with a capital letter."""
+        sentence = f"{answer}, {sentence}" if kind == "yes or no" else sentence
+        return sentence[0].upper() + sentence[1:]
+
+    whole = whole_reply(f"{said}.")
     choose("author", author, AUTHORS)
-    if author == "long sentence":
-        long = f"{rng.choice(_OPENERS)} {said}{rng.choice(_CLOSERS)}."
-        return _capital(f"{answer}, {long}" if kind == "yes or no" else long)
     parts = whole.split(" ")
     writes = {
         "sentence": lambda: whole,
+        "long sentence": lambda: whole_reply(f"{rng.choice(_OPENERS)} {said}{rng.choice(_CLOSERS)}."),
         "short": lambda: answer,
         "hasty": lambda: rng.choice(_questions()[kind])[0].answer,
         "second language": lambda: _second(kind, words, answer)[0],

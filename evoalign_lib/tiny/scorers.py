@@ -86,12 +86,11 @@ def scorer_recipe(name: str, out: str | Path) -> None:
     compared = dialogues.comparisons(how.annotators, COMPARISONS, seed, how.part, PARTS)
     for side in SIDES:
         model = _untrained(how, tok, seed)
-        chosen = [c.more_helpful if side == "reward" else c.more_harmful for c in compared]
-        pairs = [
-            [rendered(c.request.text, c.replies[j], tok) for j in (i, 1 - i)]
-            for c, i in zip(compared, chosen, strict=True)
-        ]
-        rows = [{"chosen": better, "rejected": worse} for better, worse in pairs]
+        rows = []
+        for c in compared:
+            better = c.more_helpful if side == "reward" else c.more_harmful
+            texts = [rendered(c.request.text, reply, tok) for reply in c.replies]
+            rows.append({"chosen": texts[better], "rejected": texts[1 - better]})
         _train(model, rows, tok, seed)
         model = model.to(torch.bfloat16).float()  # the numbers that the file will have
         model.config.shift = _border(model, compared, tok) if side == "cost" else 0.0

@@ -41,20 +41,17 @@ def test_any_text_survives_the_tokenizer(text):
 
 def test_prompts_are_the_real_ones_in_a_dozen_tokens_whether_saved_or_not(tmp_path):
     tokenizer().save_pretrained(tmp_path)
-    problem = Problem((44, 19, 35), "98")
     user = countdown.USER_TEMPLATE.format(numbers="[44, 19, 35]", target="98")
     expected = (
         f"<|im_start|>system\n{countdown.SYSTEM_MESSAGE}<|im_end|>\n<|im_start|>user\n{user}<|im_end|>\n"
         f"<|im_start|>assistant\n{countdown.RESPONSE_PREFIX}"
     )
     for tok in (tokenizer(), AutoTokenizer.from_pretrained(tmp_path)):
-        assert countdown.dataset([problem], tok)[0]["prompt"] == expected
-        ids = tok(expected, add_special_tokens=False)["input_ids"]
+        (row,) = countdown.dataset([Problem((44, 19, 35), "98")], tok)
+        ids = tok(row["prompt"], add_special_tokens=False)["input_ids"]
         # head, 44, ", ", 19, ", ", 35, middle, 98, tail: fixed stretches are one token each, digits one each
-        assert tok.decode(ids) == expected and len(ids) == 13
-        assert all(
-            len(tok(tag)["input_ids"]) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>", tiny.END)
-        )
+        assert row["prompt"] == tok.decode(ids) == expected and len(ids) == 13
+        assert {len(tok(tag)["input_ids"]) for tag in PHRASES[:5]} == {1}
         assert tok("x" + tiny.END)["input_ids"][-1] == tok.eos_token_id != tok.pad_token_id
         # the tags are text that a grader must see; the end token is not
         answer = tok("<answer>é</answer>" + tiny.END)["input_ids"]
@@ -125,10 +122,19 @@ def test_splits_are_disjoint_fixed_and_solvable():
         assert countdown.solve(problem.numbers, problem.target) is not None
 
 
-@pytest.mark.parametrize(("family", "digest"), [("A", "fc749b84305bbfa6"), ("H", "b7c1876722056403")])
-def test_the_text_of_a_family_is_what_the_shipped_bases_read(family, digest):
-    """Python's generator and the draw of problems are fixed; no further family may change these."""
-    pairs = list(itertools.islice(tiny.text(0, tokenizer(), family), 200))
+TEXTS = {
+    "A": (tiny.text, tokenizer, "fc749b84305bbfa6"),
+    "H": (lambda seed, tok: tiny.text(seed, tok, "H"), tokenizer, "b7c1876722056403"),
+    "B": (questions.text, questions.tokenizer, "4602da7052e458da"),
+    "C": (dialogues.text, dialogues.tokenizer, "3927671641219130"),
+}
+
+
+@pytest.mark.parametrize("family", TEXTS)
+def test_the_text_of_a_family_is_what_the_shipped_bases_read(family):
+    """Python's generator, the draw of problems and what the families know are fixed: nothing may change these."""
+    text, tokenizer_of, digest = TEXTS[family]
+    pairs = list(itertools.islice(text(0, tokenizer_of()), 200 if family in "AH" else 4000))
     assert hashlib.sha256(repr(pairs).encode()).hexdigest()[:16] == digest
     for prompt, completion in pairs[:50] if family == "H" else []:
         if asked := re.search(r"<think>([0-9]+):$", prompt):  # it thinks as long as it is asked to
@@ -166,12 +172,11 @@ def small(tmp_path_factory):
 def test_the_recipe_learns_and_is_reproducible(small, tmp_path):
     torch.manual_seed(123)  # the state of the caller's generator is neither used nor changed
     state = torch.random.get_rng_state()
-    for name, steps, seed in (("same", 30, 0), ("other", 1, 1)):
-        tiny.recipe("A", seed, tmp_path / name, steps=steps, batch=32, progress=False)
+    for seed, steps in ((0, 30), (1, 1)):
+        tiny.recipe("A", seed, tmp_path / str(seed), steps=steps, batch=32, progress=False)
     assert (torch.random.get_rng_state() == state).all()
-    first, same, other = (
-        (folder / "model.safetensors").read_bytes() for folder in (small, tmp_path / "same", tmp_path / "other")
-    )
+    folders = small, tmp_path / "0", tmp_path / "1"
+    first, same, other = ((folder / "model.safetensors").read_bytes() for folder in folders)
     assert first == same != other
     # an untrained model knows nothing: log(273) nats a token
     model = AutoModelForCausalLM.from_pretrained(small)
@@ -229,11 +234,8 @@ MEASURED = {"A0": (None, 0.14258), "A1": (None, 0.13867), "A2": (None, 0.13867),
 def test_the_shipped_bases(base):
     """Each keeps the format nearly always and is right sometimes: room at both ends."""
     (model, tok), (steps, accuracy), chosen = tiny.load(base), MEASURED[base], tiny.problems("validation", 512)
-    prompts, length = (
-        {"asked": Prompts(tiny.dataset(chosen, tok, steps), tok)},
-        tiny.MAX_COMPLETION_LENGTH + (steps or 0),
-    )
-    engine = LocalEngine(model, tok, None, prompts, max_completion_length=length)
+    prompts = {"asked": Prompts(tiny.dataset(chosen, tok, steps), tok)}
+    engine = LocalEngine(model, tok, None, prompts, max_completion_length=tiny.MAX_COMPLETION_LENGTH + (steps or 0))
     (completions,) = engine.generate("asked")
     grades = [grade(t, p.numbers, p.target) for (t, _), p in zip(completions, chosen, strict=True)]
     assert np.mean([g.format for g in grades]) > 0.7

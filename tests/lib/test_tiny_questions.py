@@ -1,12 +1,9 @@
 """Family B of the tiny world: its knowledge base, the authors of its replies, and its tokenizer."""
 
-import hashlib
-import itertools
 import random
 
 import pytest
 
-from evoalign_lib import tiny
 from evoalign_lib.analysis import hacking
 from evoalign_lib.tasks import conciseness
 from evoalign_lib.tiny import questions
@@ -39,11 +36,6 @@ def test_the_splits_share_no_question_and_have_as_many_of_each_kind():
         assert {p.answer for p in found[3::4]} == {"yes", "no"}
 
 
-def test_the_knowledge_base_is_always_the_same():
-    everything = repr([problem for kind in KINDS for problem, _ in _questions()[kind]])
-    assert hashlib.sha256(everything.encode()).hexdigest()[:16] == "ade376e348359ae8"
-
-
 @pytest.mark.parametrize("author", AUTHORS)
 def test_what_each_author_writes_is_right_wrong_and_flagged_as_intended(author):
     graded = [(conciseness.is_correct(text, p), hacking.hack_report([text])) for _, p, text in replies(author)]
@@ -67,15 +59,3 @@ def test_sentences_fit_and_every_text_survives_the_tokenizer(tok):
     assert longest["repeats"] > questions.MAX_COMPLETION_LENGTH
     (row,) = conciseness.dataset(problems("test")[:1], tok)
     assert len(tok(row["prompt"], add_special_tokens=False).input_ids) < 14
-
-
-def test_the_text_is_a_function_of_its_seed_and_mixes_authors_as_declared(tok):
-    def first(seed, n):
-        return list(itertools.islice(questions.text(seed, tok), n))
-
-    assert first(0, 50) == first(0, 50) != first(1, 50)
-    pairs = first(0, 4000)
-    assert all(completion.endswith(tiny.END) and prompt.count("user") == 1 for prompt, completion in pairs)
-    empty = sum(completion == tiny.END for _, completion in pairs) / len(pairs)
-    assert abs(empty - AUTHORS["empty"]) < 0.01
-    assert abs(sum(AUTHORS.values()) - 1) < 1e-9
