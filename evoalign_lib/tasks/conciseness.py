@@ -176,13 +176,12 @@ def load_completions(name: str) -> list[Completions]:
     arm, setting = name.split("_", 1)
     place = f"conciseness/{arm}/evals/{setting}.json"
     path = tasks.public_file(f"conciseness_completions/{name}.json", place, COMPLETIONS[name])
-    report = json.loads(path.read_text(encoding="utf-8"))
-    limit, found = report["config"]["max_new_tokens"], []
+    report, found = json.loads(path.read_text(encoding="utf-8")), []
     for seed, result in report["seed_results"].items():
-        rows = [(asked["question"], answer) for asked in result["completions"] for answer in asked["completions"]]
-        texts, rewards, tokens = ([row[key] for _, row in rows] for key in ("completion", "reward", "num_tokens"))
-        questions, kl = [question for question, _ in rows], result["kl"]["mean_per_token"]
-        found.append(Completions(arm, setting, int(seed), questions, texts, rewards, tokens, limit, kl))
+        rows = [answer | asked for asked in result["completions"] for answer in asked["completions"]]
+        columns = ([row[key] for row in rows] for key in ("question", "completion", "reward", "num_tokens"))
+        limits = report["config"]["max_new_tokens"], result["kl"]["mean_per_token"]
+        found.append(Completions(arm, setting, int(seed), *columns, *limits))
     return found
 
 
@@ -204,9 +203,8 @@ def prompt(problem: Problem, *, chat_template: bool = True, tokenizer: Any = Non
     Raises:
         ValueError: the chat variant without a tokenizer.
     """
-    if not chat_template:
-        return problem.question
-    return tasks.chat_prompt([{"role": "user", "content": problem.question}], tokenizer)
+    asked = [{"role": "user", "content": problem.question}]
+    return tasks.chat_prompt(asked, tokenizer) if chat_template else problem.question
 
 
 def dataset(problems: Iterable[Problem], tokenizer: Any, chat_template: bool = True) -> list[dict[str, Any]]:
@@ -286,27 +284,6 @@ def reward(
     return [0.0 - abs(length - len(target.strip())) for length, target in zip(written, answer, strict=True)]
 
 
-NORMALISATIONS = {"evolutionary-alignment": 2001.0, "qiu": 2000.0}
-"""Published conventions by name: the reward plus 2,000, over this. The first calls a perfect reward 0.9995."""
-
-
-def normalised(reward: float, convention: str = "qiu") -> float:
-    """Return a reward on the scale of a published convention, on which one character is about 0.0005.
-
-    Args:
-        reward: of one completion, or a mean.
-        convention: one of `NORMALISATIONS`.
-
-    Raises:
-        ValueError: an unknown convention.
-
-    >>> normalised(0.0), round(normalised(-58.95, "evolutionary-alignment"), 5)
-    (1.0, 0.97004)
-    """
-    choose("convention", convention, NORMALISATIONS)
-    return (reward + 2000.0) / NORMALISATIONS[convention]
-
-
 # ------------------------------------------------------------------------------------------------------------- grading
 
 _LATIN = "a-z\u00df-\u024f"
@@ -346,12 +323,9 @@ def _folded(text: str) -> str:
 
 
 def _contains(folded: str, answers: tuple[str, ...]) -> bool:
-    if not answers:
-        return False
     numbers, words = _sought(answers)
-    if numbers and any(Decimal(found.replace(",", "")) in numbers for found in _NUMBER.findall(folded)):
-        return True
-    return bool(words and words.search(folded))
+    given = (Decimal(number.replace(",", "")) for number in _NUMBER.findall(folded)) if numbers else ()
+    return any(number in numbers for number in given) or bool(words and words.search(folded))
 
 
 @lru_cache(maxsize=4096)
@@ -364,8 +338,7 @@ def _sought(answers: tuple[str, ...]) -> tuple[frozenset[Decimal], re.Pattern[st
             continue
         word = re.escape(answer)
         for letters in (_LATIN, _NUMERALS):
-            first, last = re.match(f"[{letters}]", answer), re.search(f"[{letters}]$", answer)
-            word = f"(?<![{letters}]){word}" if first else word
-            word = f"{word}(?![{letters}])" if last else word
+            word = f"(?<![{letters}]){word}" if re.match(f"[{letters}]", answer) else word
+            word = f"{word}(?![{letters}])" if re.search(f"[{letters}]$", answer) else word
         words.append(word)
     return frozenset(numbers), re.compile("|".join(words)) if words else None

@@ -16,7 +16,6 @@ import json
 import os
 import random
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from evoalign_lib import tasks
@@ -89,22 +88,18 @@ def public_file(name: str, accept_licence: bool = False) -> bytes:
     found = tasks.local_file(f"safety/{name}", f"safety/{name}.gz")
     if found is None:
         if not accept_licence and os.environ.get("EVOALIGN_ACCEPT_LICENCE") != LICENCE:
-            what = f"safety/{name} is not in EVOALIGN_DATA; its licence allows academic and educational use only"
-            remedy = (
-                f"to accept it and fetch the file, set EVOALIGN_ACCEPT_LICENCE={LICENCE} or pass accept_licence=True"
+            raise PermissionError(
+                f"safety/{name} is not in EVOALIGN_DATA; its licence allows academic and educational use only "
+                f"({REPOSITORY}): to accept it and fetch the file, set EVOALIGN_ACCEPT_LICENCE={LICENCE} or pass "
+                "accept_licence=True"
             )
-            raise PermissionError(f"{what} ({REPOSITORY}): {remedy}")
         found = tasks.fetched(f"safety/{name}", REPOSITORY + path, sha256)
-    data = found.read_bytes() if found.suffix != ".gz" else _unpacked(found)
+    try:
+        data = decompressed(found, _MOST_BYTES) if found.suffix == ".gz" else found.read_bytes()
+    except (OSError, EOFError, ValueError, OverflowError) as error:
+        raise ValueError(f"{found} is not the published file ({error}): get it again") from error
     tasks.check_digest(found, data, REPOSITORY + path, sha256)
     return data
-
-
-def _unpacked(path: Path) -> bytes:
-    try:
-        return decompressed(path, _MOST_BYTES)
-    except (OSError, EOFError, ValueError, OverflowError) as error:
-        raise ValueError(f"{path} is not the published file ({error}): get it again") from error
 
 
 def _rows(name: str, accept_licence: bool) -> list[dict[str, Any]]:
@@ -150,12 +145,14 @@ def load_judgments(accept_licence: bool = False) -> list[Judgment]:
 
     They are in the order of the file, in which the judge's answers came in. Raises as `public_file` does.
     """
-    found = []
-    for row in _rows("gpt_judgments.jsonl", accept_licence):
-        scores = None if row["scores"] is None else tuple(map(float, row["scores"]))
-        asked = row["dimension"], row["question"]
-        found.append(Judgment(row["model_a"], row["model_b"], *asked, scores, row["raw"]))
-    return found
+    return [
+        Judgment(
+            *(row[name] for name in ("model_a", "model_b", "dimension", "question")),
+            None if row["scores"] is None else tuple(map(float, row["scores"])),
+            row["raw"],
+        )
+        for row in _rows("gpt_judgments.jsonl", accept_licence)
+    ]
 
 
 def load_elo(accept_licence: bool = False) -> dict[str, dict[str, float]]:
@@ -211,9 +208,8 @@ def load_points(model: str, accept_licence: bool = False) -> Points:
     """
     choose("model", model, MODELS)
     rows = _rows(f"{model}_points.jsonl", accept_licence)
-    prompts, responses, labels = ([row[name] for row in rows] for name in ("prompt", "response", "label"))
-    rewards, costs = ([float(row[name]) for row in rows] for name in ("reward", "cost"))
-    return Points(model, prompts, responses, rewards, costs, labels)
+    names = ("prompt", "response", "reward", "cost", "label")
+    return Points(model, *([row[name] for row in rows] for name in names))
 
 
 # ----------------------------------------------------------------------------------------------------- preference pairs

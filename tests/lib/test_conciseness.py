@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evoalign_lib.tasks import conciseness
-from evoalign_lib.tasks.conciseness import Problem, is_correct, load, measured, normalised, reward
+from evoalign_lib.tasks.conciseness import Problem, is_correct, load, measured, reward
 
 FRANCE = Problem("What is the capital of France?", "Paris", ("巴黎",))
 
@@ -59,14 +59,12 @@ def test_own_questions_are_loaded_with_what_else_is_right_or_wrong(tmp_path):
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ('{"question": "a"', ""),
         ('["a", "b"]', "an object"),
         ('{"answer": "b"}', "question"),
-        ('{"question": "a", "answer": 7}', "answer .* 7"),
         ('{"question": " ", "answer": "b"}', "question"),
+        ('{"question": "a", "answer": 7}', "answer .* 7"),
         ('{"question": "a", "answer": "b", "accepted": "c"}', "accepted .* 'c'"),
         ('{"question": "a", "answer": "b", "rejected": [1]}', "rejected"),
-        ("[" * 100_000, ""),
         ('{"question": "caf\udce9?", "answer": "a"}', "utf-8"),
     ],
 )
@@ -85,15 +83,10 @@ def test_a_malformed_line_is_named_with_what_is_missing(tmp_path, line, named):
 
 
 def test_all_published_rewards_are_those_of_the_released_measure(public):
-    by_question = {p.question: p for p in public["eval"]}
-    seen = 0
+    answers, seen = {p.question: p.answer for p in public["eval"]}, 0
     for name in conciseness.COMPLETIONS:
-        try:
-            sets = conciseness.load_completions(name)
-        except FileNotFoundError as error:
-            pytest.skip(str(error))
-        for one in sets:
-            targets = [by_question[question].answer for question in one.questions]
+        for one in conciseness.load_completions(name):
+            targets = [answers[question] for question in one.questions]
             assert reward(one.questions, one.completions, targets, "released") == one.rewards
             strict = reward(one.questions, one.completions, targets)
             changed = {text for text, a, b in zip(one.completions, strict, one.rewards, strict=True) if a != b}
@@ -105,12 +98,9 @@ def test_all_published_rewards_are_those_of_the_released_measure(public):
 @settings(max_examples=50)
 @given(st.text(max_size=60), st.text(min_size=1, max_size=20).filter(str.strip))
 def test_the_reward_is_never_positive_and_zero_only_at_the_targets_length(text, target):
-    (found,) = reward([""], [text], [target])
-    assert found <= 0 and str(found) != "-0.0"
-    assert (found == 0) == (len(measured(text)) == len(target.strip()))
-    assert found == -abs(len(measured(text)) - len(target.strip()))
-    assert reward([""], [f"  {text}\n"], [target]) == [found]
-    assert reward([""], [text + "<|im_end|>"], [target]) == [found]
+    found, *same = reward([""] * 3, [text, f"  {text}\n", text + "<|im_end|>"], [target] * 3)
+    assert found == -abs(len(measured(text)) - len(target.strip())) and str(found) != "-0.0"
+    assert same == [found] * 2
 
 
 def test_an_end_of_text_alone_is_thirteen_characters_as_released_and_none_in_truth():
@@ -137,7 +127,6 @@ def test_conversations_are_scored_and_metrics_logged():
         (lambda: reward([""], ["a"], ["a"], "loose"), ValueError, "'loose'"),
         (lambda: reward([""], ["a"], [7]), TypeError, "7"),
         (lambda: reward([""], [7], ["a"]), TypeError, "7"),
-        (lambda: normalised(0, "other"), ValueError, "'other'"),
         (lambda: conciseness.prompt(FRANCE), ValueError, "tokenizer"),
         (lambda: Problem("a", ""), ValueError, "answer"),
         (lambda: conciseness.load_public("test"), ValueError, "'test'"),

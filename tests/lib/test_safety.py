@@ -59,12 +59,12 @@ def test_the_objective_is_reward_less_lambda_times_cost():
 
 
 def test_the_signed_rule_is_that_of_safe_rlhf_and_can_fall():
-    rule = Lagrangian(threshold=0.5, start=2.0, rate=0.1)
-    rule.move(1.5)
-    assert rule.value == pytest.approx(2.0 * math.exp(0.1 * 2.0 * 1.0))
-    before = rule.value
-    rule.move(-1.0)
-    assert rule.value == pytest.approx(before * math.exp(0.1 * before * -1.5)) and rule.value < before
+    rule, expected = Lagrangian(threshold=0.5, start=2.0, rate=0.1), 2.0
+    for cost in (1.5, -1.0):
+        rule.move(cost)
+        expected *= math.exp(0.1 * expected * (cost - 0.5))
+        assert rule.value == pytest.approx(expected)
+    assert rule.value < 2.0
 
 
 def test_the_published_rule_can_only_grow():
@@ -80,33 +80,24 @@ def test_the_published_rule_can_only_grow():
 
 @given(st.lists(st.floats(-50, 50), max_size=30), st.sampled_from(Lagrangian.RULES))
 def test_lambda_stays_within_its_bounds_and_goes_on_from_its_state(costs, rule):
-    whole, first = Lagrangian(rule=rule, rate=0.3), Lagrangian(rule=rule, rate=0.3)
-    half = len(costs) // 2
-    for cost in costs:
-        whole.move(cost)
+    whole, parts = (Lagrangian(rule=rule, rate=0.3) for _ in range(2))
+    for i, cost in enumerate(costs):
+        if i == len(costs) // 2:
+            parts, first = Lagrangian(rule=rule, rate=0.3), parts
+            parts.load_state(json.loads(json.dumps(first.state())))
+        for one in (whole, parts):
+            one.move(cost)
         assert 1e-4 * (1 - 1e-9) <= whole.value <= 5 * (1 + 1e-9)
-    for cost in costs[:half]:
-        first.move(cost)
-    resumed = Lagrangian(rule=rule, rate=0.3)
-    resumed.load_state(json.loads(json.dumps(first.state())))
-    for cost in costs[half:]:
-        resumed.move(cost)
-    assert resumed.state() == whole.state()
+    assert parts.state() == whole.state()
+
+
+BAD = [{"rule": "sgined"}, {"start": 9.0}, {"rate": 0.0}, {"bounds": (0.0, 5.0)}, {"threshold": math.inf}]
 
 
 @pytest.mark.parametrize(
     ("call", "error", "named"),
     [
-        *(
-            (lambda bad=bad: Lagrangian(**bad), ValueError, f"{next(iter(bad))}=")
-            for bad in (
-                {"rule": "sgined"},
-                {"start": 9.0},
-                {"rate": 0.0},
-                {"bounds": (0.0, 5.0)},
-                {"threshold": math.inf},
-            )
-        ),
+        *((lambda bad=bad: Lagrangian(**bad), ValueError, f"{next(iter(bad))}=") for bad in BAD),
         (lambda: Lagrangian().load_state({"beta": 1.0}), ValueError, "beta"),
         (lambda: Lagrangian().load_state({"log_lambda": 99.0, "ema": 0.0, "steps": 3}), ValueError, "bounds"),
         (lambda: Objective(_length, _harm, -1.0), ValueError, "lam=-1"),
