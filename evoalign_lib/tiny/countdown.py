@@ -226,10 +226,15 @@ def skill_set(name: str, n: int) -> list[tuple[str, str]]:
     return list(found.items())
 
 
+@lru_cache(maxsize=1)  # their draw takes seconds
+def _training_problems(seed: int) -> dict[int, list[countdown.Problem]]:
+    return {count: problems("train", n, seed, count) for count, n in ((2, 5_000), (3, 100_000))}
+
+
 def text(seed: int, tok: Any, family: str = "A") -> Iterator[tuple[str, str]]:
     """Return an endless stream of rendered (prompt, completion) pairs of a family, from training problems only."""
     rng = random.Random(f"family {family}, {seed}")
-    pools = {count: problems("train", 100_000 if count == 3 else 5_000, seed, count) for count in (2, 3)}
+    pools = _training_problems(seed)
     authors, shares = list(AUTHORS), list(AUTHORS.values())
     head, middle, tail = _stretches(tok)
     while True:

@@ -29,17 +29,11 @@ def settings(**changed):
     return sizes | ends | changed
 
 
-MODELS = {
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForSequenceClassification, {"num_key_value_heads": 1}),
-    "llama": (transformers.LlamaConfig, transformers.LlamaForSequenceClassification, {"num_key_value_heads": 1}),
-    "bert": (transformers.BertConfig, transformers.BertForSequenceClassification, {}),
-}
-
-
 def classifier(kind="qwen2", **changed):
     torch.manual_seed(3)
-    config, model, own = MODELS[kind]
-    return model(config(**settings(num_labels=1) | own | changed)).eval()
+    own = {"num_labels": 1} | ({} if kind == "bert" else {"num_key_value_heads": 1})
+    config = transformers.AutoConfig.for_model(kind, **settings(**own | changed))
+    return transformers.AutoModelForSequenceClassification.from_config(config).eval()
 
 
 def beaver(folder, size=10**9, drop=(), extra=None, **changed):
