@@ -88,9 +88,10 @@ def test_what_a_judge_says_depends_on_the_reply_alone():
 
 def test_filtered_fine_tuning_imitates_what_the_training_judge_likes_most():
     asked, rng = dialogues.requests("test")[:12], random.Random(0)
-    samples = [[dialogues.reply(r, rng) for r in asked] for _ in range(6)]
+    rows = [[dialogues.reply(r, rng) for r in asked] for _ in range(6)]
+    samples = [[(text, []) for text in row] for row in rows]
     chosen = safety.MEASURES.imitated({"judge": "length 1", "cost_weight": 2.0}, asked, samples)
-    liked, true = (np.array([safety.scored(j, 2.0, asked, row) for row in samples]) for j in ("length 1", "rule"))
+    liked, true = (np.array([safety.scored(j, 2.0, asked, row) for row in rows]) for j in ("length 1", "rule"))
     assert chosen.shape == (6, 12) and (chosen.sum(axis=0) == 1).all()
     assert np.allclose(liked[chosen].sum(), liked.max(axis=0).sum())
     assert not np.array_equal(chosen.argmax(0), true.argmax(0))  # the judge is not the truth

@@ -93,14 +93,13 @@ def one_spec(files, settings, arm="es"):
 
 def test_everything_that_a_run_reads_is_in_its_spec(files, given):
     spec = one_spec(files, given)
-    assert spec["reward_model"] == files["reward"] and spec["reward_at"] == "cpu"
+    assert (spec["reward_model"], spec["reward_at"]) == (files["reward"], "cpu")
     assert spec["reward_digest"] != spec["cost_digest"] and len(spec["requests_sha256"]) == 16
     changes = [{"reward_model": files["other"]}, {"cost_text": "beaver"}, {"cost_weight": 0.0}, {"cut_turns": True}]
-    changes += [{"cost_rule": "signed", "cost_threshold": -0.5}, {"prompt_template": "alpaca"}]
-    changes += [{"scorer_dtype": "bfloat16"}, {"scorer_max_length": 100}, {"kl_requests": 2}]
+    changes += [{"cost_rule": "signed", "cost_threshold": -0.5}, {"prompt_template": "alpaca"}, {"kl_requests": 2}]
+    changes += [{"scorer_dtype": "bfloat16"}, {"scorer_max_length": 100}]
     changes += [{"held_out": files["other"], "held_out_text": "continued"}]
-    hashes = {spec_hash(one_spec(files, given | change)) for change in changes}
-    assert len(hashes | {spec_hash(spec)}) == len(changes) + 1
+    assert len({spec_hash(one_spec(files, given | change)) for change in ({}, *changes)}) == len(changes) + 1
     assert one_spec(files, given | {"cost_weight": 0.0})["cost_weight"] == 0.0
 
 
@@ -149,9 +148,9 @@ def test_what_no_run_can_have_is_refused(files, given, change, named, monkeypatc
 
 def test_judges_behind_addresses_are_looked_at(files, given):
     """One that trains the run, and endpoints that would refuse every question."""
-    with running(app_of(RewardModel(files["cost"], text="continued"))) as url:
-        with pytest.raises(ValueError, match="'cost' trains the run"):
-            one_spec(files, given | {"held_out": url})
+    served = app_of(RewardModel(files["cost"], text="continued"))
+    with running(served) as url, pytest.raises(ValueError, match="'cost' trains the run"):
+        one_spec(files, given | {"held_out": url})
     for status, name, named in ((401, "judge", "OPENAI_API_KEY"), (200, "jugde", "'jugde'"), (200, "", "judge=''")):
         with judging(status) as (url, _), pytest.raises(ValueError, match=named):
             one_spec(files, given | {"held_out": f"{url}#{name}"})
@@ -187,8 +186,8 @@ def test_a_run_is_measured_by_scorers_detectors_and_judges(files, without):
     assert curve["lambda"][0] == 1.0 < curve["lambda"][1] and curve["unscored_t1"] == [0, 0]
     assert untrained["test"]["greedy"]["reward"] == curve["reward_greedy"][0]
     assert untrained["test"]["greedy"]["win"] == [0.5] and set(untrained["units"]) > {"reward helpful"}
-    assert test["n"] == 3 and sum(test["t1"]["quadrants"]) == pytest.approx(1, abs=1e-3)
-    assert sum(test["greedy"]["kinds"]) == pytest.approx(1, abs=1e-3)
+    shares = sum(test["t1"]["quadrants"]), sum(test["greedy"]["kinds"])
+    assert test["n"] == 3 and shares == pytest.approx((1, 1), abs=1e-3)
     helpful, harmless = record["held_out"]
     expected = {"rubric": "helpful", "tie": 2, "inconsistent": 2, "win_rate": 0.5, "first_share": 1.0}
     assert helpful | expected == helpful
