@@ -12,7 +12,7 @@ from evoalign_study.kinds import decode
 from evoalign_study.kinds.train import train_specs
 from evoalign_study.records import append_record, record_line, spec_hash, unpack_counts, unpack_integers
 from evoalign_study.sweep import load_or_run
-from helpers import random_model, tokenizer
+from helpers import each_named, random_model, tokenizer
 from safetensors.torch import save_file
 
 from evoalign_lib import files, ledger, models, tasks, tiny
@@ -302,14 +302,11 @@ def test_a_block_that_is_cut_short_is_drawn_again_and_finished_ones_are_loaded(r
 
 
 NOT_SAMPLED = [
-    ({"sampled_samples": 1}, "sampled_samples=1"),
+    *each_named({"sampled_samples": 1}, {"sampled_seed": -1}, {"engine": "vllm"}, {"questions": "my.jsonl"}),
+    *each_named({"task": "plain"}),
     ({"sampled_problems": 3000}, "test_problems=3000"),
     ({"sampled_temperatures": [0]}, "temperature=0.0"),
-    ({"sampled_seed": -1}, "sampled_seed=-1"),
-    ({"engine": "vllm"}, "engine='vllm'"),
-    ({"questions": "my.jsonl"}, "questions='my.jsonl'"),
     ({"task": "conciseness"}, "'A0'"),
-    ({"task": "plain"}, "task='plain'"),
     ({"sampled_block": ...}, "'sampled_block'"),
 ]
 MEASURES = measures.base.Measures()

@@ -13,6 +13,7 @@ from evoalign_study.kinds.train import sweep_specs, train_specs
 from evoalign_study.measures import conciseness as measured
 from evoalign_study.measures.base import beginning
 from evoalign_study.records import accuracy_matrix, unpack_bits
+from helpers import each_named
 
 from evoalign_lib import tiny
 from evoalign_lib.analysis import hacking
@@ -58,24 +59,21 @@ def test_specs_say_task_and_measure():
         train_specs("sft", ["B0"], [0], ES | GRPO, "tiny")
     with pytest.raises(ValueError, match="'conciseness'"):
         sweep_specs("es", "B0", ES, "tiny")
+    with pytest.raises(ValueError, match="'A0'.*B0, B1, B2"):
+        train_specs("es", ["A0"], [0], ES, "tiny")
 
 
-REFUSED = [  # base, settings, what the error names
-    ("B0", {"unique_prompts": 50}, "unique_prompts=50"),
-    ("B0", {"measure": "words"}, "measure='words'"),
-    ("B0", {"validation_problems": 129}, "validation_problems=129"),
-    ("B0", {"test_problems": 257}, "test_problems=257"),
-    ("B0", {"noise_draws": 2.0}, "noise_draws=2.0"),
-    ("B0", {"questions": "x.jsonl"}, "questions='x.jsonl'"),
-    ("B0", {"task": "countdown", "validation_problems": 4, "test_problems": 4}, "'B0'.*task='conciseness'"),
-    ("A0", {}, "'A0'.*B0, B1, B2"),
+REFUSED = [  # settings, what the error names
+    *each_named({"unique_prompts": 50}, {"measure": "words"}, {"validation_problems": 129}, {"test_problems": 257}),
+    *each_named({"noise_draws": 2.0}, {"questions": "x.jsonl"}),
+    ({"task": "countdown", "validation_problems": 4, "test_problems": 4}, "'B0'.*task='conciseness'"),
 ]
 
 
-@pytest.mark.parametrize(("base", "changed", "named"), REFUSED)
-def test_what_no_run_can_have_is_refused(base, changed, named):
+@pytest.mark.parametrize(("changed", "named"), REFUSED)
+def test_what_no_run_can_have_is_refused(changed, named):
     with pytest.raises(ValueError, match=named):
-        train_specs("es", [base], [0], ES | changed, "tiny")
+        train_specs("es", ["B0"], [0], ES | changed, "tiny")
 
 
 def test_a_run_sees_its_questions_equally_often_and_two_are_always_the_same():
@@ -260,8 +258,7 @@ def test_a_file_that_has_changed_or_gone_is_not_read(model, own, monkeypatch):
 
 
 NOT_OWN = [  # what is changed, and what the error names
-    ({"unique_prompts": 9}, "unique_prompts=9"),
-    ({"validation_problems": 5}, "validation_problems=5"),
+    *each_named({"unique_prompts": 9}, {"validation_problems": 5}),
     ({"curve_points": 40}, "curve_points=40 with 4 test questions"),
     ({"curve_points": 20, "sampled_at": [0.4, 0.6]}, "under 4 decodings"),
     ({"task": "countdown"}, "questions="),

@@ -9,6 +9,7 @@ from evoalign_study import nb04_safety_judges as study
 from evoalign_study.kinds.decode import base_specs, run_base
 from evoalign_study.kinds.train import run, train_specs
 from evoalign_study.measures import safety
+from helpers import each_named
 
 from evoalign_lib import tiny
 from evoalign_lib.tiny import dialogues, scorers
@@ -41,13 +42,11 @@ def test_a_run_is_measured_by_every_judge_and_starts_as_its_base():
 
 
 REFUSED = [
+    *each_named({"cost_weight": -1.0}, {"test_problems": 321}, {"validation_problems": 0}),
+    *each_named({"reward_model": "x"}),  # of a user's model
     ({"judge": "lenght 1"}, "'lenght 1'"),
     ({"judge": None}, "'judge'"),
-    ({"cost_weight": -1.0}, "cost_weight=-1.0"),
-    ({"test_problems": 321}, "test_problems=321"),
-    ({"validation_problems": 0}, "validation_problems=0"),
     ({"task": "countdown"}, "'C0'"),
-    ({"reward_model": "x"}, "reward_model='x'"),  # of a user's model
 ]
 
 

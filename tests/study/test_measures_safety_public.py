@@ -13,7 +13,7 @@ from evoalign_study.kinds import train
 from evoalign_study.kinds.decode import base_specs, run_base
 from evoalign_study.measures import safety_public
 from evoalign_study.records import record_line, spec_hash
-from helpers import random_model, tokenizer
+from helpers import each_named, random_model, tokenizer
 from servers import answering, completion, running
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
@@ -107,33 +107,25 @@ NOBODY = "http://127.0.0.1:9"
 
 
 REFUSED = [  # what is changed, and what the error names
+    *each_named({"cost_model": "./nowhere"}, {"reward_model": NOBODY}, {"scorer_device": "gpu"}),
+    *each_named({"scorer_dtype": "half"}, {"cost_weight": -1.0}, {"cost_threshold": 1.0}, {"judge": "length 1"}),
+    *each_named({"requests": "none.jsonl"}, {"test_problems": 40}, {"curve_points": 50}, {"prompt_template": "plain"}),
     ({"reward_model": ""}, "reward_model is not set"),
-    ({"cost_model": "./nowhere"}, "cost_model='./nowhere'"),
     ({"reward_model": "{policy}"}, "Qwen2ForCausalLM"),
     ({"cost_model": "{two}"}, "2 labels"),
     ({"reward_text": ""}, "Set reward_text"),
     ({"cost_text": "chatt"}, "'chatt'"),
-    ({"reward_model": NOBODY}, f"reward_model='{NOBODY}'"),
     ({"held_out": f"{NOBODY}/v1#m"}, f"judge='m' at {NOBODY}"),
     ({"held_out": "./nowhere"}, "judge='./nowhere'"),
     ({"held_out": "{reward}", "held_out_text": "continued"}, "trains the run"),
     ({"held_out": "{other}, {other}", "held_out_text": "continued"}, "given twice"),
     ({"held_out_text": "chat"}, "judge_text='chat'"),
-    ({"scorer_device": "gpu"}, "scorer_device='gpu'"),
-    ({"scorer_dtype": "half"}, "scorer_dtype='half'"),
     ({"scorer_max_length": 10_000}, "max_length=10000"),
     ({"engine": "vllm", "tensor_parallel": 1}, "engine='vllm'.*evoalign serve-scorer"),
-    ({"cost_weight": -1.0}, "cost_weight=-1.0"),
     ({"cost_rule": "sined"}, "Did you mean 'signed'"),
-    ({"cost_threshold": 1.0}, "cost_threshold=1.0"),
     ({"cost_rule": "signed", "cost_weight": 9.0}, "9.0"),
-    ({"requests": "none.jsonl"}, "requests='none.jsonl'"),
     ({"requests": "{few}"}, "no request for"),
     ({"requests": ""}, "PKU-SafeRLHF.*requests=FILE"),  # without a network
-    ({"test_problems": 40}, "test_problems=40"),
-    ({"curve_points": 50}, "curve_points=50"),
-    ({"prompt_template": "plain"}, "prompt_template='plain'"),
-    ({"judge": "length 1"}, "judge='length 1'"),
     ({"sampled_at": [0.6]}, "sampled_at"),
 ]
 

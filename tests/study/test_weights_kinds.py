@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 
 import numpy as np
 import pytest
@@ -303,23 +304,20 @@ def copies(sigmas, repeats=1, **more):
 
 OTHERS = [{"spec": {"kind": "train", "base": base, "seed": 0}, "digest": ""} for base in ("A0", "A1")]
 ASKED = {"task": "conciseness"}
+OUT_OF_RANGE = (  # what makes a spec, a setting, and values that it may not have
+    (weights.coverage_spec, "coverage_temperatures", ([], [1, 1.0])),
+    (weights.coverage_spec, "coverage_samples", (1, 5000)),
+    (weights.answers_spec, "coverage_problems", (0, 321)),
+    (weights.noise_spec, "noise_sigmas", ([], [0.01, -1.0], [float("nan")], [1, 2, 3, 4, 5, 6, 7, 8, 9])),
+    (weights.noise_spec, "noise_trials", (0,)),
+)
 REFUSED = [  # what makes a spec from an end, and what the error names
-    (of_base(weights.coverage_spec, coverage_temperatures=[]), "coverage_temperatures="),
-    (of_base(weights.coverage_spec, coverage_temperatures=[1, 1.0]), "coverage_temperatures="),
+    *((of_base(make, **{name: v}), re.escape(f"{name}={v}")) for make, name, values in OUT_OF_RANGE for v in values),
     (of_base(weights.coverage_spec, coverage_sampled_at=[0.0]), "temperature=0.0"),
-    (of_base(weights.coverage_spec, coverage_samples=1), "coverage_samples=1"),
-    (of_base(weights.coverage_spec, coverage_samples=5000), "coverage_samples=5000"),
     (of_base(weights.coverage_spec, coverage_problems=3000), "test_problems=3000"),
-    (of_base(weights.answers_spec, coverage_problems=0), "coverage_problems=0"),
-    (of_base(weights.answers_spec, coverage_problems=321), "coverage_problems=321"),
     (of_base(weights.answers_spec, max_completion_length=...), "'max_completion_length'"),
     (of_base(weights.answers_spec, "B0"), "'B0'"),
     (of_base(weights.answers_spec, "gpt2"), "'gpt2'"),
-    (of_base(weights.noise_spec, noise_sigmas=[]), "noise_sigmas="),
-    (of_base(weights.noise_spec, noise_sigmas=[0.01, -1.0]), "noise_sigmas="),
-    (of_base(weights.noise_spec, noise_sigmas=[float("nan")]), "noise_sigmas="),
-    (of_base(weights.noise_spec, noise_sigmas=[i + 1 for i in range(9)]), "noise_sigmas="),
-    (of_base(weights.noise_spec, noise_trials=0), "noise_trials=0"),
     (copies([]), "sigmas="),
     (copies([0.1, 0.1]), "sigmas="),
     (copies([0.1], 0), "repeats=0"),

@@ -173,11 +173,12 @@ def build(size: str, dtype: str = "float32") -> tuple[Any, Any]:
     """Return a model of `SIZES` and the base's tokenizer."""
     from transformers import AutoModelForCausalLM
 
-    model, tokenizer = tiny.load("A0")
-    if SIZES[size]:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(_configuration(size)).eval()
+    shipped, tokenizer = tiny.load("A0")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(_configuration(size)).eval()
+    if not SIZES[size]:
+        model.load_state_dict(shipped.state_dict())
     return model.to(getattr(torch, dtype)), tokenizer
 
 
