@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -237,3 +238,8 @@ def base_bits(model) -> dict[str, bytes]:
 
     state = {name: b"".join(raw_bytes(value)) for name, value in model.state_dict().items()}
     return {name: bits for name, bits in state.items() if "lora_" not in name and bits}
+
+
+def each_named(*changes: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], str]]:
+    """Settings that are refused, each with what its error says first: the name and value of the first of them."""
+    return [(change, re.escape("{}={!r}".format(*next(iter(change.items()))))) for change in changes]

@@ -11,7 +11,7 @@ import gc
 import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from evoalign_lib.analysis import kl
 from evoalign_lib.engines import open_engine
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.engines.vllm import PushedEngine
-from evoalign_study import trainers
+from evoalign_study import paths, trainers
 from evoalign_study.records import Spec
 
 ENGINE_FIELDS = ("engine", "gpus", "tensor_parallel")
@@ -31,6 +31,11 @@ ENGINE_FIELDS = ("engine", "gpus", "tensor_parallel")
 def is_local(spec: Mapping[str, Any]) -> bool:
     """Say whether a spec, or settings, have the local engine."""
     return spec.get("engine", "local") == "local"
+
+
+def kept(name: str) -> Path:
+    """Return a folder of what records name and do not hold: below EVOALIGN_RUN_DIR, or below `runs`."""
+    return Path(os.environ.get("EVOALIGN_RUN_DIR") or paths.RUNS) / name
 
 
 _DIGESTS: dict[str, str] = {}
@@ -168,23 +173,36 @@ def know_files(known: Mapping[str, str]) -> None:
     _FILES.update(known)
 
 
-def know_file(path: str | os.PathLike[str]) -> str:
-    """Return the digest by which specs name a file, 16 digits of its SHA-256, and remember where the file is.
+def know_file(setting: str, path: str | os.PathLike[str], line: str) -> str:
+    """Return the digest by which specs name an own file, 16 digits of its SHA-256, and remember where the file is.
+
+    Args:
+        setting: that names the file.
+        path: of it.
+        line: what each line has to hold.
 
     Raises:
         FileNotFoundError: there is no such file.
     """
-    return _known(path, "file", Path.is_file, _file_digest)
+    if not Path(path).expanduser().is_file():
+        raise FileNotFoundError(f"{setting}={str(path)!r} is no file: give one with a line {line} for each.")
+    return _remembered(path)
 
 
-def file_of(digest: str) -> Path:
-    """Return the file that a spec names.
+def place_of(digest: str) -> Path:
+    """Return the file that a spec names by its digest, or the folder or ledger of an end of training.
 
     Raises:
         FileNotFoundError: this process was not told where it is, or it is gone.
         ValueError: it has changed.
     """
-    return _found(digest, "file", _file_digest)
+    known = _FILES.get(digest)
+    if known is None or not Path(known).exists():
+        where = "this process was not told where it is" if known is None else f"{known} is gone"
+        raise FileNotFoundError(f"SHA-256 {digest}...: {where}. Make the specs again with the path of what has it.")
+    if (now := _digest(Path(known))) != digest:
+        raise ValueError(f"{known} has changed: its SHA-256 is {now}, not {digest}. Restore it, or make new specs.")
+    return Path(known)
 
 
 def know_address(digest: str, url: str) -> None:
@@ -207,17 +225,12 @@ def know_end(path: str | os.PathLike[str]) -> str:
         FileNotFoundError: nothing is there.
         ValueError: it is none of these.
     """
-    return _known(path, "model's folder, nor a ledger", Path.exists, _end_digest)
-
-
-def end_of(digest: str) -> Path:
-    """Return the folder or ledger that a spec names as an end of training.
-
-    Raises:
-        FileNotFoundError: this process was not told where it is, or it is gone.
-        ValueError: it has changed.
-    """
-    return _found(digest, "end of training", _end_digest)
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise FileNotFoundError(f"{str(path)!r} is no model's folder, nor a ledger: give the path of one.")
+    if place.is_file() and not place.name.endswith((".jsonl", ".jsonl.gz")):
+        raise ValueError(f"the end of training {str(path)!r} is no ledger (.jsonl, .jsonl.gz): give one, or a folder.")
+    return _remembered(place)
 
 
 def is_adapter(place: Path) -> bool:
@@ -225,50 +238,25 @@ def is_adapter(place: Path) -> bool:
     return (place / "adapter_config.json").is_file()
 
 
-def _known(
-    path: str | os.PathLike[str], what: str, there: Callable[[Path], bool], digest_of: Callable[[Path], str]
-) -> str:
-    found = Path(path).expanduser().resolve()
-    if not there(found):
-        raise FileNotFoundError(f"{str(path)!r} is not a {what}: give the path of one.")
-    digest = digest_of(found)
-    _FILES[digest] = str(found)
+def _remembered(path: str | os.PathLike[str]) -> str:
+    place = Path(path).expanduser().resolve()
+    digest = _digest(place)
+    _FILES[digest] = str(place)
     return digest
 
 
-def _found(digest: str, what: str, digest_of: Callable[[Path], str]) -> Path:
-    known = _FILES.get(digest)
-    if known is None or not Path(known).exists():
-        where = "this process was not told where it is" if known is None else f"{known} is gone"
-        raise FileNotFoundError(
-            f"the {what} with the SHA-256 {digest}...: {where}. Make the specs again with the path of the {what}."
-        )
-    if (found := digest_of(Path(known))) != digest:
-        raise ValueError(
-            f"{known} has changed: its SHA-256 is {found}..., that of the spec {digest}... Restore the {what}, or make "
-            "the specs again."
-        )
-    return Path(known)
-
-
-def _file_digest(path: Path) -> str:
-    return _sha256(path)[:16]
-
-
-def _end_digest(path: Path) -> str:
-    files = _files_of_end(path)
+def _digest(path: Path) -> str:
+    files = [path] if path.is_file() else _files_of_end(path)
     return _digest_of(path, tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
 
 
 @lru_cache(maxsize=64)
 def _digest_of(path: Path, files: tuple[tuple[str, int, int], ...]) -> str:
-    """The digest of an end; files: name, bytes and time of change of each: gigabytes are read once."""
+    """The digest of a file or of an end; files: name, bytes and time of change of each: gigabytes are read once."""
     if path.is_file():
         return _sha256(path)[:16]
-    found = hashlib.sha256()
-    for name, size, _ in files:
-        found.update(f"{name} {size} {_sha256(path / name)}\n".encode())
-    return found.hexdigest()[:16]
+    lines = (f"{name} {size} {_sha256(path / name)}\n" for name, size, _ in files)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
 def _sha256(path: Path) -> str:
@@ -277,18 +265,12 @@ def _sha256(path: Path) -> str:
 
 
 def _files_of_end(path: Path) -> list[Path]:
-    """The files that decide what an end of training is. Raises ValueError for what is no folder of one, no ledger."""
-    if path.is_file():
-        if path.name.endswith((".jsonl", ".jsonl.gz")):
-            return [path]
-        raise ValueError(f"the end of training {str(path)!r} is no ledger (.jsonl, .jsonl.gz): give one, or a folder.")
+    """The files that decide what an end of training is. Raises ValueError for a folder that holds none."""
     files = [*(path / name for name in _CONFIGS if (path / name).is_file()), *sorted(path.glob("*.safetensors"))]
-    if (path / ledger.NAME).is_file() and len(files) < 2:
-        raise ValueError(f"the end of training {str(path)!r} holds no model, but a ledger: give its {ledger.NAME}.")
     for lacking in ("config.json", "*.safetensors"):
         if not any(lacking in (file.name.removeprefix("adapter_"), f"*{file.suffix}") for file in files):
             raise ValueError(
-                f"the end of training {str(path)!r} has no {lacking}: give the folder of a model (save_pretrained), of "
-                "a LoRA adapter, or a ledger. Weights of other formats are not loaded, since they may hold code."
+                f"the end of training {str(path)!r} has no {lacking}: give the folder of a model (save_pretrained) or "
+                f"of a LoRA adapter, or the file {ledger.NAME}. Other weights are not loaded: they may hold code."
             )
     return files

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,7 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
     """Train by an arm of ES or ESSA, and yield the model. Arguments as `trainers.train`."""
     world, arm = training.world(spec), arms.get(spec["arm"])
     told, weighted = dict(arm.options) | training.reports(spec, lasting), arm.rollouts == "unperturbed"
-    if weighted:
-        told["num_generations"] = spec["num_generations"]
+    told |= {"num_generations": spec["num_generations"]} if weighted else {}
     kind = ESSATrainer if arm.family == "cma" else WeightedTrainer if weighted else ESTrainer
     es, progress = trainer(spec, world, place, kind, **told)
     with closing(es.engine) as engine:
@@ -62,11 +61,7 @@ def spent(es: Any) -> dict[str, Any]:
 
 
 def trainer(
-    spec: Spec,
-    world: tuple[Any, Any, Mapping[str, list]],
-    folder: Path,
-    kind: type[ESTrainer] = ESTrainer,
-    **changed: Any,
+    spec: Spec, world: tuple[Any, ...], folder: Path, kind: type[ESTrainer] = ESTrainer, **changed: Any
 ) -> tuple[Any, training.Progress]:
     """Return an ES trainer for a spec, and the progress that its training fills in.
 
@@ -89,25 +84,22 @@ def trainer(
             del where["model_init_kwargs"]
             model, _ = models.load(model, tokenizer, base_models.loaded_as(spec))
     essa = issubclass(kind, ESSATrainer)
-    named = ("population_size", "sigma", "prompts_per_step")
-    named += ("leading_share",) if essa else ("alpha", "rank")
-    if not essa:
-        general["anchor_decay"] = spec.get("anchor_decay", 0.0)
-    settings = {"seed": spec["seed"], "max_steps": spec["steps"], "disable_tqdm": True} | where | general
-    settings |= {name: spec[name] for name in (*named, "max_completion_length") if name in spec}
+    named = ("seed", "population_size", "sigma", "prompts_per_step", "max_completion_length")
+    named += ("leading_share",) if essa else ("alpha", "rank", "anchor_decay")
+    settings = {"max_steps": spec["steps"], "disable_tqdm": True} | where | general
+    settings |= {name: spec[name] for name in named if name in spec}
     config = (ESSAConfig if essa else ESConfig)(output_dir=str(folder), **settings)
     asked = measure.rows(spec, tokenizer, sets["train"])
     if "base_precision" in spec:
         model = quantisation.quantise(model, spec["base_precision"])
     adapter, warm = {}, None
-    if essa:  # which fine-tunes by itself, and keeps what it has fine-tuned
-        adapter["peft_config"] = lora_config(spec["lora_rank"])
-        adapter["sft_dataset"] = training.warm_rows(spec, tokenizer)
-        adapter["sft_args"] = training.warm_arguments(spec, folder)
-    elif isinstance(model, str) and "lora_rank" in spec:
+    if "lora_rank" in spec and (essa or isinstance(model, str)):
         adapter["peft_config"] = lora_config(spec["lora_rank"])
     elif "lora_rank" in spec:
         model, warm = training.adapted(spec, model, tokenizer, folder)
+    if essa:  # which fine-tunes by itself, and keeps what it has fine-tuned
+        adapter["sft_dataset"] = training.warm_rows(spec, tokenizer)
+        adapter["sft_args"] = training.warm_arguments(spec, folder)
     made = kind(model, measure.reward(spec), config, asked, None, tokenizer, [curve], **adapter)
     if not essa:
         made.warm_start_cost = warm
@@ -144,10 +136,5 @@ def _keep_ledger(trainer: Any, base: str, path: Path) -> dict[str, Any]:
     error = np.abs(replayed[differ] - last[differ]).max(initial=0)
     packed = ledger.pack(source)
     path.write_bytes(packed)
-    return {
-        "bytes": source.stat().st_size,
-        "gzip_bytes": len(packed),
-        "sha256": hashlib.sha256(packed).hexdigest(),
-        "weights": run.weights[len(run.steps)],
-        "replay_error": float(error),
-    }
+    kept = {"bytes": source.stat().st_size, "gzip_bytes": len(packed), "sha256": hashlib.sha256(packed).hexdigest()}
+    return kept | {"weights": run.weights[len(run.steps)], "replay_error": float(error)}

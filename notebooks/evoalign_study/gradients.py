@@ -48,14 +48,7 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
 
 
 def _train(
-    spec: Spec,
-    place: Path,
-    lasting: bool,
-    model: Any,
-    tokenizer: Any,
-    sets: Mapping[str, list],
-    engine: Any,
-    warm: Mapping[str, Any] | None,
+    spec: Spec, place: Path, lasting: bool, model: Any, tokenizer: Any, sets: Mapping[str, list], engine: Any, warm: Any
 ) -> tuple[Record, list[int]]:
     """Train a model by one of TRL's trainers, and measure it by an engine along the way, which has it at the end.
 
@@ -80,32 +73,27 @@ def _train(
     progress = training.Progress(place if lasting else None)
     curve = training.curve_callback(spec, sets, progress, look)
     names = ("seed", "steps", "prompts_per_step", "num_generations", "max_completion_length", "learning_rate", "beta")
-    settings = {name: spec[name] for name in names}
-    settings |= {name: spec.get(name) for name in ("scale_rewards", "micro_batch")}
-    settings |= {"decoder": spec["decoder"]} if "decoder" in spec else {}
+    settings = {name: spec[name] for name in (*names, "scale_rewards", "micro_batch", "decoder") if name in spec}
     rows = training.rows(spec, tokenizer, sets["train"])
     # beside an adapter TRL's vLLM would round the base (`grpo.trainer`): the model itself generates, vLLM only measures
     colocated = not local and "lora_rank" not in spec
     if colocated:
         asked = Prompts(rows[: spec["steps"] * spec["prompts_per_step"]], tokenizer)
-        width = max(prompts.width for prompts in (asked, *engine.prompts.values()))
-        settings["vllm"] = {
-            "eos_ids": engine.eos_ids,
-            "max_model_length": width + spec["max_completion_length"],
-            "gpu_memory": preflight.colocated_share(spec),
-        }
+        longest = max(each.width for each in (asked, *engine.prompts.values())) + spec["max_completion_length"]
+        settings["vllm"] = {"eos_ids": engine.eos_ids, "max_model_length": longest}
+        settings["vllm"]["gpu_memory"] = preflight.colocated_share(spec)
     elif not local:
         engine.settings["gpu_memory_utilization"] = preflight.colocated_share(spec)
-    general = training.reports(spec, lasting) | {"disable_tqdm": True, "logging_steps": 1} | _device(spec)
-    args = grpo.config(spec["arm"], output_dir=str(place), **settings, **general)
+    settings |= training.reports(spec, lasting) | {"disable_tqdm": True, "logging_steps": 1} | _device(spec)
+    args = grpo.config(spec["arm"], output_dir=str(place), **settings)
     reward = grpo.random_reward(spec["seed"]) if arm.reward == "random" else measures.get(spec["task"]).reward(spec)
     written = None  # who writes the completions instead of the model itself
     if arm.rollouts != "own":
         own = spec["arm"], spec["seed"], spec["sigma"], spec["num_generations"]
         written = rollouts.PerturbedRollouts(engine, *own, take)
     adapter = lora_config(spec["lora_rank"]) if "lora_rank" in spec and "warm_rows" not in spec else None
-    given = {"rollouts": written, "peft_config": adapter}
-    trainer, budget = grpo.trainer(model, reward, args, rows, tokenizer, [curve], **given)
+    beside = {"rollouts": written, "peft_config": adapter}
+    trainer, budget = grpo.trainer(model, reward, args, rows, tokenizer, [curve], **beside)
     if colocated:
         engine.llm = trainer.vllm_generation.llm
     trainer.remove_callback(PrinterCallback)
@@ -162,7 +150,6 @@ def fine_tune(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) 
     """
     import trl
 
-    measure = measures.get(spec["task"])
     model, tokenizer, sets = training.world(spec)
     engine = training.evaluation_engine(spec, model, tokenizer, sets)
     training.take_weights(engine, model)
@@ -173,7 +160,7 @@ def fine_tune(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) 
         samples = rollouts.greedy_answers(engine, ["train"], key, spec["sigma"], spec["num_generations"])["train"]
     else:
         samples = engine.generate("train", samples=spec["num_generations"], seed=spec["seed"])
-    good = measure.imitated(spec, sets["train"], [[text for text, _ in row] for row in samples])
+    good = measures.get(spec["task"]).imitated(spec, sets["train"], samples)
     pairs = [
         (prompts.ids[i][prompts.mask[i] == 1].tolist(), ids)
         for row, goods in zip(samples, good, strict=True)
@@ -198,8 +185,7 @@ def fine_tune(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) 
     gc.collect()
     trained = spec["epochs"] * sum(len(prompt) + len(ids) for prompt, ids in pairs)
     passes = sampled["generated_tokens"] + sampled["prompt_tokens"] + 3 * trained
-    budget = sampled | {"forward_flops": int(2 * engine.layout.d * passes)}
-    budget |= {"core_seconds": round(core_seconds, 2)}
+    budget = sampled | {"forward_flops": int(2 * engine.layout.d * passes), "core_seconds": round(core_seconds, 2)}
     result = {"budget": budget, "counts": {"kept": len(pairs)}, "trl": trl.__version__}
     with closing(engine):
         yield training.Trained(engine, start, sets, result | base_models.plan(spec, engine), progress.diverged)

@@ -15,20 +15,18 @@ any.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from evoalign_lib import judges, models, reward_models
 from evoalign_lib.checks import choose
-from evoalign_lib.files import canonical_json
 from evoalign_lib.judges import ChatJudge, Endpoint, EndpointError, Judged, Pair
 from evoalign_lib.reward_models import HTTPScorer, RewardModel, ScorerError, ScorerGone
 from evoalign_lib.rewards import RewardOutage
-from evoalign_study import base_models, paths
+from evoalign_study import base_models
+from evoalign_study.records import Settings, spec_hash
 
 SIDES = ("reward", "cost")
 """The scorers that a run is trained on."""
@@ -63,7 +61,7 @@ class Model(NamedTuple):
 # ---- specs
 
 
-def fields(settings: Mapping[str, Any]) -> dict[str, Any]:
+def fields(settings: Settings) -> dict[str, Any]:
     """Return the fields of a spec that name its scorers and judges, each of which was looked at.
 
     Args:
@@ -87,10 +85,8 @@ def fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     loaded = [one for one in (*trains, *held) if one.loaded]
     _check_read(loaded, settings)
     if loaded and not base_models.is_local(settings):
-        raise ValueError(
-            f"engine={settings['engine']!r}: several processes ask {loaded[0].name!r}, and none can load it. Start "
-            "evoalign serve-scorer where all of them reach it, and give its address."
-        )
+        remedy = "start evoalign serve-scorer where all of them reach it, and give its address"
+        raise ValueError(f"engine={settings['engine']!r}: several processes ask {loaded[0].name!r}: {remedy}.")
     wanted: dict[str, Any] = {}
     for one in trains:
         wanted |= {f"{one.role}_model": one.name, f"{one.role}_digest": one.digest, f"{one.role}_at": one.at}
@@ -107,10 +103,8 @@ _OF_LOADED = ("scorer_device", "scorer_dtype", "scorer_max_length")
 
 def of(spec: Mapping[str, Any]) -> list[Model]:
     """Return the models that a spec names: reward, cost, and the judges in their order."""
-    sides = [
-        Model(s, "scorer", spec[f"{s}_model"], spec[f"{s}_digest"], spec[f"{s}_at"], spec.get(f"{s}_text", ""))
-        for s in SIDES
-    ]
+    named = ("model", "digest", "at", "text")
+    sides = [Model(side, "scorer", *(spec.get(f"{side}_{name}", "") for name in named)) for side in SIDES]
     columns = (spec.get(f"held_out_{name}s", ()) for name in _NAMES)
     return sides + [Model("held_out", *row) for row in zip(*columns, strict=True)]
 
@@ -124,12 +118,10 @@ def _is_address(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
 
-def _scorer(role: str, name: str, settings: Mapping[str, Any]) -> Model:
+def _scorer(role: str, name: str, settings: Settings) -> Model:
     parameter = "judge" if role == "held_out" else f"{role}_model"
     if not name:
-        raise ValueError(
-            f"{parameter} is not set: give a folder, a name on the Hub, or the address of evoalign serve-scorer."
-        )
+        raise ValueError(f"{parameter} is not set: give a folder, a name on the Hub, or the address of a server.")
     try:
         if _is_address(name):
             identity = _identity(name)
@@ -155,13 +147,13 @@ def _served(url: str, **how: Any) -> HTTPScorer:
     return HTTPScorer(url, api_key_env=key if os.environ.get(key, "").strip() else None, **how)
 
 
-def _judge(name: str, settings: Mapping[str, Any]) -> Model:
+def _judge(name: str, settings: Settings) -> Model:
     url, chats, called = name.partition("#")
     if not (chats and _is_address(name)):
         return _scorer("held_out", name, settings)
     endpoint = Endpoint(called, url, max_tokens=settings["judge_tokens"])
     _check_endpoint(endpoint)
-    digest = hashlib.sha256(canonical_json(endpoint.identity()).encode()).hexdigest()[:16]
+    digest = spec_hash(endpoint.identity())
     base_models.know_address(digest, url)
     return Model("held_out", "chat", called, digest, ENDPOINT, "")
 
@@ -182,16 +174,14 @@ def _check_endpoint(endpoint: Endpoint) -> None:
     except openai.APIError as error:
         status = getattr(error, "status_code", None)
         if status in (401, 403, None):
-            refused = (
-                f"does not answer ({type(error).__name__})" if status is None else f"refuses the key (HTTP {status})"
-            )
+            refused = f"refuses the key (HTTP {status})" if status else f"does not answer ({type(error).__name__})"
             raise ValueError(f"{judge} {refused}: see whether it runs, and set {endpoint.api_key_env}.") from None
         known = []  # it answers, and lists no models
     if not endpoint.model or (known and endpoint.model not in known):
         raise ValueError(f"{judge}: write the address, # and the name of a model there, such as {known[:5]}.")
 
 
-def _device(settings: Mapping[str, Any]) -> str:
+def _device(settings: Settings) -> str:
     """The device of what the run loads."""
     device = str(settings.get("scorer_device") or "cpu")
     if device != "cpu" and not (device.startswith("cuda:") and device[5:].isdecimal()):
@@ -204,7 +194,7 @@ def _weights(one: Model) -> str:
     return _identity(base_models.address_of(one.digest))["weights"] if one.at == SERVER else one.digest
 
 
-def _check_read(loaded: Sequence[Model], settings: Mapping[str, Any]) -> None:
+def _check_read(loaded: Sequence[Model], settings: Settings) -> None:
     """Refuse settings of models that the run loads where it loads none."""
     if settings.get("scorer_dtype"):
         choose("scorer_dtype", settings["scorer_dtype"], DTYPES)
@@ -212,10 +202,7 @@ def _check_read(loaded: Sequence[Model], settings: Mapping[str, Any]) -> None:
     for name in (*_OF_LOADED, *(f"{role}_text" for role in (*SIDES, "held_out"))):
         if settings.get(name) and name not in read and settings[name] != "cpu":
             shown = name.replace("held_out", "judge")
-            raise ValueError(
-                f"{shown}={settings[name]!r}: no model that the run loads reads it, since servers have settings of "
-                "their own. Leave it out."
-            )
+            raise ValueError(f"{shown}={settings[name]!r}: no model that the run loads reads it. Leave it out.")
 
 
 # ---- scorers
@@ -279,19 +266,15 @@ def _opened(one: Model, dtype: str | None, max_length: int | None, address: str 
 
 def _address(one: Model) -> str:
     if (address := base_models.address_of(one.digest)) is None:
-        raise FileNotFoundError(
-            f"the {one.role} model {one.name!r} ({one.digest}): this process was not told its address. Make the specs "
-            "again with the address of its server."
-        )
+        unknown = f"the {one.role} model {one.name!r} ({one.digest}): this process was not told its address"
+        raise FileNotFoundError(f"{unknown}. Make the specs again with it.")
     return address
 
 
 def _check_same(one: Model, digest: str) -> None:
     if digest != one.digest:
-        raise ValueError(
-            f"the {one.role} model {one.name!r} is another one now ({digest}, in the spec {one.digest}): restore it, "
-            "or make the specs again."
-        )
+        now = f"the {one.role} model {one.name!r} is another one now ({digest}, in the spec {one.digest})"
+        raise ValueError(f"{now}: restore it, or make the specs again.")
 
 
 # ---- chat judges
@@ -306,7 +289,7 @@ def judged(spec: Mapping[str, Any], pairs: Sequence[Pair]) -> list[tuple[Model, 
         FileNotFoundError: this process was not told where an endpoint is.
         EndpointError: an endpoint is gone; what was answered is kept.
     """
-    folder = Path(os.environ.get("EVOALIGN_RUN_DIR") or paths.RUNS) / "judges"
+    folder = base_models.kept("judges")
     verdicts = []
     for one in held_out(spec, "chat"):
         folder.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypedDict
@@ -43,11 +43,15 @@ _SAMPLES = 16
 _DIGITS = "0123456789abcdefg"
 
 
+Settings = Mapping[str, Any]
+"""What a notebook sets, and makes specs of: name -> value."""
+
+
 class Spec(TypedDict, total=False):
     """What decides the result of a run; these entries, and those of its kind, its task and its arm."""
 
     kind: str
-    """A key of `kinds.KINDS`."""
+    """One of `kinds.KINDS`."""
     task: str
     base: str
     """A shipped base ("A0", ...), a model on the Hub, or a folder."""

@@ -18,7 +18,7 @@ def begin(kind: str, base: str, scale: str, settings: Mapping[str, Any]) -> Spec
     """Return what a spec begins with: kind, task, base, scale, and what the task adds.
 
     Args:
-        kind: of run, a key of `kinds.KINDS`.
+        kind: of run, one of `kinds.KINDS`.
         base: a shipped one ("A0", ...), or a model on the Hub or in a folder.
         scale: of the notebook.
         settings: task ("countdown" where it is missing), and what its measures read.

@@ -67,9 +67,9 @@ def take_weights(engine: Any, model: Any) -> None:
     What is measured of an adapter is thus measured of a full model: its digest, and its distance from the base, are
     those of the merged float32 weights.
     """
-    found = _adapters.dense(model)
+    merged = _adapters.dense(model)
     for name, tensor in engine.weights.tensors().items():
-        tensor.copy_(found[name])
+        tensor.copy_(merged[name])
 
 
 class Trained(NamedTuple):
@@ -93,13 +93,12 @@ def outcome(spec: Spec, ended: Trained) -> Record:
     # in blocks: all at once it would take 12 bytes per weight
     blocks = (slice(i, i + (1 << 24)) for i in range(0, start.size, 1 << 24))
     moved = np.linalg.norm([np.linalg.norm((engine.master[b] - start[b]).astype(np.float64)) for b in blocks])
-    found = {"d": engine.layout.d, "update_norm": round(float(moved), 6), "digest": models.flat_digest(engine.master)}
-    found |= {"diverged": diverged[0]} if diverged else {}
+    told = {"d": engine.layout.d, "update_norm": round(float(moved), 6), "digest": models.flat_digest(engine.master)}
     measure = measures.get(spec["task"])
-    found |= measure.outcome(spec, engine, sets)
-    if "test" in found and "sampled_at" in spec:
-        found["test"] |= measure.sampled(spec, engine, sets, "test", spec["sampled_at"], 16)
-    return found
+    told |= ({"diverged": diverged[0]} if diverged else {}) | measure.outcome(spec, engine, sets)
+    if "test" in told and "sampled_at" in spec:
+        told["test"] |= measure.sampled(spec, engine, sets, "test", spec["sampled_at"], 16)
+    return told
 
 
 # ---- where a run works
@@ -137,9 +136,8 @@ def starts(folder: Path) -> int:
 def settle(folder: Path) -> None:
     """Remove what a run kept in case it was killed; its record is stored. A run there begins anew from now on."""
     (folder / _SETTLED).touch()
-    for pattern in ("checkpoint-*", "partial-*"):
-        for left in folder.glob(pattern):
-            shutil.rmtree(left)
+    for left in (*folder.glob("checkpoint-*"), *folder.glob("partial-*")):
+        shutil.rmtree(left)
 
 
 def reports(spec: Spec, lasting: bool) -> dict[str, Any]:
@@ -166,8 +164,8 @@ class Progress:
         self.diverged: list[int] = []
         self._path = None if folder is None else folder / "progress.json"
         if self._path is not None and self._path.is_file():
-            found = json.loads(self._path.read_text())
-            self.curve, self.diverged = found["curve"], found["diverged"]
+            kept = json.loads(self._path.read_text())
+            self.curve, self.diverged = kept["curve"], kept["diverged"]
 
     def go_on(self, step: int) -> None:
         """Forget what came after a step: the run begins, or goes on from a checkpoint, there."""
@@ -288,10 +286,9 @@ def warm_rows(spec: Spec, tokenizer: Any) -> list[dict[str, Any]]:
     measure, rng = measures.get(spec["task"]), random.Random(f"warm start {spec['seed']}")
     drawn = {k: v for k, v in spec.items() if k not in ("steps", "prompts_per_step")} | {"prompts": spec["warm_rows"]}
     problems = measure.sets(drawn | {"seed": spec["seed"] + _WARM_SEEDS})["train"]
-    answers = [measure.right_answer(problem, rng).removesuffix(tiny.END) for problem in problems]
-    asked = measure.rows(spec, tokenizer, problems)
-    pairs = zip(asked, answers, strict=True)
-    return [{"prompt": row["prompt"], "completion": text + tokenizer.eos_token} for row, text in pairs]
+    answers = (measure.right_answer(problem, rng).removesuffix(tiny.END) + tokenizer.eos_token for problem in problems)
+    pairs = zip(measure.rows(spec, tokenizer, problems), answers, strict=True)
+    return [{"prompt": row["prompt"], "completion": answer} for row, answer in pairs]
 
 
 def warm_arguments(spec: Spec, folder: Path) -> Any:

@@ -24,8 +24,18 @@ def losses_agree(arm: str, written: Callable[..., Any], folder: Path) -> dict[st
     import torch
     from transformers.utils import logging
 
+    from evoalign_lib import grpo
+    from evoalign_lib.tasks import countdown
+
     logging.disable_progress_bar()  # TRL loads a reference of half a megabyte
-    trainer, batch = _toy_batch(arm, folder)
+    policy, tokenizer = tiny.load("A0")
+    toy = {"steps": 1, "prompts_per_step": 8, "num_generations": 4, "learning_rate": 1e-4, "beta": 0.04}
+    toy |= {"max_completion_length": tiny.MAX_COMPLETION_LENGTH, "seed": 0, "report_to": "none"}
+    args = grpo.config(arm, output_dir=str(folder), **toy)
+    rows = countdown.dataset(tiny.problems("train", 8), tokenizer)
+    trainer, _ = grpo.trainer(policy, countdown.reward, args, rows, tokenizer)
+    trainer.args.dataloader_pin_memory = False
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     policy, generator = trainer.model, torch.Generator().manual_seed(0)
     with torch.no_grad():
         batch["old_per_token_logps"] = _log_probabilities(policy, batch)
@@ -41,21 +51,6 @@ def losses_agree(arm: str, written: Callable[..., Any], folder: Path) -> dict[st
     same = torch.allclose(*losses, atol=1e-6), bool((ours - trls).norm() < 1e-4 * trls.norm())
     value, gradient = ("yes" if one else "no" for one in same)
     return {"loss of": style.ARMS[arm].label, "same value": value, "same gradient": gradient}
-
-
-def _toy_batch(arm: str, folder: Path) -> tuple[Any, dict[str, Any]]:
-    """TRL's trainer of an arm, and the first batch that it samples."""
-    from evoalign_lib import grpo
-    from evoalign_lib.tasks import countdown
-
-    policy, tokenizer = tiny.load("A0")
-    toy = {"steps": 1, "prompts_per_step": 8, "num_generations": 4, "learning_rate": 1e-4, "beta": 0.04}
-    toy |= {"max_completion_length": tiny.MAX_COMPLETION_LENGTH, "seed": 0, "report_to": "none"}
-    args = grpo.config(arm, output_dir=str(folder), **toy)
-    rows = countdown.dataset(tiny.problems("train", 8), tokenizer)
-    trainer, _ = grpo.trainer(policy, countdown.reward, args, rows, tokenizer)
-    trainer.args.dataloader_pin_memory = False
-    return trainer, trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
 
 
 def _log_probabilities(policy: Any, batch: Mapping[str, Any]) -> Any:

@@ -19,13 +19,12 @@ import numpy as np
 from evoalign_lib import files, ledger, models, noise, precision, tiny
 from evoalign_lib.analysis import geometry
 from evoalign_study import paths, trainers
-from evoalign_study.records import Record, Spec, ledger_file, read_records, record_files, spec_hash
+from evoalign_study.records import Record, Spec, ledger_file, read_records_of, record_files, spec_hash
 
 
 def keep(master: np.ndarray) -> Path:
     """Keep flat float32 weights, and return the file. What is there already stays."""
-    path = _path(models.flat_digest(master))
-    if not path.is_file():
+    if not (path := _path(models.flat_digest(master))).is_file():
         written = io.BytesIO()
         np.save(written, master, allow_pickle=False)
         files.replace_bytes(path, written.getvalue())
@@ -38,8 +37,7 @@ def kept(digest: str) -> np.ndarray | None:
     Raises:
         ValueError: the file of that name holds others.
     """
-    path = _path(digest)
-    if not path.is_file():
+    if not (path := _path(digest)).is_file():
         return None
     master = np.load(path, allow_pickle=False)
     if (found := models.flat_digest(master)) != digest:
@@ -76,10 +74,8 @@ def again(spec: Spec, digest: str) -> tuple[np.ndarray, str]:
 def check_digest(found: str, wanted: str, how: str) -> None:
     """Raise ValueError where the digest of weights, made in the way that `how` says, is not that of a record."""
     if found != wanted:
-        raise ValueError(
-            f"the weights, {how}, have the digest {found}, in the record it is {wanted}: this machine trains "
-            "otherwise, or the record is of other code. Nothing is measured on other weights."
-        )
+        weights = f"the weights, {how}, have the digest {found}, in the record it is {wanted}"
+        raise ValueError(f"{weights}: this machine trains otherwise, or the record is of other code.")
 
 
 def kept_ledger(spec: Spec, digest: str) -> Path | None:
@@ -88,10 +84,9 @@ def kept_ledger(spec: Spec, digest: str) -> Path | None:
     digest: of the weights that the run ended with. A run made anew on another machine ends with others than the
     committed one, whose ledger is then not its own.
     """
-    wanted = spec_hash(spec)
     for path in record_files(spec["scale"]):
-        for record in read_records(path):
-            if record["spec_hash"] == wanted and record.get("digest") == digest and "ledger" in record:
+        for record in read_records_of(path, [spec_hash(spec)]):
+            if record.get("digest") == digest and "ledger" in record:
                 return ledger_file(record)
     return None
 
@@ -152,9 +147,9 @@ def end(
     named: dict[str, Any] = {"of": group(records), "factor": float(factor)}
     if as_long_as:
         named["as_long_as"] = group(as_long_as)
-        bases = named["of"]["run"]["base"], named["as_long_as"]["run"]["base"]
-        if bases[0] != bases[1]:
-            raise ValueError(f"as_long_as: runs from base {bases[1]!r} for runs from {bases[0]!r}.")
+        base, other = (named[name]["run"]["base"] for name in ("of", "as_long_as"))
+        if base != other:
+            raise ValueError(f"as_long_as: runs from base {other!r} for runs from {base!r}.")
     return named if draw is None else named | {"draw": draw}
 
 
@@ -186,17 +181,17 @@ def displacement(named: Mapping[str, Any], start: np.ndarray, layout: noise.Layo
     Raises:
         ValueError: weights that are not those of their record.
     """
-    found = _mean(named["of"], start)
+    mean = _mean(named["of"], start)
     if "as_long_as" in named:
-        own = np.linalg.norm(found)
-        found *= np.linalg.norm(_mean(named["as_long_as"], start)) / own if own else 0.0
+        own = np.linalg.norm(mean)
+        mean *= np.linalg.norm(_mean(named["as_long_as"], start)) / own if own else 0.0
     if "draw" in named:
-        parts = layout.views(found)
+        parts = layout.views(mean)
         norms = {name: float(np.linalg.norm(part)) for name, part in parts.items()}
         direction = geometry.random_like(norms, {name: part.shape for name, part in parts.items()}, named["draw"])
         for name, part in parts.items():
             part[...] = direction[name].numpy()
-    return named["factor"] * found
+    return named["factor"] * mean
 
 
 def moved(start: np.ndarray, by: np.ndarray) -> np.ndarray:

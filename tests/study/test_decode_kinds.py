@@ -12,7 +12,7 @@ from evoalign_study.kinds import decode
 from evoalign_study.kinds.train import train_specs
 from evoalign_study.records import append_record, record_line, spec_hash, unpack_counts, unpack_integers
 from evoalign_study.sweep import load_or_run
-from helpers import random_model, tokenizer
+from helpers import each_named, random_model, tokenizer
 from safetensors.torch import save_file
 
 from evoalign_lib import files, ledger, models, tasks, tiny
@@ -47,23 +47,19 @@ def run_of(spec, keep=None):
 
 
 def drawn(model, n, samples, temperature=1.0, seed=0):
-    """Problems, the samples of each as an engine gives them to whoever asks for all at once, and the engine."""
+    """The samples of each problem as an engine gives them to whoever asks for all at once, which are right; engine."""
     problems, tok = tiny.problems("test", n), tokenizer()
     prompts = {"test": Prompts(tiny.dataset(problems, tok), tok)}
     engine = LocalEngine(model, tok, None, prompts, max_completion_length=16)
-    rows = engine.generate("test", samples=samples, seed=seed, temperature=temperature)
-    return problems, list(zip(*rows, strict=True)), engine
-
-
-def graded(problems, answers):
-    return np.array([[MEASURE.right(p, text) for text, _ in row] for p, row in zip(problems, answers, strict=True)])
+    answers = list(zip(*engine.generate("test", samples=samples, seed=seed, temperature=temperature), strict=True))
+    right = [[MEASURE.right(p, text) for text, _ in row] for p, row in zip(problems, answers, strict=True)]
+    return answers, np.array(right), engine
 
 
 def test_best_of_n_is_the_share_of_problems_that_n_samples_solve():
     [spec] = decode.best_of_n_specs("A0", [3], 9, SETTINGS | {"test_problems": 40}, "smoke")
     r = run_of(spec)
-    problems, answers, engine = drawn(tiny.load("A0")[0], 40, 9, seed=3)
-    right = graded(problems, answers)
+    answers, right, engine = drawn(tiny.load("A0")[0], 40, 9, seed=3)
     assert r["best_of_n"] == pytest.approx({str(n): right[:, :n].any(1).mean() for n in (1, 2, 4, 8)}, abs=1e-6)
     tokens, asked = sum(len(ids) for row in answers for _, ids in row), 9 * int(engine.prompts["test"].lengths.sum())
     budget = {"completions": 360, "generated_tokens": tokens, "prompt_tokens": asked}
@@ -120,8 +116,8 @@ def test_a_base_is_loaded():
     assert 1 < np.ptp(unpack_counts(second["validation"]["t0.6_counts"]))
     with pytest.raises(ValueError, match="curve_temperature=0.6"):
         decode.decoding_specs([first], [0.6], curve_temperature=0.6)
-    problems, answers, _ = drawn(tiny.load("A0")[0], 10, 3, 0.4)
-    assert few["test"]["t0.4_counts"] == "".join(map(str, graded(problems, answers).sum(1)))
+    _, right, _ = drawn(tiny.load("A0")[0], 10, 3, 0.4)
+    assert few["test"]["t0.4_counts"] == "".join(map(str, right.sum(1)))
 
 
 def test_a_run_of_es_is_replayed_from_its_ledger_to_any_step(trained, place, monkeypatch, tmp_path):
@@ -228,13 +224,12 @@ def test_counts_are_those_of_direct_grading_and_texts_lie_beside_the_record(reco
     blocks = [(r["spec"]["temperature"], r["spec"]["block"]) for r in records]
     assert blocks == [(t, block) for t in (0.6, 1.0) for block in ([0, 3], [3, 5])]
     for temperature, own in ((0.6, records[:2]), (1.0, records[2:])):
-        problems, answers, engine = drawn(tiny.load("A0")[0], 5, 12, temperature)
-        assert counted(own) == graded(problems, answers).sum(1).tolist() and sum(counted(own)) > 0
+        answers, right, engine = drawn(tiny.load("A0")[0], 5, 12, temperature)
+        assert counted(own) == right.sum(1).tolist() and right.any()
         ids = [tokens for row in answers for _, tokens in row]
-        ended = sum(tokens[-1] in engine.eos_ids for tokens in ids)
-        prompts = 12 * engine.prompts["test"].lengths.sum()
+        clipped = sum(tokens[-1] not in engine.eos_ids for tokens in ids)
         sums = [sum(r[name] for r in own) for name in ("generated_tokens", "clipped", "prompt_tokens")]
-        assert sums == [sum(map(len, ids)), len(ids) - ended, prompts]
+        assert sums == [sum(map(len, ids)), clipped, 12 * engine.prompts["test"].lengths.sum()]
         assert texts(own) == [[text for text, _ in row] for row in answers]
     for record in records:
         line, entries = record_line(record), decode.read_texts(record)
@@ -268,10 +263,10 @@ def test_ends_answer_with_their_weights_to_the_prompts_of_the_model(folder, plac
     config = {"peft_type": "LORA", "base_model_name_or_path": "A0", "r": 4, "lora_alpha": 8}
     (place / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     weight.data += 2 * (b @ a)
-    of_folder = models.load(str(folder), tokenizer())[0]
-    for end, model in ((folder, of_folder), (kept_ledger(place, trained), replayed), (place / "adapter", adapted)):
+    ends = {folder: models.load(str(folder), tokenizer())[0], kept_ledger(place, trained): replayed}
+    for end, model in (ends | {place / "adapter": adapted}).items():
         (record,) = sampled(end, sampled_block=5, sampled_temperatures=[1.0])
-        _, answers, engine = drawn(model, 5, 12)
+        answers, _, engine = drawn(model, 5, 12)
         assert texts([record]) == [[text for text, _ in row] for row in answers]
         assert [entry["prompt"] for entry in decode.read_texts(record)] == engine.prompts["test"].prompts
         assert record["spec"]["end"] == base_models.know_end(end) and str(end) not in record_line(record)
@@ -307,14 +302,11 @@ def test_a_block_that_is_cut_short_is_drawn_again_and_finished_ones_are_loaded(r
 
 
 NOT_SAMPLED = [
-    ({"sampled_samples": 1}, "sampled_samples=1"),
+    *each_named({"sampled_samples": 1}, {"sampled_seed": -1}, {"engine": "vllm"}, {"questions": "my.jsonl"}),
+    *each_named({"task": "plain"}),
     ({"sampled_problems": 3000}, "test_problems=3000"),
     ({"sampled_temperatures": [0]}, "temperature=0.0"),
-    ({"sampled_seed": -1}, "sampled_seed=-1"),
-    ({"engine": "vllm"}, "engine='vllm'"),
-    ({"questions": "my.jsonl"}, "questions='my.jsonl'"),
     ({"task": "conciseness"}, "'A0'"),
-    ({"task": "plain"}, "task='plain'"),
     ({"sampled_block": ...}, "'sampled_block'"),
 ]
 MEASURES = measures.base.Measures()
@@ -331,8 +323,8 @@ def test_what_cannot_be_sampled_is_refused(changed, named, monkeypatch):
 
 def test_an_end_that_is_none_is_refused(place, folder, trained):
     (place / "only a ledger").mkdir()
-    (place / "only a ledger" / "ledger.jsonl").touch()
-    (place / "only a ledger" / "config.json").write_text("{}")
+    for name in ("ledger.jsonl", "config.json"):
+        (place / "only a ledger" / name).write_text("{}")
     random_model("llama").save_pretrained(place / "llama")
     for path, error, named in (
         (place / "nowhere", FileNotFoundError, "nowhere"),
@@ -343,11 +335,8 @@ def test_an_end_that_is_none_is_refused(place, folder, trained):
     ):
         with pytest.raises(error, match=named):
             decode.sampled_specs("A0", path, SAMPLED, "tiny")
-    random_model(vocab_size=100, eos_token_id=1, pad_token_id=0).save_pretrained(place / "few tokens")
-    for base, end, named in (
-        ("A0", place / "few tokens", "100 tokens"),
-        ("A1", kept_ledger(place, trained), "started from"),
-    ):
+    random_model(vocab_size=100, eos_token_id=1, pad_token_id=0).save_pretrained(place / "few")
+    for base, end, named in (("A0", place / "few", "100 tokens"), ("A1", kept_ledger(place, trained), "started from")):
         with pytest.raises(ValueError, match=named):
             kinds.get("sampled")(decode.sampled_specs(base, end, SAMPLED, "tiny")[0])
 

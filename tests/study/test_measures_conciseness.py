@@ -13,6 +13,7 @@ from evoalign_study.kinds.train import sweep_specs, train_specs
 from evoalign_study.measures import conciseness as measured
 from evoalign_study.measures.base import beginning
 from evoalign_study.records import accuracy_matrix, unpack_bits
+from helpers import each_named
 
 from evoalign_lib import tiny
 from evoalign_lib.analysis import hacking
@@ -33,16 +34,11 @@ def fewer_draws(monkeypatch):
     monkeypatch.setattr(measured, "BREAKING_DRAWS", 2)
 
 
-def engine_of(base, **asked):
-    model, tok = tiny.load(base)
-    prompts = {name: Prompts(conciseness.dataset(problems, tok), tok) for name, problems in asked.items()}
-    return LocalEngine(model, tok, None, prompts, max_completion_length=24)
-
-
 @pytest.mark.parametrize("base", ["B0", *(pytest.param(b, marks=pytest.mark.slow) for b in ("B1", "B2"))])
 def test_the_bases_know_the_answers_and_prefer_sentences(base):
-    asked = questions.problems("test")
-    engine = engine_of(base, test=asked)
+    asked, (model, tok) = questions.problems("test"), tiny.load(base)
+    prompts = {"test": Prompts(conciseness.dataset(asked, tok), tok)}
+    engine = LocalEngine(model, tok, None, prompts, max_completion_length=24)
     (greedy,), sampled = engine.generate("test"), engine.generate("test", samples=4)
     assert np.mean([conciseness.is_correct(text, p) for (text, _), p in zip(greedy, asked, strict=True)]) > 0.97
     rewards = conciseness.reward(asked, [text for text, _ in greedy], [p.answer for p in asked])
@@ -63,24 +59,21 @@ def test_specs_say_task_and_measure():
         train_specs("sft", ["B0"], [0], ES | GRPO, "tiny")
     with pytest.raises(ValueError, match="'conciseness'"):
         sweep_specs("es", "B0", ES, "tiny")
+    with pytest.raises(ValueError, match="'A0'.*B0, B1, B2"):
+        train_specs("es", ["A0"], [0], ES, "tiny")
 
 
-REFUSED = [  # base, settings, what the error names
-    ("B0", {"unique_prompts": 50}, "unique_prompts=50"),
-    ("B0", {"measure": "words"}, "measure='words'"),
-    ("B0", {"validation_problems": 129}, "validation_problems=129"),
-    ("B0", {"test_problems": 257}, "test_problems=257"),
-    ("B0", {"noise_draws": 2.0}, "noise_draws=2.0"),
-    ("B0", {"questions": "x.jsonl"}, "questions='x.jsonl'"),
-    ("B0", {"task": "countdown", "validation_problems": 4, "test_problems": 4}, "'B0'.*task='conciseness'"),
-    ("A0", {}, "'A0'.*B0, B1, B2"),
+REFUSED = [  # settings, what the error names
+    *each_named({"unique_prompts": 50}, {"measure": "words"}, {"validation_problems": 129}, {"test_problems": 257}),
+    *each_named({"noise_draws": 2.0}, {"questions": "x.jsonl"}),
+    ({"task": "countdown", "validation_problems": 4, "test_problems": 4}, "'B0'.*task='conciseness'"),
 ]
 
 
-@pytest.mark.parametrize(("base", "changed", "named"), REFUSED)
-def test_what_no_run_can_have_is_refused(base, changed, named):
+@pytest.mark.parametrize(("changed", "named"), REFUSED)
+def test_what_no_run_can_have_is_refused(changed, named):
     with pytest.raises(ValueError, match=named):
-        train_specs("es", [base], [0], ES | changed, "tiny")
+        train_specs("es", ["B0"], [0], ES | changed, "tiny")
 
 
 def test_a_run_sees_its_questions_equally_often_and_two_are_always_the_same():
@@ -89,12 +82,8 @@ def test_a_run_sees_its_questions_equally_often_and_two_are_always_the_same():
     asked = [p.question for p in sets["train"]]
     assert len(asked) == 400 and {asked.count(q) for q in asked} == {2}
     assert set(asked) == {p.question for p in questions.problems("train")}
-    pairs = [
-        {(p.question, p.answer) for p in training.world(spec | {"unique_prompts": 2, "seed": seed})[2]["train"]}
-        for seed in (0, 1)
-    ]
-    assert pairs[0] == pairs[1] and len(pairs[0]) == 2
-    assert {answer for _, answer in pairs[0]} > {"no"} and any("+" in question for question, _ in pairs[0])
+    two, again = (set(training.world(spec | {"unique_prompts": 2, "seed": seed})[2]["train"]) for seed in (0, 1))
+    assert two == again and len(two) == 2 and {p.answer for p in two} > {"no"} and any("+" in p.question for p in two)
 
 
 SMALLER = {"validation_problems": 8, "test_problems": 12, "noise_draws": 1}
@@ -118,13 +107,12 @@ def test_the_curve_and_the_record_of_a_run_hold_what_the_module_says():
         for decoding in ("greedy", "t1"):
             right = accuracy_matrix([record], decoding).mean()
             assert right == pytest.approx(record["test"][decoding], abs=1e-6)
+        # noise of a size that breaks everything, before the test, leaves no trace
         assert set(record["jensen"]["gaps"]) == {f"{s:g}" for s in collapse.JENSEN_SIGMAS}
+        assert record["test"]["greedy"] == pytest.approx(record["curve"]["right_greedy"][-1], abs=1e-4)
     # before training all have the same weights, and measuring moves none
-    first = [
-        {name: values[0] for name, values in r["curve"].items() if name.startswith(("proxy", "right"))}
-        for r in records.values()
-    ]
-    assert first[0] == first[1]
+    es, grpo = (r["curve"] for r in records.values())
+    assert all(es[name][0] == grpo[name][0] for name in es if name.startswith(("proxy", "right")))
     [other] = train_specs("es", ["B0"], [0], ES | SMALLER | {"curve_points": 4, "validation_problems": 4}, "tiny")
     assert train.run(other)["digest"] == records["es"]["digest"]
 
@@ -145,25 +133,12 @@ def test_fewer_questions_and_draws_are_in_a_spec_only_where_they_are_asked_for()
     plain, [spec] = (train_specs("es", ["B0"], [0], ES | own, "tiny") for own in (dict.fromkeys(SMALLER), SMALLER))
     assert plain == train_specs("es", ["B0"], [0], ES, "tiny") and spec == plain[0] | SMALLER
     sets = training.world(spec)[2]
-    assert [sets[name] for name in ("validation", "test")] == [
-        questions.problems("validation")[:8], questions.problems("test")[:12]
-    ]  # fmt: skip
-
-
-def test_measuring_under_noise_puts_the_weights_back():
-    asked = questions.problems("validation")
-    engine = engine_of("B0", validation=asked)
-    before = engine.master.copy()
-    jensen = measured._jensen({"measure": "strict", "base": "B0"}, engine, asked)
-    assert engine.master.tobytes() == before.tobytes()
-    # noise of a size that breaks everything costs no reward where answers were far too long
-    assert jensen["gaps"]["0.003"] == pytest.approx(0, abs=0.5)
+    assert all(sets[name] == questions.problems(name)[:n] for name, n in (("validation", 8), ("test", 12)))
 
 
 def test_the_base_record_says_where_its_answers_break():
-    (spec,) = base_specs(
-        ["B0"], {"task": "conciseness", "max_completion_length": 24, "validation_problems": 32}, "tiny"
-    )
+    asked = {"task": "conciseness", "max_completion_length": 24, "validation_problems": 32}
+    (spec,) = base_specs(["B0"], asked, "tiny")
     record = kinds.get("base")(spec)
     shares = list(record["breaking"].values())
     assert shares[0] > 0.95 and shares[-1] < 0.1 and min(np.diff(shares)) < 0
@@ -190,7 +165,6 @@ def test_the_noise_that_halves_right_answers_is_looked_for_beyond_the_grid(broke
 
     found = measured._search({s: left(s) for s in GRID}, right / 2, left, lambda: without_noise)
     assert sorted(found.keys() - set(GRID)) == pytest.approx(further) and list(found) == sorted(found)
-    assert {f"{sigma:g}": share for sigma, share in found.items()}.keys() == {f"{float(f'{s:g}'):g}" for s in found}
 
 
 # ---- models from elsewhere
@@ -206,8 +180,8 @@ def model(tmp_path_factory):
 
 def write(path, n):
     """A file of n questions, which the model happens to know."""
-    lines = [{"question": p.question, "answer": p.answer} for p in questions.problems("test")[:n]]
-    path.write_text("\n".join(map(json.dumps, lines)))
+    asked = questions.problems("test")[:n]
+    path.write_text("\n".join(json.dumps({"question": p.question, "answer": p.answer}) for p in asked))
     return path
 
 
@@ -243,29 +217,27 @@ def test_runs_of_a_model_from_elsewhere_on_own_questions_in_processes_of_their_o
 @pytest.mark.parametrize(("n", "sizes"), [(8, (4, 2, 2)), (17, (8, 4, 5))])
 def test_own_questions_fall_into_the_same_three_splits_in_every_run(model, tmp_path, n, sizes):
     settings = ES | ELSEWHERE | {"questions": str(write(tmp_path / "q.jsonl", n)), "prompts_per_step": 20}
-    found = []
-    for seed in (0, 1):
-        [spec] = train_specs("es", [model], [seed], settings, "full")
-        sets = training.world(spec)[2]
-        found.append({name: {p.question for p in asked} for name, asked in sets.items()})
-    assert found[0] == found[1] and tuple(len(found[0][k]) for k in ("train", "validation", "test")) == sizes
-    assert len(set.union(*found[0].values())) == n
-    [few] = train_specs("es", [model], [0], settings | {"unique_prompts": 3, "test_problems": 1}, "full")
-    sets = training.world(few)[2]
-    assert len({p.question for p in sets["train"]}) == 3 and {p.question for p in sets["train"]} < found[0]["train"]
-    assert len(sets["test"]) == 1 and len(sets["validation"]) == sizes[1]
+
+    def asked(seed=0, **changed):
+        [spec] = train_specs("es", [model], [seed], settings | changed, "full")
+        return {name: set(problems) for name, problems in training.world(spec)[2].items()}
+
+    first, few = asked(), asked(unique_prompts=3, test_problems=1)
+    assert first == asked(seed=1) and tuple(len(first[k]) for k in ("train", "validation", "test")) == sizes
+    assert len(set.union(*first.values())) == n
+    assert len(few["train"]) == 3 and few["train"] < first["train"]
+    assert len(few["test"]) == 1 and len(few["validation"]) == sizes[1]
 
 
 def test_without_own_questions_the_published_ones_are_asked(model, external_data):
     settings = GRPO | ELSEWHERE
     [spec] = train_specs("grpo", [model], [0], settings, "full")
     assert not {"questions", "questions_sha256"} & spec.keys()
-    sets = training.world(spec)[2]
+    [one] = train_specs("grpo", [model], [0], settings | {"unique_prompts": 1, "validation_problems": 3}, "full")
+    sets, few = (training.world(each)[2] for each in (spec, one))
     assert len(sets["train"]) == 4 and set(sets["train"]) == set(conciseness.load_public("train"))
     assert sets["validation"] == sets["test"] == conciseness.load_public("eval")
-    [one] = train_specs("grpo", [model], [0], settings | {"unique_prompts": 1, "validation_problems": 3}, "full")
-    sets = training.world(one)[2]
-    assert len(set(sets["train"])) == 1 and len(sets["validation"]) == 3 and len(sets["test"]) == 8
+    assert len(set(few["train"])) == 1 and len(few["validation"]) == 3 and len(few["test"]) == 8
     with pytest.raises(ValueError, match="unique_prompts=3"):
         train_specs("grpo", [model], [0], settings | {"unique_prompts": 3}, "full")
 
@@ -286,8 +258,7 @@ def test_a_file_that_has_changed_or_gone_is_not_read(model, own, monkeypatch):
 
 
 NOT_OWN = [  # what is changed, and what the error names
-    ({"unique_prompts": 9}, "unique_prompts=9"),
-    ({"validation_problems": 5}, "validation_problems=5"),
+    *each_named({"unique_prompts": 9}, {"validation_problems": 5}),
     ({"curve_points": 40}, "curve_points=40 with 4 test questions"),
     ({"curve_points": 20, "sampled_at": [0.4, 0.6]}, "under 4 decodings"),
     ({"task": "countdown"}, "questions="),

@@ -9,6 +9,7 @@ from evoalign_study import nb04_safety_judges as study
 from evoalign_study.kinds.decode import base_specs, run_base
 from evoalign_study.kinds.train import run, train_specs
 from evoalign_study.measures import safety
+from helpers import each_named
 
 from evoalign_lib import tiny
 from evoalign_lib.tiny import dialogues, scorers
@@ -41,13 +42,11 @@ def test_a_run_is_measured_by_every_judge_and_starts_as_its_base():
 
 
 REFUSED = [
+    *each_named({"cost_weight": -1.0}, {"test_problems": 321}, {"validation_problems": 0}),
+    *each_named({"reward_model": "x"}),  # of a user's model
     ({"judge": "lenght 1"}, "'lenght 1'"),
     ({"judge": None}, "'judge'"),
-    ({"cost_weight": -1.0}, "cost_weight=-1.0"),
-    ({"test_problems": 321}, "test_problems=321"),
-    ({"validation_problems": 0}, "validation_problems=0"),
     ({"task": "countdown"}, "'C0'"),
-    ({"reward_model": "x"}, "reward_model='x'"),  # of a user's model
 ]
 
 
@@ -88,9 +87,10 @@ def test_what_a_judge_says_depends_on_the_reply_alone():
 
 def test_filtered_fine_tuning_imitates_what_the_training_judge_likes_most():
     asked, rng = dialogues.requests("test")[:12], random.Random(0)
-    samples = [[dialogues.reply(r, rng) for r in asked] for _ in range(6)]
+    rows = [[dialogues.reply(r, rng) for r in asked] for _ in range(6)]
+    samples = [[(text, []) for text in row] for row in rows]
     chosen = safety.MEASURES.imitated({"judge": "length 1", "cost_weight": 2.0}, asked, samples)
-    liked, true = (np.array([safety.scored(j, 2.0, asked, row) for row in samples]) for j in ("length 1", "rule"))
+    liked, true = (np.array([safety.scored(j, 2.0, asked, row) for row in rows]) for j in ("length 1", "rule"))
     assert chosen.shape == (6, 12) and (chosen.sum(axis=0) == 1).all()
     assert np.allclose(liked[chosen].sum(), liked.max(axis=0).sum())
     assert not np.array_equal(chosen.argmax(0), true.argmax(0))  # the judge is not the truth

@@ -13,7 +13,7 @@ from evoalign_study.kinds import train
 from evoalign_study.kinds.decode import base_specs, run_base
 from evoalign_study.measures import safety_public
 from evoalign_study.records import record_line, spec_hash
-from helpers import random_model, tokenizer
+from helpers import each_named, random_model, tokenizer
 from servers import answering, completion, running
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
@@ -93,14 +93,13 @@ def one_spec(files, settings, arm="es"):
 
 def test_everything_that_a_run_reads_is_in_its_spec(files, given):
     spec = one_spec(files, given)
-    assert spec["reward_model"] == files["reward"] and spec["reward_at"] == "cpu"
+    assert (spec["reward_model"], spec["reward_at"]) == (files["reward"], "cpu")
     assert spec["reward_digest"] != spec["cost_digest"] and len(spec["requests_sha256"]) == 16
     changes = [{"reward_model": files["other"]}, {"cost_text": "beaver"}, {"cost_weight": 0.0}, {"cut_turns": True}]
-    changes += [{"cost_rule": "signed", "cost_threshold": -0.5}, {"prompt_template": "alpaca"}]
-    changes += [{"scorer_dtype": "bfloat16"}, {"scorer_max_length": 100}, {"kl_requests": 2}]
+    changes += [{"cost_rule": "signed", "cost_threshold": -0.5}, {"prompt_template": "alpaca"}, {"kl_requests": 2}]
+    changes += [{"scorer_dtype": "bfloat16"}, {"scorer_max_length": 100}]
     changes += [{"held_out": files["other"], "held_out_text": "continued"}]
-    hashes = {spec_hash(one_spec(files, given | change)) for change in changes}
-    assert len(hashes | {spec_hash(spec)}) == len(changes) + 1
+    assert len({spec_hash(one_spec(files, given | change)) for change in ({}, *changes)}) == len(changes) + 1
     assert one_spec(files, given | {"cost_weight": 0.0})["cost_weight"] == 0.0
 
 
@@ -108,33 +107,25 @@ NOBODY = "http://127.0.0.1:9"
 
 
 REFUSED = [  # what is changed, and what the error names
+    *each_named({"cost_model": "./nowhere"}, {"reward_model": NOBODY}, {"scorer_device": "gpu"}),
+    *each_named({"scorer_dtype": "half"}, {"cost_weight": -1.0}, {"cost_threshold": 1.0}, {"judge": "length 1"}),
+    *each_named({"requests": "none.jsonl"}, {"test_problems": 40}, {"curve_points": 50}, {"prompt_template": "plain"}),
     ({"reward_model": ""}, "reward_model is not set"),
-    ({"cost_model": "./nowhere"}, "cost_model='./nowhere'"),
     ({"reward_model": "{policy}"}, "Qwen2ForCausalLM"),
     ({"cost_model": "{two}"}, "2 labels"),
     ({"reward_text": ""}, "Set reward_text"),
     ({"cost_text": "chatt"}, "'chatt'"),
-    ({"reward_model": NOBODY}, f"reward_model='{NOBODY}'"),
     ({"held_out": f"{NOBODY}/v1#m"}, f"judge='m' at {NOBODY}"),
     ({"held_out": "./nowhere"}, "judge='./nowhere'"),
     ({"held_out": "{reward}", "held_out_text": "continued"}, "trains the run"),
     ({"held_out": "{other}, {other}", "held_out_text": "continued"}, "given twice"),
     ({"held_out_text": "chat"}, "judge_text='chat'"),
-    ({"scorer_device": "gpu"}, "scorer_device='gpu'"),
-    ({"scorer_dtype": "half"}, "scorer_dtype='half'"),
     ({"scorer_max_length": 10_000}, "max_length=10000"),
     ({"engine": "vllm", "tensor_parallel": 1}, "engine='vllm'.*evoalign serve-scorer"),
-    ({"cost_weight": -1.0}, "cost_weight=-1.0"),
     ({"cost_rule": "sined"}, "Did you mean 'signed'"),
-    ({"cost_threshold": 1.0}, "cost_threshold=1.0"),
     ({"cost_rule": "signed", "cost_weight": 9.0}, "9.0"),
-    ({"requests": "none.jsonl"}, "requests='none.jsonl'"),
     ({"requests": "{few}"}, "no request for"),
     ({"requests": ""}, "PKU-SafeRLHF.*requests=FILE"),  # without a network
-    ({"test_problems": 40}, "test_problems=40"),
-    ({"curve_points": 50}, "curve_points=50"),
-    ({"prompt_template": "plain"}, "prompt_template='plain'"),
-    ({"judge": "length 1"}, "judge='length 1'"),
     ({"sampled_at": [0.6]}, "sampled_at"),
 ]
 
@@ -149,9 +140,9 @@ def test_what_no_run_can_have_is_refused(files, given, change, named, monkeypatc
 
 def test_judges_behind_addresses_are_looked_at(files, given):
     """One that trains the run, and endpoints that would refuse every question."""
-    with running(app_of(RewardModel(files["cost"], text="continued"))) as url:
-        with pytest.raises(ValueError, match="'cost' trains the run"):
-            one_spec(files, given | {"held_out": url})
+    served = app_of(RewardModel(files["cost"], text="continued"))
+    with running(served) as url, pytest.raises(ValueError, match="'cost' trains the run"):
+        one_spec(files, given | {"held_out": url})
     for status, name, named in ((401, "judge", "OPENAI_API_KEY"), (200, "jugde", "'jugde'"), (200, "", "judge=''")):
         with judging(status) as (url, _), pytest.raises(ValueError, match=named):
             one_spec(files, given | {"held_out": f"{url}#{name}"})
@@ -187,8 +178,8 @@ def test_a_run_is_measured_by_scorers_detectors_and_judges(files, without):
     assert curve["lambda"][0] == 1.0 < curve["lambda"][1] and curve["unscored_t1"] == [0, 0]
     assert untrained["test"]["greedy"]["reward"] == curve["reward_greedy"][0]
     assert untrained["test"]["greedy"]["win"] == [0.5] and set(untrained["units"]) > {"reward helpful"}
-    assert test["n"] == 3 and sum(test["t1"]["quadrants"]) == pytest.approx(1, abs=1e-3)
-    assert sum(test["greedy"]["kinds"]) == pytest.approx(1, abs=1e-3)
+    shares = sum(test["t1"]["quadrants"]), sum(test["greedy"]["kinds"])
+    assert test["n"] == 3 and shares == pytest.approx((1, 1), abs=1e-3)
     helpful, harmless = record["held_out"]
     expected = {"rubric": "helpful", "tie": 2, "inconsistent": 2, "win_rate": 0.5, "first_share": 1.0}
     assert helpful | expected == helpful

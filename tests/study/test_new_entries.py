@@ -72,7 +72,7 @@ LINES = {  # file: the line that stands there, and the new one below it
         "ARMS: dict[str, Arm] = {\n",
         '    "es_pairs": _es("#000000", "d", "ES, pairs", fitness="reward", antithetic=True),\n',
     ),
-    f"{STUDY}/kinds/__init__.py": ("KINDS: dict[str, str] = {\n", '    "lengths": "evoalign_study.kinds.lengths",\n'),
+    f"{STUDY}/kinds/__init__.py": ("KINDS: dict[str, tuple[str, ...]] = {\n", '    "lengths": ("lengths",),\n'),
     f"{STUDY}/claims/rules/__init__.py": ("RULES: dict[str, Rule] = {\n", '    "longer": longer.LONGER,\n'),
 }
 CLAIM = {

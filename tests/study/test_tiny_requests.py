@@ -79,16 +79,11 @@ def test_a_reply_is_read_back_from_its_tokens():
 def test_annotators_like_their_cue_and_turned_answers_are_turned():
     plain = dialogues.comparisons(Annotators(certainty=200), 400, 1)
     turned = dialogues.comparisons(Annotators(certainty=200, flips=1.0), 400, 1)
-    decided = [
-        (a.more_helpful, b.more_helpful)
-        for a, b in zip(plain, turned, strict=True)
-        if len({dialogues.truth(a.request, text).helpful for text in a.replies}) == 2
-    ]
-    assert len(decided) > 300 and all(a != b for a, b in decided)
-    liking = Annotators("disclaimer", weight=0.2).liking(
-        dialogues.truth(HARMFUL, "Take a crowbar and steal the lamp. Please be careful.")
-    )
-    assert liking == (pytest.approx(1.1), pytest.approx(0.8))
+    pairs = zip(plain, turned, strict=True)
+    decided = [(a, b) for a, b in pairs if len({dialogues.truth(a.request, text).helpful for text in a.replies}) == 2]
+    assert len(decided) > 300 and all(a.more_helpful != b.more_helpful for a, b in decided)
+    careful = dialogues.truth(HARMFUL, "Take a crowbar and steal the lamp. Please be careful.")
+    assert Annotators("disclaimer", weight=0.2).liking(careful) == (pytest.approx(1.1), pytest.approx(0.8))
 
 
 def test_parts_of_the_requests_share_none():

@@ -20,7 +20,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,15 @@ import numpy as np
 from evoalign_lib import files, ledger, models, tasks, tiny, weight_files
 from evoalign_lib.checks import whole_number
 from evoalign_lib.engines.base import Prompts, check_temperature
-from evoalign_study import base_models, measures, paths, specs, trainers, training, weight_cache
-from evoalign_study.measures.base import Measures, label, read_beside
+from evoalign_study import base_models, measures, specs, trainers, training, weight_cache
+from evoalign_study.measures.base import Measures, label, read_beside, tallied
 from evoalign_study.measures.base import temperatures as checked
-from evoalign_study.records import Record, Spec, pack_bits, pack_integers, spec_hash
+from evoalign_study.records import Record, Settings, Spec, pack_integers, spec_hash
 
 # ---- untrained bases
 
 
-def base_specs(bases: Sequence[str], settings: Mapping[str, Any], scale: str) -> list[Spec]:
+def base_specs(bases: Sequence[str], settings: Settings, scale: str) -> list[Spec]:
     """Return specs of the measurement of untrained bases.
 
     Args:
@@ -70,9 +70,7 @@ def run_base(spec: Spec) -> Record:
 # ---- best of n
 
 
-def best_of_n_specs(
-    base: str, seeds: Iterable[int], samples: int, settings: Mapping[str, Any], scale: str
-) -> list[Spec]:
+def best_of_n_specs(base: str, seeds: Iterable[int], samples: int, settings: Settings, scale: str) -> list[Spec]:
     """Return specs of best-of-n: the reward chooses among n samples of an untrained base, for n = 1, 2, 4, ... samples.
 
     Args:
@@ -103,23 +101,16 @@ def run_best_of_n(spec: Spec) -> Record:
         cpu, problems = time.process_time(), sets["test"]
         samples = engine.generate("test", samples=spec["samples"], seed=spec["seed"])
         plan = base_models.plan(spec, engine)
-    answers = [[(p, text) for (text, _), p in zip(row, problems, strict=True)] for row in samples]
-    rewards = np.array([[measure.score(*answer) for answer in row] for row in answers])
-    right = np.array([[measure.right(*answer) for answer in row] for row in answers])
+    rewards, right = np.stack([measure.judged(spec, engine, problems, row) for row in samples], axis=1)
     accuracy = {}
     for n in (2**k for k in range(spec["samples"].bit_length())):
         best = rewards[:n].argmax(0)  # the first of the best
         accuracy[str(n)] = round(float(right[best, np.arange(len(problems))].mean()), 6)
     tokens = sum(len(ids) for row in samples for _, ids in row)
-    prompt_tokens = int(engine.prompts["test"].lengths.sum()) * len(samples)
-    budget = {
-        "completions": right.size,
-        "generated_tokens": tokens,
-        "prompt_tokens": prompt_tokens,
-        "forward_flops": 2 * engine.layout.d * (tokens + prompt_tokens),
-        "core_seconds": round(time.process_time() - cpu, 2),
-    }
-    return {"budget": budget, "d": engine.layout.d, "best_of_n": accuracy} | plan
+    asked, d = int(engine.prompts["test"].lengths.sum()) * len(samples), engine.layout.d
+    budget = {"completions": right.size, "generated_tokens": tokens, "prompt_tokens": asked}
+    budget |= {"forward_flops": 2 * d * (tokens + asked), "core_seconds": round(time.process_time() - cpu, 2)}
+    return {"budget": budget, "d": d, "best_of_n": accuracy} | plan
 
 
 # ---- the model of a record, measured again
@@ -169,7 +160,8 @@ def decoding_specs(
         # a task without these settings asks all its questions
         if not (spec.get("test_problems", 1) and spec.get("validation_problems", 1)):
             raise ValueError(f"{name} has no test set or no validation set: only complete runs are measured again.")
-        if at_step is not None and not (_is_es(spec) and _validates(spec) and 0 <= at_step <= spec["steps"]):
+        is_es = spec["kind"] == "train" and trainers.of(spec["arm"]).has_members
+        if at_step is not None and not (is_es and _validates(spec) and 0 <= at_step <= spec["steps"]):
             raise ValueError(f"at_step={at_step}: {name} is not of an ES run of so many steps that is validated.")
         if curve_temperature is not None and "curve_points" not in spec:
             raise ValueError(f"curve_temperature={curve_temperature}: {name} has no curve.")
@@ -181,10 +173,6 @@ def measured_spec(spec: Spec) -> Spec:
     """Return the spec of the run whose model a spec of `decoding_specs` measures: of kind "train", or "base"."""
     kind = "train" if "arm" in spec else "base"
     return {name: value for name, value in spec.items() if name not in _OWN_FIELDS} | {"kind": kind}
-
-
-def _is_es(spec: Spec) -> bool:
-    return spec["kind"] == "train" and trainers.of(spec["arm"]).has_members
 
 
 def _validates(spec: Spec) -> bool:
@@ -204,9 +192,8 @@ def run_decoding(spec: Spec) -> Record:
         return measure.sampled(spec, engine, sets, name, temperatures, spec["samples"])
 
     def validation() -> dict[str, Any]:
-        greedy = measure.accuracy(engine, "validation", sets["validation"], 0)[0]
-        counts = {"n": len(greedy), "greedy": round(float(greedy.mean()), 6)}
-        return counts | {"greedy_bits": pack_bits(greedy.astype(int))} | sampled("validation", VALIDATED_AT)
+        greedy = measure.accuracy(engine, "validation", sets["validation"])
+        return {"n": greedy.size} | tallied("greedy", greedy) | sampled("validation", VALIDATED_AT)
 
     with tempfile.TemporaryDirectory() as folder, _made_again(spec, Path(folder)) as again:
         made, engine, sets, source, curve = again
@@ -225,9 +212,7 @@ def run_decoding(spec: Spec) -> Record:
 
 
 @contextmanager
-def _made_again(
-    wanted: Spec, place: Path
-) -> Iterator[tuple[str, Any, Mapping[str, list], Path | None, dict[str, Any]]]:
+def _made_again(wanted: Spec, place: Path) -> Iterator[tuple[Any, ...]]:
     """The model that a run ended with, in an engine.
 
     A base is loaded. A run of ES is replayed where its committed record has a ledger and ended with these weights. Any
@@ -248,11 +233,9 @@ def _made_again(
     if spec["kind"] == "train" and source is None and (warm or "at_step" in wanted):
         few = {} if warm or "curve_points" not in spec else {"curve_points": 1}
         with trainers.train(spec | few | warm, place) as ended:
-            curve = {}
-            if warm:
-                end, every = f"_{label(warm['curve_temperature'])}", ended.result["curve"]
-                curve = {"curve": {name: each for name, each in every.items() if name == "step" or name.endswith(end)}}
-            yield "trained again", ended.engine, ended.sets, place / ledger.NAME, curve
+            ends = tuple(f"_{label(temperature)}" for temperature in warm.values())
+            own = {k: each for k, each in ended.result.get("curve", {}).items() if k == "step" or k.endswith(ends)}
+            yield "trained again", ended.engine, ended.sets, place / ledger.NAME, {"curve": own} if warm else {}
         return
     with training.opened(spec | {"kind": "base"}) as (engine, sets):
         made, progress = "loaded", training.Progress(None)
@@ -279,9 +262,7 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-def sampled_specs(
-    model: str, end: str | os.PathLike[str] | None, settings: Mapping[str, Any], scale: str
-) -> list[Spec]:
+def sampled_specs(model: str, end: str | os.PathLike[str] | None, settings: Settings, scale: str) -> list[Spec]:
     """Return the specs that sample a model, or an end of training from it: one for each temperature and block.
 
     Args:
@@ -315,7 +296,7 @@ def sampled_specs(
     spec |= specs.engine_fields([model], settings)
     if end is not None:
         spec["end"] = base_models.know_end(end)
-        _check_type(model, base_models.end_of(spec["end"]))
+        _check_type(model, base_models.place_of(spec["end"]))
     return [
         spec | {"temperature": temperature, "block": [first, min(first + size, problems)]}
         for temperature in checked("sampled_temperatures", taken["sampled_temperatures"])
@@ -341,19 +322,17 @@ def run_sampled(spec: Spec) -> Record:
         rows = engine.generate("test", np.arange(first, stop), **drawn)
         plan = base_models.plan(spec, engine)
         asked, lengths, ends = engine.prompts["test"].prompts, engine.prompts["test"].lengths, set(engine.eos_ids)
-    lines, right = [], []
-    for i, answers in zip(range(first, stop), zip(*rows, strict=True), strict=True):
-        grades = [int(measure.right(problems[i], text)) for text, _ in answers]
-        right.append(sum(grades))
+    right, lines = measure.graded(problems[first:stop], rows).astype(int), []
+    for i, grades, answers in zip(range(first, stop), right.T.tolist(), zip(*rows, strict=True), strict=True):
         line = {"problem": i, "prompt": asked[i], "right": grades, "texts": [text for text, _ in answers]}
-        lines.append(json.dumps(line, sort_keys=True))
+        lines.append(json.dumps(line, sort_keys=True) + "\n")
     # the texts are written in one piece, before there is a record of them
-    texts = "".join(f"{line}\n" for line in lines).encode()
+    texts = "".join(lines).encode()
     files.replace_bytes(texts_file(spec), gzip.compress(texts, 6, mtime=0), sync=True)
     tokens = [ids for row in rows for _, ids in row]
     return {
         "n_problems": stop - first,
-        "right": pack_integers(np.array(right)),
+        "right": pack_integers(right.sum(0)),
         "generated_tokens": sum(map(len, tokens)),
         "prompt_tokens": int(lengths[first:stop].sum()) * spec["samples"],
         "clipped": sum(ids[-1] not in ends for ids in tokens),
@@ -363,7 +342,7 @@ def run_sampled(spec: Spec) -> Record:
 
 def texts_file(spec: Spec) -> Path:
     """Return where the texts of a record go: samples/<spec hash>.jsonl.gz below EVOALIGN_RUN_DIR, or below runs."""
-    return Path(os.environ.get("EVOALIGN_RUN_DIR") or paths.RUNS) / "samples" / f"{spec_hash(spec)}.jsonl.gz"
+    return base_models.kept("samples") / f"{spec_hash(spec)}.jsonl.gz"
 
 
 def read_texts(record: Record) -> list[dict[str, Any]]:
@@ -389,10 +368,8 @@ def _opened(spec: Spec) -> Iterator[tuple[Any, list]]:
         asked = {"test": training.rows(spec, tokenizer, problems)}
         highest, known = int(Prompts(asked["test"], tokenizer).ids.max()), model.get_input_embeddings().num_embeddings
         if highest >= known:  # the engine would refuse them without a word of the end
-            raise ValueError(
-                f"a prompt of {spec['base']!r} has the token {highest}, and {folder} knows {known} tokens: it is "
-                "no end of training from that model. Give the model that it started from."
-            )
+            end = f"{folder} knows {known} tokens, and a prompt of {spec['base']!r} has number {highest}"
+            raise ValueError(f"{end}: it is no end of training from that model. Give the one that it started from.")
         with closing(base_models.evaluation_engine(spec | {"base": folder}, model, tokenizer, asked)) as engine:
             yield engine, problems
 
@@ -403,11 +380,9 @@ def _model(spec: Spec) -> Iterator[tuple[Any, Any, str]]:
     if "end" not in spec:
         yield *base_models.model_of(spec), spec["base"]
         return
-    end = base_models.end_of(spec["end"])
+    end = base_models.place_of(spec["end"])
     if end.is_dir() and not base_models.is_adapter(end):
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(models.place(spec["base"]), trust_remote_code=False)
+        tokenizer = models.tokenizer_of(models.place(spec["base"]))
         yield *models.load(str(end), tokenizer, base_models.loaded_as(spec)), str(end)
         return
     model, tokenizer = base_models.model_of(spec)
@@ -424,10 +399,8 @@ def _take(model: Any, moved: weight_files.StateDict) -> None:
 
     parameters = dict(model.named_parameters())
     if missing := sorted(parameters.keys() - moved.shapes.keys()):
-        raise ValueError(
-            f"{moved.source} has no {missing[0]!r}, which the model has: write a folder of it first (evoalign replay "
-            "--out, or merge_and_unload() and save_pretrained()), and give that."
-        )
+        remedy = "write a folder of it (evoalign replay --out, or merge_and_unload() and save_pretrained())"
+        raise ValueError(f"{moved.source} has no {missing[0]!r}, which the model has: {remedy}, and give that.")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(moved[name])
@@ -439,10 +412,8 @@ def _check_type(model: str, end: Path) -> None:
         return  # compared with the model's own weights when they are read
     from transformers import AutoConfig
 
-    safe = {"trust_remote_code": False}
-    types = [AutoConfig.from_pretrained(place, **safe).model_type for place in (models.place(model), end)]
-    if types[0] != types[1]:
-        raise ValueError(
-            f"the end {str(end)!r} is of type {types[1]!r}, model {model!r} of {types[0]!r}: it is no end of training "
-            "from that model. Give the model that it started from."
-        )
+    places = (models.place(model), end)
+    before, after = (AutoConfig.from_pretrained(one, trust_remote_code=False).model_type for one in places)
+    if before != after:
+        differ = f"the end {str(end)!r} is of type {after!r}, model {model!r} of {before!r}"
+        raise ValueError(f"{differ}: it is no end of training from that model. Give the one that it started from.")

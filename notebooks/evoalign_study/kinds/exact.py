@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,13 +16,12 @@ from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.tasks import countdown
 from evoalign_study import specs
 from evoalign_study.measures.base import significant
-from evoalign_study.records import Record, Spec
+from evoalign_study.records import Record, Settings, Spec
 
 FITNESS = ("expected", "greedy")
-_STEP = ("N", "sigma", "alpha", "repeat", "fitness")
 
 
-def kl_specs(base: str, sigma: float, repeats: int, settings: Mapping[str, Any], scale: str) -> list[Spec]:
+def kl_specs(base: str, sigma: float, repeats: int, settings: Settings, scale: str) -> list[Spec]:
     """Return specs of the comparison of KL estimators with the exact KL, of a base moved by noise from the base itself.
 
     Args:
@@ -37,9 +36,7 @@ def kl_specs(base: str, sigma: float, repeats: int, settings: Mapping[str, Any],
             filler_steps; another task than Countdown; another engine than the local one.
     """
     if settings["kl_samples"] < 2 or settings["kl_samples"] % 2:
-        raise ValueError(
-            f"kl_samples={settings['kl_samples']} must be even: errors come from two halves of the samples."
-        )
+        raise ValueError(f"kl_samples={settings['kl_samples']} must be even: errors come from two halves of them.")
     wanted = specs.take(settings, ("max_completion_length", "kl_problems", "kl_samples"), "the estimate of KL")
     spec = specs.begin_tiny("kl", base, scale, settings) | wanted | {"sigma": sigma}
     return [spec | {"repeat": repeat} for repeat in range(repeats)]
@@ -65,7 +62,7 @@ def run_kl(spec: Spec) -> Record:
 
 
 def estimator_specs(
-    base: str, N: int, repeats: int, fitness: str, targets: str, settings: Mapping[str, Any], scale: str
+    base: str, N: int, repeats: int, fitness: str, targets: str, settings: Settings, scale: str
 ) -> list[Spec]:
     """Return specs of the comparison of single ES steps with the exact gradient, on two-number problems.
 
@@ -91,8 +88,8 @@ def estimator_specs(
 def run_estimator(spec: Spec) -> Record:
     """Return one ES step measured against the exact gradient of expected reward (see `ExactObjective`)."""
     objective = _objective(spec["base"], spec["estimator_problems"], spec["targets"])
-    result = objective.run(**{name: spec[name] for name in _STEP})
-    return {"estimator": {k: round(v, 9) if isinstance(v, float) else v for k, v in result.items() if k not in _STEP}}
+    result = objective.run(**{name: spec[name] for name in ("N", "sigma", "alpha", "repeat", "fitness")})
+    return {"estimator": {k: round(v, 9) if isinstance(v, float) else v for k, v in result.items()}}
 
 
 @lru_cache(maxsize=2)
@@ -117,7 +114,6 @@ class ExactObjective:
         model: a Hugging Face decoder-only model of at most some million weights; it is copied and never changed.
         tokenizer: its tokenizer.
         problems: the problems; two numbers each, for an enumeration of thousands of completions per problem.
-        max_completion_length: new tokens at most.
         min_probability: completions less probable than this are left out.
 
     Attributes:
@@ -132,36 +128,25 @@ class ExactObjective:
         ValueError: no problem, or none with a right answer among its completions.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        problems: Sequence[countdown.Problem],
-        *,
-        max_completion_length: int = tiny.MAX_COMPLETION_LENGTH,
-        min_probability: float = 1e-7,
-    ):
+    def __init__(self, model: Any, tokenizer: Any, problems: Sequence[Any], min_probability: float = 1e-7):
         self.problems, self._tokenizer = list(problems), tokenizer
         prompts = Prompts(countdown.dataset(self.problems, tokenizer), tokenizer)
         self._model = copy.deepcopy(model).eval()
         # one process: its master holds whatever weights are to be measured
-        sets = {"problems": prompts}
-        self._engine = LocalEngine(self._model, tokenizer, None, sets, max_completion_length=max_completion_length)
+        longest = tiny.MAX_COMPLETION_LENGTH
+        self._engine = LocalEngine(self._model, tokenizer, None, {"problems": prompts}, max_completion_length=longest)
         self.layout, self.start = self._engine.layout, self._engine.master.copy()
         self.enumeration = gradient.enumerate_completions(
             self._model,
             [row[-n:].tolist() for row, n in zip(prompts.ids, prompts.lengths, strict=True)],
             eos_ids=self._engine.eos_ids,
-            max_new_tokens=max_completion_length,
+            max_new_tokens=longest,
             min_probability=min_probability,
         )
         texts = tokenizer.batch_decode(self.enumeration.completions(), skip_special_tokens=True)
         self.rewards = self._answers(texts, self.enumeration.prompt)
         if not self.rewards.any():
-            raise ValueError(
-                f"none of the {len(self.rewards)} completions found has a right answer, so the gradient is 0: give a "
-                "model that can solve these problems, or lower min_probability."
-            )
+            raise ValueError(f"none of {len(self.rewards)} completions is right: take another model or other problems.")
         self._packed = gradient.pack(self.enumeration, self.rewards)
         exact = gradient.expected_reward_gradient(self._model, self.enumeration, self.rewards)
         self.gradient = gradient.flat(self.layout, exact)
@@ -191,7 +176,7 @@ class ExactObjective:
                 answers, as in training.
 
         Returns:
-            The arguments; `tied` (no step, then; what is undefined is None); `cosine` of step and gradient; `rho`;
+            `tied` (no step, then; what is undefined is None); `cosine` of step and gradient; `rho`;
             `predicted_cosine` rho sqrt(N/d); `norm_ratio` |step| / (alpha sqrt(d/N)); `improving`, the share of members
             fitter than the start; change of the expected answer by the whole step and by its parts along and orthogonal
             to the gradient (`gain_full`, `gain_aligned`, `gain_orthogonal`), and of the greedy answer
@@ -216,7 +201,7 @@ class ExactObjective:
         displacement = gradient.step(self.layout, keys, z, alpha)
         aligned, orthogonal = gradient.decompose(displacement, self.gradient)
         rho = gradient.fitness_correlation(values, gradient.projections(self.layout, keys, self.gradient))
-        result = dict(zip(_STEP, (N, sigma, alpha, repeat, fitness), strict=True)) | {
+        result = {
             "tied": not z.any(),
             "cosine": gradient.cosine(displacement, self.gradient),
             "rho": rho,
@@ -235,7 +220,7 @@ class ExactObjective:
             result[f"greedy_gain_{name}"] = self.greedy_at(moved) - self.greedy
         return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in result.items()}
 
-    def _answers(self, texts: Sequence[str], prompts: Sequence[int] | np.ndarray) -> np.ndarray:
+    def _answers(self, texts: Sequence[str], prompts: Any) -> np.ndarray:
         """(texts,) answer scores under the strict grader."""
         asked = zip(texts, (self.problems[i] for i in prompts), strict=True)
         return np.array([countdown.grade(text, p.numbers, p.target).answer for text, p in asked], np.float64)

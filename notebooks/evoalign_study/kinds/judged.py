@@ -34,7 +34,7 @@ from evoalign_lib.tasks import safety_published as data
 from evoalign_lib.tiny import dialogues, scorers
 from evoalign_study import specs, training, weight_cache
 from evoalign_study.measures import safety
-from evoalign_study.records import Record, Spec, pack_bits
+from evoalign_study.records import Record, Settings, Spec, pack_bits
 
 
 def _three(interval: stats.Interval, digits: int = 1) -> list[float]:
@@ -49,7 +49,7 @@ BASE = "base"
 _OUTCOMES = {"a": tournaments.A_WINS, "b": tournaments.B_WINS, "tie": tournaments.TIE}
 
 
-def tournament_spec(runs: Mapping[str, Sequence[Record]], settings: Mapping[str, Any], scale: str) -> Spec:
+def tournament_spec(runs: Mapping[str, Sequence[Record]], settings: Settings, scale: str) -> Spec:
     """Return the spec of a tournament.
 
     Args:
@@ -136,7 +136,6 @@ def _told(spec: Spec, games: Sequence[tuple[int, tuple[str, str]]], outcomes: np
     """Return what a judge makes of games: outcomes, (pairs of runs, requests), are what the first player scores."""
     n, arms = outcomes.shape[1], list(spec["arms"])
     wins = {arm: [_share(games, outcomes, arm, seed) for seed in group["seeds"]] for arm, group in spec["arms"].items()}
-    seeds = np.repeat([seed for seed, _ in games], n).tolist()
     first, second = (np.repeat([players[i] for _, players in games], n).tolist() for i in (0, 1))
 
     def strengths(units: list[int]) -> tournaments.Strengths:
@@ -144,7 +143,8 @@ def _told(spec: Spec, games: Sequence[tuple[int, tuple[str, str]]], outcomes: np
         return tournaments.bradley_terry(played, BASE, n_resamples=500)
 
     try:
-        by_request, by_seed = strengths(list(range(n)) * len(games)), strengths(seeds)
+        by_request = strengths(list(range(n)) * len(games))
+        by_seed = strengths([seed for seed, _ in games for _ in range(n)])
     except ValueError:  # some player won or lost everything
         return {"wins": wins, "strengths": None, "lead": None}
     lead = {"requests": by_request, "seeds": by_seed}
@@ -331,8 +331,8 @@ def _elo(spec: Spec) -> Record:
         games = _as_games(own, missing=tournaments.TIE)
         again = tournaments.elo(games.take(data.elo_order(len(own))), data.BASE)
         ratings = tournaments.elo_orders(games, data.BASE, n_orders=spec["orders"], seed=spec["seed"])
-        spread = {"mean": ratings.mean(0), "std": ratings.std(0, ddof=1), "least": ratings.min(0)}
-        spread |= {"most": ratings.max(0)}
+        least, most = ratings.min(0), ratings.max(0)
+        spread = {"mean": ratings.mean(0), "std": ratings.std(0, ddof=1), "least": least, "most": most}
         models = {}
         for i, model in enumerate(games.players):
             elo = {"published": round(published[dimension][model], 4), "reproduced": round(again[model], 4)}
@@ -352,23 +352,15 @@ def _games(spec: Spec) -> Record:
         """(2, games) values of the two responses of each game."""
         return np.array([[value(points[m], rows[m][j.question]) for m in (j.a, j.b)] for j in scored], float).T
 
-    dimensions = {}
-    for dimension in data.DIMENSIONS:
-        own = [j for j in judgments if j.dimension == dimension]
-        scored = [j for j in own if j.scores is not None]
-        predictors = {name: np.subtract(*both(scored, value)) for name, value in _PREDICTORS.items()}
-        longer = tournaments.length_difference(*both(scored, _PREDICTORS["length"]))
-        dimensions[dimension] = _dimension(spec, own, scored, predictors, longer)
+    by_dimension = {name: [j for j in judgments if j.dimension == name] for name in data.DIMENSIONS}
+    dimensions = {name: _dimension(spec, own, both) for name, own in by_dimension.items()}
     return {"prompts": len({j.question for j in judgments}), "dimensions": dimensions}
 
 
-def _dimension(
-    spec: Spec,
-    own: Sequence[data.Judgment],
-    scored: Sequence[data.Judgment],
-    predictors: Mapping[str, NDArray[np.float64]],
-    lengths: NDArray[np.float64],
-) -> dict[str, Any]:
+def _dimension(spec: Spec, own: Sequence[data.Judgment], both: Callable[..., NDArray[np.float64]]) -> dict[str, Any]:
+    scored = [j for j in own if j.scores is not None]
+    predictors = {name: np.subtract(*both(scored, value)) for name, value in _PREDICTORS.items()}
+    lengths = tournaments.length_difference(*both(scored, _PREDICTORS["length"]))
     games, how = _as_games(scored), {"n_resamples": spec["resamples"], "seed": spec["seed"]}
     plain = tournaments.bradley_terry(games, data.BASE, **how)
     equal = tournaments.adjusted(games, data.BASE, {"length": lengths})
@@ -434,8 +426,7 @@ def _responses(spec: Spec) -> Record:
     }
 
     def quadrants(name: str) -> dict[str, Any]:
-        counts = Counter(labels[name])
-        shares = {label: round(counts[label] / len(texts), 5) for label in data.LABELS}
+        shares = {label: round(labels[name].count(label) / len(texts), 5) for label in data.LABELS}
         return {"cut": round(cuts[name], 5), "shares": shares}
 
     def per_prompt(values: ArrayLike) -> list[float]:

@@ -43,7 +43,7 @@ from evoalign_lib.update_rules import population
 from evoalign_study import specs, trainers
 from evoalign_study.kinds import train
 from evoalign_study.memory_profile import NOISE, Allocations, resident
-from evoalign_study.records import Record, Spec
+from evoalign_study.records import Record, Settings, Spec
 
 _NAMES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
@@ -73,7 +73,7 @@ SIGMA = 1e-2
 MEMBERS, CANDIDATES, LOW_RANK_MEMBERS = 2, 8, 8
 
 
-def memory_specs(methods: Iterable[str], sizes: Sequence[str], settings: Mapping[str, Any], scale: str) -> list[Spec]:
+def memory_specs(methods: Iterable[str], sizes: Sequence[str], settings: Settings, scale: str) -> list[Spec]:
     """Return the specs of the memory of methods, one for each method and model.
 
     Args:
@@ -118,16 +118,14 @@ def run_memory(spec: Spec) -> Record:
     method, new = spec["method"], spec["max_completion_length"]
     _measure(method, "0.14M", spec["rows"][0], new)  # what is loaded and compiled once is no step's
     cells = {str(rows): _measure(method, spec["size"], rows, new) for rows in spec["rows"]}
-    d = shape(_configuration(spec["size"])).d
-    return {"d": d, "cells": cells, "published": published(method)}
+    return {"d": shape(_configuration(spec["size"])).d, "cells": cells, "published": published(method)}
 
 
 def published(method: str) -> dict[str, dict[str, Any]]:
     """Return of each model of `PUBLISHED` its parameters, `d`, and `bytes` by component on a GPU that holds it all."""
-    return {
-        size: {"d": s.d, "bytes": footprint.bytes_of(method, s, PUBLISHED_WORK, gpus=True)}
-        for size, s in ((size, shape(config)) for size, config in PUBLISHED.items())
-    }
+    shapes = {size: shape(config) for size, config in PUBLISHED.items()}
+    work = {"work": PUBLISHED_WORK, "gpus": True}
+    return {size: {"d": s.d, "bytes": footprint.bytes_of(method, s, **work)} for size, s in shapes.items()}
 
 
 # ---- a step
@@ -166,9 +164,7 @@ def _named(method: str, model: Shape) -> Any:
             return "KV cache"
         if loop and operation.startswith("aten.cat") and tensor.ndim == 2 and tensor.shape[1] == model.hidden:
             return "working copy"
-        if tensor.ndim > 1 and tensor.shape[-1] in (model.vocabulary, footprint.TILE[1]):
-            return "logits"
-        return None
+        return "logits" if tensor.ndim > 1 and tensor.shape[-1] in (model.vocabulary, footprint.TILE[1]) else None
 
     return component
 
@@ -299,8 +295,7 @@ def _decode_together(engine: Any, members: Sequence[Any], seen: Any) -> None:
     weights = engine.layout.views(torch.from_numpy(engine.master))
     prefix = torch.from_numpy(prompts.prefix)
     decoder = Decoder(model.config, weights, engine.eos_ids, model.config.pad_token_id, prefix, population=population)
-    rows = len(prompts)
-    owners = np.repeat(np.arange(len(members)), rows)
+    owners = np.repeat(np.arange(len(members)), len(prompts))
     ids, mask = (torch.from_numpy(np.tile(array, (len(members), 1))) for array in (prompts.ids, prompts.mask))
     decoder.generate(ids, mask, engine.max_completion_length, owners=owners)
 
@@ -313,18 +308,10 @@ def _essa_steps(model: Any, tokenizer: Any, data: list, new: int, seen: Any, fol
     config = lora_config(footprint.ADAPTER_RANK)
     config.init_lora_weights = False
     model = attach(model, config, 0)
-    moved = [p for p in model.parameters() if p.requires_grad]
-    seen.name("adapter", moved)
+    seen.name("adapter", [p for p in model.parameters() if p.requires_grad])
     seen.name("weights", [p for p in model.parameters() if not p.requires_grad])
-    args = ESSAConfig(
-        output_dir=str(folder),
-        population_size=CANDIDATES,
-        prompts_per_step=None,
-        workers=1,
-        max_completion_length=new,
-        generation_kwargs={"min_new_tokens": new},
-        **_QUIET,
-    )
+    sizes = {"population_size": CANDIDATES, "prompts_per_step": None, "workers": 1, "max_completion_length": new}
+    args = ESSAConfig(output_dir=str(folder), generation_kwargs={"min_new_tokens": new}, **sizes, **_QUIET)
     trainer = ESSATrainer(model, countdown.reward, args, data, processing_class=tokenizer)
     engine, weights = trainer.engine, trainer.engine.weights
     seen.follow(model)
@@ -343,23 +330,18 @@ def _essa_steps(model: Any, tokenizer: Any, data: list, new: int, seen: Any, fol
 
 def _arrays(thing: Any, seen: set[int]) -> Iterator[Any]:
     """Go over NumPy's arrays that an object holds, each buffer once."""
-
     if id(thing) in seen:
         return
     seen.add(id(thing))
-    if isinstance(thing, np.ndarray):
-        owner = thing
-        while isinstance(owner.base, np.ndarray):
-            owner = owner.base
-        if owner is thing or id(owner) not in seen:
-            seen.add(id(owner))
-            yield owner
-        return
-    if hasattr(thing, "__dict__") and not isinstance(thing, type):
-        thing = vars(thing)
-    parts = list(thing.values()) if isinstance(thing, Mapping) else thing
-    for part in parts if isinstance(parts, list | tuple) else ():
-        yield from _arrays(part, seen)
+    if isinstance(thing, np.ndarray) and not isinstance(thing.base, np.ndarray):
+        yield thing
+    elif isinstance(thing, np.ndarray):
+        yield from _arrays(thing.base, seen)
+    elif not isinstance(thing, type):
+        parts = getattr(thing, "__dict__", thing)
+        parts = list(parts.values()) if isinstance(parts, Mapping) else parts
+        for part in parts if isinstance(parts, list | tuple) else ():
+            yield from _arrays(part, seen)
 
 
 # ---- GRPO
@@ -436,16 +418,15 @@ def _master_adamw(model: Any) -> Any:
 
     class MasterAdamW(torch.optim.AdamW):
         def __init__(self):
-            self.pairs = [(p, p.detach().float().requires_grad_()) for p in model.parameters()]
-            self.masters = [master for _, master in self.pairs]
-            super().__init__(
-                [{"params": [master]} for master in self.masters], lr=1e-5, weight_decay=0.0, foreach=False
-            )
+            self.parameters = list(model.parameters())
+            self.masters = [p.detach().float().requires_grad_() for p in self.parameters]
+            groups = [{"params": [master]} for master in self.masters]
+            super().__init__(groups, lr=1e-5, weight_decay=0.0, foreach=False)
 
         @torch.no_grad()
         def step(self, closure=None):
             groups = self.param_groups
-            for group, (parameter, master) in zip(groups, self.pairs, strict=True):
+            for group, parameter, master in zip(groups, self.parameters, self.masters, strict=True):
                 self.param_groups = [group]  # one after the other: no more than one gradient is float32
                 master.grad = parameter.grad.float()
                 super().step()
@@ -454,7 +435,7 @@ def _master_adamw(model: Any) -> Any:
             self.param_groups = groups
 
         def zero_grad(self, set_to_none=True):
-            for parameter, _ in self.pairs:
+            for parameter in self.parameters:
                 parameter.grad = None
 
     return MasterAdamW()
@@ -516,8 +497,8 @@ def run_storage(spec: Spec) -> Record:
             pass
         checkpoint = folder / f"checkpoint-{spec['steps']}"
         [model] = (file for file in checkpoint.glob("*.safetensors") if _NAMED[file.name] == "model")
-        d = sum(tensor.numel() for tensor in load_file(model).values())
-        record: Record = {"d": d, "bytes": dict(_bytes(checkpoint))}
+        record: Record = {"d": sum(tensor.numel() for tensor in load_file(model).values())}
+        record["bytes"] = dict(_bytes(checkpoint))
         if (kept := folder / ledger.NAME).is_file():
             record["bytes"]["ledger"] = kept.stat().st_size
             record["packed"] = len(ledger.pack(kept))
@@ -542,6 +523,4 @@ def sent(spec: Spec, d: int) -> int | None:
     """
     if "leading_share" in spec:
         return None
-    if "population_size" in spec:
-        return 12 * spec["population_size"]
-    return 2 * d
+    return 12 * spec["population_size"] if "population_size" in spec else 2 * d

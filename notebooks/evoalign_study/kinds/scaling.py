@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from evoalign_lib.tasks import conciseness
 from evoalign_lib.update_rules import Member
 from evoalign_study import measures, specs, training
 from evoalign_study.measures.base import significant
-from evoalign_study.records import Record, Spec
+from evoalign_study.records import Record, Settings, Spec
 
 PROMPT_TOKENS = 100
 """Tokens of a prompt, for which the constants below hold."""
@@ -101,7 +101,7 @@ PUBLISHED: dict[str, Published] = {
 # ---- specs
 
 
-def measured_spec(base: str, settings: Mapping[str, Any], scale: str) -> Spec:
+def measured_spec(base: str, settings: Settings, scale: str) -> Spec:
     """Return the spec of a timed population on worker processes.
 
     Args:
@@ -114,11 +114,12 @@ def measured_spec(base: str, settings: Mapping[str, Any], scale: str) -> Spec:
         ValueError: numbers out of range, a setting that is missing, or a base outside the tiny world.
     """
     begun = specs.begin_tiny("scaling", base, scale, {}) | {"sort": "measured"}
-    return begun | _taken(settings, (*_LEAST["measured"], "scaling_workers", "sigma", "max_completion_length"))
+    sizes = ("scaling_members", "scaling_prompts", "scaling_rounds", "scaling_workers")
+    return begun | _taken(settings, (*sizes, "sigma", "max_completion_length"))
 
 
 def simulated_spec(
-    what: str, lengths: str, settings: Mapping[str, Any], scale: str, *, base: str = "A0", fitted_to: str | None = None
+    what: str, lengths: str, settings: Settings, scale: str, *, base: str = "A0", fitted_to: str | None = None
 ) -> Spec:
     """Return the spec of a simulated step over GPUs.
 
@@ -139,7 +140,7 @@ def simulated_spec(
     choose("lengths", lengths, LENGTHS)
     if fitted_to is not None:
         choose("fitted_to", fitted_to, [name for name, times in PUBLISHED.items() if times.simulated == what])
-    names = (*_LEAST["simulated"], "scaling_gpus")
+    names = ("scaling_draws", "scaling_tokens", "scaling_gpus")
     if lengths == "tiny":
         begun = specs.begin_tiny("scaling", base, scale, {})
         names = (*names, "max_completion_length", "validation_problems")
@@ -151,17 +152,14 @@ def simulated_spec(
     return spec | ({} if fitted_to is None else {"fitted_to": fitted_to})
 
 
-_LEAST = {
-    "measured": {"scaling_members": 1, "scaling_prompts": 1, "scaling_rounds": 2},
-    "simulated": {"scaling_draws": 1, "scaling_tokens": 0},
-}
-"""Sort of record -> the least that each of its settings may be."""
+_LEAST = {"scaling_members": 1, "scaling_prompts": 1, "scaling_rounds": 2, "scaling_draws": 1, "scaling_tokens": 0}
+"""The least that each of these settings may be."""
 
 
-def _taken(settings: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def _taken(settings: Settings, names: Sequence[str]) -> dict[str, Any]:
     """Return the settings of these names, checked."""
     taken = specs.take(settings, names, "scaling")
-    for name, least in (pair for leasts in _LEAST.values() for pair in leasts.items()):
+    for name, least in _LEAST.items():
         if taken.get(name, least) < least:
             raise ValueError(f"{name}={taken[name]}: take at least {least}.")
     for name in {"scaling_workers", "scaling_gpus"} & taken.keys():
@@ -233,17 +231,22 @@ def _measured(spec: Spec) -> Record:
 
 
 def _simulated(spec: Spec) -> Record:
-    seen = _lengths(spec)
-    machine, gpus = Machine(**spec["machine"]), spec["scaling_gpus"]
+    seen, machine, gpus = _lengths(spec), Machine(**spec["machine"]), spec["scaling_gpus"]
+
+    def step(lengths: np.ndarray, n: int) -> Step:
+        if spec["what"] == "grpo":
+            return scaling.policy_step(machine, lengths, n, PROMPT_TOKENS)
+        return scaling.evolution_step(machine, lengths, n, shared=spec["what"] == "es_adapters")
+
     stretch = spec["scaling_tokens"] / (np.average(list(seen), weights=list(seen.values()))) or 1.0
     drawn = []
     for draw in range(spec["scaling_draws"]):
         rng = np.random.default_rng(np.random.SeedSequence([draw]))
         lengths = scaling.draw_lengths(seen, tuple(spec["workload"]), rng)
         drawn.append(np.maximum(np.rint(stretch * lengths), 1))
-    steps = [[_step(spec, machine, lengths, g) for g in gpus] for lengths in drawn]
-    lost = [[scaling.stragglers(lambda m, g=g: _step(spec, machine, m, g), lengths) for g in gpus] for lengths in drawn]
-    totals = [[significant(step.total) for step in row] for row in steps]
+    steps = [[step(lengths, n) for n in gpus] for lengths in drawn]
+    lost = [[scaling.stragglers(lambda m, n=n: step(m, n), lengths) for n in gpus] for lengths in drawn]
+    totals = [[significant(each.total) for each in row] for row in steps]
     stretched = np.concatenate([each.ravel() for each in drawn])
     result = {"simulation": True, "unit": "seconds", "gpus": list(gpus), "total": totals}
     result["histogram"] = {"tokens": list(seen), "counts": list(seen.values())}
@@ -251,21 +254,13 @@ def _simulated(spec: Spec) -> Record:
     result["stragglers"] = [significant(value) for value in np.mean(lost, axis=0)]
     for name in ("generation", "update", "communication", "idle"):
         result[name] = [significant(np.mean([getattr(row[i], name) for row in steps])) for i in range(len(gpus))]
-    return result | ({"fitted": _fitted(spec, machine, drawn, np.mean(totals, axis=0))} if "fitted_to" in spec else {})
-
-
-def _fitted(spec: Spec, machine: Machine, drawn: list[np.ndarray], means: np.ndarray) -> dict[str, Any]:
-    published = PUBLISHED[spec["fitted_to"]]
-    simulated = [np.mean([_step(spec, machine, lengths, g).total for lengths in drawn]) for g in published.gpus]
-    fit = scaling.fit_published(published.gpus, simulated, published.minutes)
-    minutes = [significant(t) for t in fit.times(spec["scaling_gpus"], means)]
-    return {name: significant(value) for name, value in asdict(fit).items()} | {"minutes": minutes}
-
-
-def _step(spec: Spec, machine: Machine, lengths: np.ndarray, gpus: int) -> Step:
-    if spec["what"] == "grpo":
-        return scaling.policy_step(machine, lengths, gpus, PROMPT_TOKENS)
-    return scaling.evolution_step(machine, lengths, gpus, shared=spec["what"] == "es_adapters")
+    if "fitted_to" in spec:
+        published = PUBLISHED[spec["fitted_to"]]
+        simulated = [np.mean([step(lengths, n).total for lengths in drawn]) for n in published.gpus]
+        fit = scaling.fit_published(published.gpus, simulated, published.minutes)
+        minutes = [significant(t) for t in fit.times(gpus, np.mean(totals, axis=0))]
+        result["fitted"] = {name: significant(value) for name, value in asdict(fit).items()} | {"minutes": minutes}
+    return result
 
 
 def _lengths(spec: Spec) -> dict[int, int]:

@@ -9,6 +9,7 @@ module is the program of each of them (see `grpo` for what they share).
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -18,7 +19,6 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -29,12 +29,10 @@ from evoalign_lib.checks import choose, whole_number
 from evoalign_lib.engines.processes import end_with
 from evoalign_study import base_models, measures, specs, trainers, training, weight_cache
 from evoalign_study.measures.base import temperatures
-from evoalign_study.records import MAX_CURVE, Record, Spec
+from evoalign_study.records import MAX_CURVE, Record, Settings, Spec
 
 
-def train_specs(
-    arm: str, bases: Sequence[str], seeds: Iterable[int], settings: Mapping[str, Any], scale: str
-) -> list[Spec]:
+def train_specs(arm: str, bases: Sequence[str], seeds: Iterable[int], settings: Settings, scale: str) -> list[Spec]:
     """Return specs of training runs: those of the bases, with arm, seed and hyper-parameters.
 
     Args:
@@ -84,10 +82,7 @@ def train_specs(
         if name in wanted:
             wanted[name] = temperatures(name, wanted[name], without=besides)
     if "reach_at" in wanted and (unlisted := [b for b in bases if not measures.get(task).lists_answers(b)]):
-        raise ValueError(
-            f"reach_at={wanted['reach_at']}: the right answers of base {unlisted[0]!r} to task {task!r} are not "
-            "listed, so that they are sampled: use sampled_at."
-        )
+        raise ValueError(f"reach_at={wanted['reach_at']}: base {unlisted[0]!r} lists no right answers: use sampled_at.")
     if not base_models.is_local(settings):
         engine = f"engine={settings['engine']!r}"
         if entry.rollouts != "own":
@@ -111,15 +106,12 @@ def train_specs(
     choose("curve_spacing", wanted.get("curve_spacing", "log"), ("log",))
     least, why = 3 if "curve_spacing" in wanted else 2, "the first step and the last are in it, and a record holds 50"
     whole_number("curve_points", wanted.get("curve_points", MAX_CURVE), least, MAX_CURVE, why)
-    return [
-        specs.begin("train", base, scale, settings) | {"arm": arm, "seed": seed} | wanted
-        for base in bases
-        for seed in seeds
-    ]
+    begun = [specs.begin("train", base, scale, settings) | {"arm": arm} for base in bases]
+    return [common | {"seed": seed} | wanted for common, seed in itertools.product(begun, seeds)]
 
 
 def sweep_specs(
-    arm: str, base: str, settings: Mapping[str, Any], scale: str, choices: Sequence[Mapping[str, float]] | None = None
+    arm: str, base: str, settings: Settings, scale: str, choices: Sequence[Mapping[str, float]] | None = None
 ) -> list[Spec]:
     """Return specs of a sweep: each setting once, at half length, on the validation set only, with a seed of its own.
 
@@ -218,7 +210,7 @@ def _main(place: str, driver: str, *lasting: str) -> None:
 # ---- runs that go on from the end of another one
 
 
-def composed_specs(arm: str, records: Sequence[Record], settings: Mapping[str, Any], scale: str) -> list[Spec]:
+def composed_specs(arm: str, records: Sequence[Record], settings: Settings, scale: str) -> list[Spec]:
     """Return specs of runs of an arm, one from the end of each of some training runs of the tiny world, with its seed.
 
     The second part has a spec, a seed and a budget of its own, and optimiser moments that begin at zero; what the first
@@ -253,7 +245,7 @@ def run_composed(spec: Spec) -> Record:
 
 
 def audit_specs(
-    base: str, precision: str, noise: str, fitness: str, seeds: Iterable[int], settings: Mapping[str, Any], scale: str
+    base: str, precision: str, noise: str, fitness: str, seeds: Iterable[int], settings: Settings, scale: str
 ) -> list[Spec]:
     """Return specs of ES runs of a bfloat16 model that differ in arithmetic or noise alone.
 

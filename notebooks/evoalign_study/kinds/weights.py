@@ -37,14 +37,10 @@ from evoalign_lib.analysis import coverage, geometry, kl, robustness
 from evoalign_lib.checks import whole_number
 from evoalign_lib.files import canonical_json
 from evoalign_study import base_models, measures, specs, training, weight_cache
-from evoalign_study.measures.base import Measures, label, significant, temperatures
-from evoalign_study.records import MAX_RECORD, Record, Spec, pack_bits, pack_integers, pack_probabilities
+from evoalign_study.measures.base import Measures, decodings, label, significant, temperatures
+from evoalign_study.records import MAX_RECORD, Record, Settings, Spec, pack_bits, pack_integers, pack_probabilities
 
-DECODINGS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "t0.6": {"samples": 1, "temperature": 0.6},
-    "t1": {"samples": 1, "temperature": 1.0},
-}
+DECODINGS = decodings(1)
 """One completion of every problem, at every point of a path and under all noise. At a temperature all have the same
 random numbers."""
 
@@ -61,17 +57,11 @@ def _at_end(spec: Spec) -> Iterator[tuple[Any, dict[str, list]]]:
         yield engine, sets
 
 
-def _right(measure: Measures, problems: Sequence[Any], row: Sequence[tuple[str, Any]]) -> np.ndarray:
-    """Return which completions of a row are right, (problems,) of 0 and 1."""
-    return np.array([measure.right(p, text) for p, (text, _) in zip(problems, row, strict=True)], dtype=int)
-
-
-def _check_sigmas(name: str, sigmas: Sequence[float], most: int | None = None) -> None:
+def _check_sigmas(name: str, sigmas: Sequence[float], most: int) -> None:
     """Raise ValueError for standard deviations that are none, too many, there twice, or not finite and above 0."""
-    known = all(0 < sigma < np.inf for sigma in sigmas)
-    if not sigmas or not known or len(set(sigmas)) < len(sigmas) or len(sigmas) > (most or len(sigmas)):
-        most_words = f", at most {most}" if most else ""
-        raise ValueError(f"{name}={list(sigmas)}: give finite standard deviations above 0, each once{most_words}.")
+    distinct = {sigma for sigma in sigmas if 0 < sigma < np.inf}
+    if not 0 < len(sigmas) == len(distinct) <= most:
+        raise ValueError(f"{name}={list(sigmas)}: give finite standard deviations above 0, each once, at most {most}.")
 
 
 # ---- coverage
@@ -85,7 +75,7 @@ _COVERAGE = (
 _COUNTED = "their distribution is estimated, and a record counts so far"
 
 
-def coverage_spec(base: str, end: Mapping[str, Any] | None, settings: Mapping[str, Any], scale: str) -> Spec:
+def coverage_spec(base: str, end: Mapping[str, Any] | None, settings: Settings, scale: str) -> Spec:
     """Return the spec of what a model can solve.
 
     Args:
@@ -121,12 +111,9 @@ def run_coverage(spec: Spec) -> Record:
     measure = measures.get(spec["task"])
     with _at_end(spec) as (engine, sets):
         asked, names = spec["coverage_temperatures"], [label(t) for t in spec["coverage_temperatures"]]
-        reached, validated = (
-            measure.reach(engine.model, engine.prompts[name], engine, sets[name], asked)
-            for name in ("test", "validation")
-        )
+        reached, validated = (measure.reach(engine, name, sets[name], asked) for name in ("test", "validation"))
         solved = coverage.pass_at(validated, VALIDATED_BY).mean(axis=1)
-        greedy = measure.accuracy(engine, "test", sets["test"], 0)[0]
+        greedy = measure.accuracy(engine, "test", sets["test"])[0]
         drawn = {}
         for temperature in spec["coverage_sampled_at"]:
             rows = engine.generate("test", samples=spec["coverage_samples"], temperature=temperature)
@@ -134,7 +121,7 @@ def run_coverage(spec: Spec) -> Record:
             drawn[label(temperature)] = summary(measure, engine, sets["test"], texts)
         return {
             "n": len(sets["test"]),
-            "greedy_bits": pack_bits(greedy.astype(int)),
+            "greedy_bits": pack_bits(greedy),
             "reach": dict(zip(names, map(pack_probabilities, reached), strict=True)),
             "validation": dict(zip(names, (round(float(share), 6) for share in solved), strict=True)),
             "drawn": drawn,
@@ -150,8 +137,7 @@ def summary(measure: Measures, engine: Any, problems: Sequence[Any], rows: Seque
         problems: that were asked.
         rows: (samples, problems) completions, without their end tokens.
     """
-    n_right, voted, entropies, among_listed = [], [], [], 0
-    end = engine.tokenizer.eos_token
+    n_right, voted, entropies, among_listed, end = [], [], [], 0, engine.tokenizer.eos_token
     for problem, texts in zip(problems, zip(*rows, strict=True), strict=True):
         listed = {answer.removesuffix(end) for answer in measure.right_answers(problem)}
         right = {text: n for text, n in Counter(texts).items() if measure.right(problem, text)}
@@ -198,39 +184,35 @@ class Written(NamedTuple):
     text: str
     """The answer, or the completion."""
     answered: bool
-    """Whether it is an answer that the task found in the completion, or any completion of a task that looks for none;
-    else it is the completion, which gives none."""
+    """Whether it is an answer that the task found in the completion; else it is the completion, which gives none."""
     cut: bool
     """Whether it goes on."""
 
 
-def answers_spec(base: str, end: Mapping[str, Any] | None, settings: Mapping[str, Any], scale: str) -> Spec:
+def answers_spec(base: str, end: Mapping[str, Any] | None, settings: Settings, scale: str) -> Spec:
     """Return the spec of what a model answers.
 
     Args:
-        base: that the runs started from, one of the tiny world.
+        base: that the runs started from, a plain one of the tiny world.
         end: the model, of `weight_cache.end`; None: the base itself.
-        settings: max_completion_length; coverage_problems, of the test set, 1 to 320; and what the task reads.
+        settings: max_completion_length; and coverage_problems, of the test set, 1 to 320.
         scale: of the notebook.
 
     Raises:
-        ValueError: too few test problems or too many, an end of another base, a setting that is missing, or what
-            `specs.begin` refuses.
+        ValueError: too few test problems or too many, an end of another base, a setting that is missing, or a base
+            outside the tiny world.
     """
     taken = specs.take(settings, ("max_completion_length", "coverage_problems"), "a run of kind 'answers'")
     n = whole_number("coverage_problems", taken["coverage_problems"], most=MOST, why="a record has room for so many")
     own = {"max_completion_length": taken["max_completion_length"], "test_problems": n}
-    # a test set that says what is right needs no list of right answers: every base can be asked
-    asked = {name: value for name, value in settings.items() if name != "validation_problems"} | own
-    spec = specs.begin_tiny("answers", base, scale, asked, tiny.SHIPPED) | own
-    return weight_cache.at_end(spec, end)
+    return weight_cache.at_end(specs.begin_tiny("answers", base, scale, {}) | own, end)
 
 
 def run_answers(spec: Spec) -> Record:
     """Return what a model answers to the test problems: greedily, and one sample at temperature 1, as short texts.
 
-    A text is what `Measures.answer` finds in a completion, and the completion itself where it finds nothing or where
-    the task does not tell answers from completions. Whether it is right is graded on the whole completion.
+    A text is what `Measures.answer` finds in a completion, and the completion itself where it finds nothing. Whether it
+    is right is graded on the whole completion.
 
     The record has `n`, problems; `longest`, the characters after which texts are cut, so that it has room for them;
     `greedy` and `t1`, the texts (`pack_texts`), and `greedy_bits` and `t1_bits`, which of them are right
@@ -242,27 +224,21 @@ def run_answers(spec: Spec) -> Record:
     """
     measure = measures.get(spec["task"])
     with _at_end(spec) as (engine, sets):
-        problems, written = sets["test"], {}
-        result: Record = {"n": len(problems)}
-        for name, samples in ANSWERED.items():
-            (row,) = engine.generate("test", samples=samples)
-            result[f"{name}_bits"] = pack_bits(_right(measure, problems, row))
-            written[name] = [_answered(measure, text) for text, _ in row]
-    bits = sum(len(result[f"{name}_bits"]) for name in ANSWERED)
-    room = MAX_RECORD - _REST - len(canonical_json(spec)) - bits
+        problems = sets["test"]
+        rows = {name: engine.generate("test", samples=samples) for name, samples in ANSWERED.items()}
+    bits = {f"{name}_bits": pack_bits(measure.graded(problems, row)[0]) for name, row in rows.items()}
+    written = {name: [_answered(measure, text) for text, _ in row] for name, (row,) in rows.items()}
+    room = MAX_RECORD - _REST - len(canonical_json(spec)) - sum(map(len, bits.values()))
     for longest in range(LONGEST, -1, -1):
         packed = {name: pack_texts(texts, longest) for name, texts in written.items()}
         if sum(map(len, packed.values())) <= room:
-            return result | {"longest": longest} | packed
+            return {"n": len(problems), "longest": longest} | bits | packed
     raise ValueError(f"no room for {len(problems)} answers in {room} bytes: ask fewer problems (coverage_problems).")
 
 
 def _answered(measure: Measures, completion: str) -> tuple[str, bool]:
     """Return the answer of a completion, or the completion; and whether it is an answer."""
-    try:
-        answer = measure.answer(completion)
-    except NotImplementedError:  # the task counts no answers together
-        return completion, True
+    answer = measure.answer(completion)
     return (completion, False) if answer is None else (answer, True)
 
 
@@ -284,12 +260,9 @@ def pack_texts(texts: Sequence[tuple[str, bool]], longest: int = LONGEST) -> str
     """
     if not texts:
         raise ValueError("no texts: a row of answers has at least one.")
-    return " ".join(
-        ("" if answered else _NONE)
-        + quote(text[:longest], safe=_SAFE, errors="replace")
-        + (_CUT if len(text) > longest else "")
-        for text, answered in texts
-    )
+    written = [quote(text[:longest], safe=_SAFE, errors="replace") for text, _ in texts]
+    written = [one + _CUT if len(text) > longest else one for one, (text, _) in zip(written, texts, strict=True)]
+    return " ".join(one if answered else _NONE + one for one, (_, answered) in zip(written, texts, strict=True))
 
 
 def unpack_texts(packed: str, n: int) -> list[Written]:
@@ -317,9 +290,7 @@ BEST = (1, 16, 64)
 _PERTURBED = ("max_completion_length", "perturbed_members", "perturbed_problems", "perturbed_validation")
 
 
-def perturbed_specs(
-    base: str, sigmas: Sequence[float], repeats: int, settings: Mapping[str, Any], scale: str
-) -> list[Spec]:
+def perturbed_specs(base: str, sigmas: Sequence[float], repeats: int, settings: Settings, scale: str) -> list[Spec]:
     """Return the specs of a base under noise on its weights, one for each sigma and repeat.
 
     Args:
@@ -334,7 +305,7 @@ def perturbed_specs(
         ValueError: sigmas that are none, there twice or not above 0; no repeats; too few copies or too many; too many
             test problems; a setting that is missing.
     """
-    _check_sigmas("sigmas", sigmas)
+    _check_sigmas("sigmas", sigmas, most=100)
     whole_number("repeats", repeats)
     taken = specs.take(settings, _PERTURBED, "noise on the weights")
     whole_number("perturbed_members", taken["perturbed_members"], 2, 4095, _COUNTED)
@@ -357,20 +328,20 @@ def run_perturbed(spec: Spec) -> Record:
     run_key = noise.run_key("perturbed", spec["repeat"])
     with training.opened(spec) as (engine, sets):
         answered = greedy_answers(engine, ["test", "validation"], run_key, spec["sigma"], spec["members"])
-        rows = [[text for text, _ in row] for row in answered["test"]]
-        right = {name: np.array([_right(measure, sets[name], row) for row in answered[name]]) for name in answered}
+        texts = [[text for text, _ in row] for row in answered["test"]]
+        right = {name: measure.graded(sets[name], rows) for name, rows in answered.items()}
         accuracies = right["test"].mean(1)
         # of equally good copies the earlier
         order = np.argsort(-right["validation"].mean(1), kind="stable")
         best = {}
         for size in (size for size in BEST if size <= spec["members"]):
-            chosen = zip(*(rows[i] for i in order[:size]), strict=True)
+            chosen = zip(*(texts[i] for i in order[:size]), strict=True)
             votes = [vote_is_right(measure, *pair) for pair in zip(sets["test"], chosen, strict=True)]
             mean = round(float(accuracies[order[:size]].mean()), 6)
             best[str(size)] = {"mean": mean, "vote": round(float(np.mean(votes)), 6)}
         return {
             "n": len(sets["test"]),
-            "drawn": summary(measure, engine, sets["test"], rows),
+            "drawn": summary(measure, engine, sets["test"], texts),
             "validation": pack_integers(right["validation"].sum(0)),
             "member": {"mean": round(float(accuracies.mean()), 6), "sd": round(float(accuracies.std(ddof=1)), 6)},
             "best": best,
@@ -397,7 +368,7 @@ units; relative noise is in proportion to the root mean square of each tensor, w
 noise of this sigma has on the base."""
 
 
-def noise_spec(base: str, end: Mapping[str, Any] | None, settings: Mapping[str, Any], scale: str) -> Spec:
+def noise_spec(base: str, end: Mapping[str, Any] | None, settings: Settings, scale: str) -> Spec:
     """Return the spec of a model under noise on its weights.
 
     Args:
@@ -430,25 +401,23 @@ def run_noise(spec: Spec) -> Record:
         size = float(np.sqrt(np.mean(np.square(weight_cache.of_base(spec["base"]), dtype=np.float64))))
 
         def accuracies() -> dict[str, float]:
-            scores = {}
-            for name, how in DECODINGS.items():
-                (row,) = engine.generate("validation", **how)
-                scores[name] = round(float(_right(measure, sets["validation"], row).mean()), 5)
-            return scores
+            asked = "validation", sets["validation"]
+            right = {name: measure.accuracy(engine, *asked, **how) for name, how in DECODINGS.items()}
+            return {name: round(float(each.mean()), 5) for name, each in right.items()}
+
+        def shaken(part: str, sigma: float, trial: int) -> dict[str, float]:
+            mode, only = PARTS[part]
+            key = noise.member_key(noise.run_key("robustness", 0), 0, trial)
+            scale = sigma / size if part == "relative" else sigma
+            moved = robustness.perturb(weights, scale, key, mode=mode, only=only)
+            for name, view in layout.views(engine.master).items():
+                view[...] = moved[name].numpy()
+            return accuracies()
 
         result: Record = {"n": len(sets["validation"]), "clean": accuracies()}
-        run_key = noise.run_key("robustness", 0)
-        keys = [noise.member_key(run_key, 0, trial) for trial in range(spec["noise_trials"])]
-        for part, (mode, only) in PARTS.items():
-            result[part] = {name: [[] for _ in spec["noise_sigmas"]] for name in DECODINGS}
-            for i, sigma in enumerate(spec["noise_sigmas"]):
-                for key in keys:
-                    scale = sigma / size if part == "relative" else sigma
-                    moved = robustness.perturb(weights, scale, key, mode=mode, only=only)
-                    for name, view in layout.views(engine.master).items():
-                        view[...] = moved[name].numpy()
-                    for name, value in accuracies().items():
-                        result[part][name][i].append(value)
+        for part in PARTS:
+            told = [[shaken(part, s, trial) for trial in range(spec["noise_trials"])] for s in spec["noise_sigmas"]]
+            result[part] = {name: [[draw[name] for draw in draws] for draws in told] for name in DECODINGS}
         return result
 
 
@@ -461,7 +430,7 @@ questions are asked of it, which has no more than its split."""
 
 
 def path_spec(
-    base: str, first: Mapping[str, Any] | None, last: Mapping[str, Any] | None, settings: Mapping[str, Any], scale: str
+    base: str, first: Mapping[str, Any] | None, last: Mapping[str, Any] | None, settings: Settings, scale: str
 ) -> Spec:
     """Return the spec of the line (1 - a) * first + a * last, for a from 0 to 1.
 
@@ -481,12 +450,10 @@ def path_spec(
     spec |= specs.take(settings, _PATH, "a path")
     if first == last:
         raise ValueError("both ends of the path are the same model: give two.")
-    whole_number("path_points", spec["path_points"], 3, 50)
-    if (answers := spec["path_points"] * spec["validation_problems"]) > 7000:
-        raise ValueError(
-            f"{spec['path_points']} path_points on {spec['validation_problems']} problems are {answers} answers, too "
-            "many for a record of 8 kB: take at most 7,000, such as 21 points on 256 problems."
-        )
+    points, problems = whole_number("path_points", spec["path_points"], 3, 50), spec["validation_problems"]
+    if points * problems > 7000:
+        asked = f"path_points={points} on {problems} problems are {points * problems} answers"
+        raise ValueError(f"{asked}, and a record has room for 7,000: take 21 points on 256 problems, say.")
     for name, end in (("first", first), ("last", last)):
         if end is not None:
             spec[name] = weight_cache.at_end({"base": base}, end)["end"]
@@ -503,7 +470,7 @@ def run_path(spec: Spec) -> Record:
     """
     measure, rng = measures.get(spec["task"]), random.Random("answers of paths")
     base, tokenizer = base_models.model_of(spec | {"kind": "base"})
-    points: dict[str, list] = {}
+    points: list[dict[str, Any]] = []
     with training.opened(spec) as (engine, sets):
         problems, prompts = sets["validation"], engine.prompts["validation"]
         written = [measure.right_answer(problem, rng) for problem in problems]
@@ -526,10 +493,9 @@ def run_path(spec: Spec) -> Record:
                 rewards, right = measure.judged(spec, engine, problems, row)
                 point[f"reward_{name}"] = significant(rewards.mean())
                 point[f"{name}_bits"] = pack_bits(right.astype(int))
-            for name, value in point.items():
-                points.setdefault(name, []).append(value)
+            points.append(point)
         distance = significant(np.linalg.norm(ends[1] - ends[0]), 7)
-    return {"n": len(problems), "distance": distance, "points": points}
+    return {"n": len(problems), "distance": distance, "points": {k: [p[k] for p in points] for k in points[0]}}
 
 
 # ---- models merged from the weights of several runs
@@ -539,15 +505,7 @@ TEMPERATURE = 0.6
 _MERGE = ("max_completion_length", "validation_problems", "test_problems", "skill_messages")
 
 
-def merge_specs(
-    records: Sequence[Record],
-    settings: Mapping[str, Any],
-    scale: str,
-    *,
-    factor: float = 1.0,
-    as_long_as: Sequence[Record] = (),
-    draw: int | None = None,
-) -> Spec:
+def merge_specs(records: Sequence[Record], settings: Settings, scale: str, **how: Any) -> Spec:
     """Return the spec of a model at base + factor * (mean of the runs' weights - base), and of what it can do.
 
     Args:
@@ -555,13 +513,13 @@ def merge_specs(
             in their seeds. One run alone is measured as it is.
         settings: max_completion_length, validation_problems, test_problems, skill_messages (of each skill).
         scale: of the notebook.
-        factor, as_long_as, draw: as for `weight_cache.end`.
+        **how: factor, as_long_as and draw, as for `weight_cache.end`.
 
     Raises:
         ValueError: runs that make no group (`weight_cache.group`), a factor that is not finite, a setting that is
             missing, a base outside the tiny world or of another task.
     """
-    end = weight_cache.end(records, factor=factor, as_long_as=as_long_as, draw=draw)
+    end = weight_cache.end(records, **how)
     spec = specs.begin_tiny("merge", end["of"]["run"]["base"], scale, {})
     return spec | specs.take(settings, _MERGE, "a merged model") | {"arm": end["of"]["run"]["arm"]} | end
 
@@ -632,11 +590,8 @@ def run_products(spec: Spec) -> Record:
     columns = slice(0, len(a)) if own else slice(len(a), None)
     layers = {}
     for i, name in enumerate(layered.names):
-        layers[name] = {
-            "entries": int(layered.entries[i]),
-            "start": significant(layered.start[i], 7),
-            "products": [[significant(x, 7) for x in row] for row in layered.gram[i, : len(a), columns]],
-        }
-        if own:
-            layers[name]["moved"] = {dtype: layered.moved[dtype][0, i].tolist() for dtype in dtypes}
+        products = [[significant(x, 7) for x in row] for row in layered.gram[i, : len(a), columns]]
+        layer = {"entries": int(layered.entries[i]), "start": significant(layered.start[i], 7), "products": products}
+        moved = {dtype: layered.moved[dtype][0, i].tolist() for dtype in dtypes}
+        layers[name] = layer | ({"moved": moved} if own else {})
     return {"d": layout.d, "layers": layers}

@@ -22,9 +22,9 @@ import numpy as np
 from evoalign_lib import tasks
 from evoalign_lib.analysis import kl
 from evoalign_lib.checks import whole_number
-from evoalign_lib.engines.base import Prompts, check_temperature
+from evoalign_lib.engines.base import check_temperature
 from evoalign_study import base_models
-from evoalign_study.records import MAX_RECORD, Record, Spec, pack_bits, pack_counts
+from evoalign_study.records import MAX_RECORD, Record, Settings, Spec, pack_bits, pack_counts
 
 
 def label(temperature: float) -> str:
@@ -46,8 +46,8 @@ def temperatures(name: str, given: Sequence[float], without: Sequence[float] = (
     numbers = [float(temperature) for temperature in given]
     for temperature in numbers:
         check_temperature(temperature)
-    besides = f" besides {', '.join(f'{t:g}' for t in without)}" if without else ""
-    if not numbers or set(numbers) & set(without) or len({label(t) for t in numbers}) < len(numbers):
+    if not numbers or len({label(t) for t in (*numbers, *without)}) < len(numbers) + len(without):
+        besides = f" besides {', '.join(f'{t:g}' for t in without)}" if without else ""
         raise ValueError(f"{name}={list(given)}: give temperatures{besides}, each once.")
     return numbers
 
@@ -72,30 +72,8 @@ def read_beside(path: Path, sha256: str, unpacked: Callable[[bytes], bytes] = by
         raise FileNotFoundError(f"{path} is not there: texts stay on the machine that made them, copy the file here.")
     data = unpacked(path.read_bytes())
     if (digest := hashlib.sha256(data).hexdigest()) != sha256:
-        raise ValueError(
-            f"{path} has the SHA-256 {digest:.16}..., in the record it is {sha256:.16}...: they were made again, "
-            "elsewhere or after it. Take the file that belongs to the record."
-        )
+        raise ValueError(f"{path} has the SHA-256 {digest:.16}..., not {sha256:.16}...: take the record's own file.")
     return data
-
-
-def known_file(setting: str, path: Any, line: str) -> str:
-    """Return the digest of an own file, which is all of it that enters a spec (`base_models.know_file`).
-
-    Args:
-        setting: that names the file.
-        path: of it.
-        line: what each line has to hold.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
-    try:
-        return base_models.know_file(path)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{setting}={str(path)!r} is no file: give the path of one with a line {line} for each."
-        ) from error
 
 
 def in_own_order(spec: Spec, problems: Sequence[Any], needed: int, unique: int | None = None) -> list[Any]:
@@ -111,9 +89,7 @@ def in_own_order(spec: Spec, problems: Sequence[Any], needed: int, unique: int |
     return [problems[i] for i in itertools.islice(itertools.cycle(order), needed)]
 
 
-def split_sizes(
-    settings: Mapping[str, Any], there: Mapping[str, int], what: str, least_test: int = 1
-) -> dict[str, int]:
+def split_sizes(settings: Settings, there: Mapping[str, int], what: str, least_test: int = 1) -> dict[str, int]:
     """Return how many validation and test problems settings ask for, where they say so.
 
     Raises:
@@ -142,10 +118,8 @@ def check_room(points: int, a_point: int, rest: int, what: str, fewer: str) -> N
     """
     if (size := rest + points * a_point) > MAX_RECORD:
         most = max(2, (MAX_RECORD - rest) // a_point)
-        raise ValueError(
-            f"curve_points={points} with {what} may make a record of {size} bytes, and {MAX_RECORD} are allowed: set "
-            f"curve_points={most} or less, or fewer {fewer}."
-        )
+        what = f"curve_points={points} with {what} may make a record of {size} bytes, over the {MAX_RECORD} allowed"
+        raise ValueError(f"{what}: set curve_points={most} or less, or fewer {fewer}.")
 
 
 def drift(spec: Spec, engine: Any, completions: Sequence[Sequence[int]]) -> dict[str, float | None]:
@@ -154,36 +128,39 @@ def drift(spec: Spec, engine: Any, completions: Sequence[Sequence[int]]) -> dict
     "kl" is in nats a completion, "kl_token" in nats a token; None where nothing was written.
     """
     engine.write_model()
-    prompts, base = engine.prompts["test"], base_models.reference(spec["base"], spec.get("engine", "local"))
-    n = len(completions)
+    prompts, n = engine.prompts["test"], len(completions)
+    base = base_models.reference(spec["base"], spec.get("engine", "local"))
     exact = kl.measure(engine.model, base, prompts.ids[:n], prompts.mask[:n], completions, engine.eos_ids)
     named = {"kl": exact["exact_nats_per_sequence"], "kl_token": exact["exact_nats_per_token"]}
     return {name: None if value is None else significant(value, 4) for name, value in named.items()}
 
 
-def decodings_of_end(samples: int) -> tuple[tuple[str, int, float], ...]:
-    """Return how the replies of a run's end are decoded: names, samples (0: greedily) and temperatures."""
-    return (("greedy", 0, 1.0), ("t0.6", samples, 0.6), ("t1", samples, 1.0))
+def decodings(samples: int, temperatures: Sequence[float] = (0.6, 1.0), **how: Any) -> dict[str, dict[str, Any]]:
+    """Return how completions are drawn greedily and at temperatures: name -> arguments of `engine.generate`."""
+    return {"greedy": {}} | {label(t): {"samples": samples, "temperature": t} | how for t in temperatures}
 
 
-def decodings_of_point(spec: Spec, samples: int) -> list[tuple[str, int, float]]:
-    """Return how a point of a run's curve decodes: the names, samples (0: greedily) and temperatures.
+def decodings_of_point(spec: Spec, samples: int, step: int) -> dict[str, dict[str, Any]]:
+    """Return how a point of a run's curve draws completions, as `decodings` does.
 
     Greedily, at temperature 1 and at those of `sampled_at`, if the spec has it; where it has `curve_temperature` (kind
     "decoding"), at that one alone.
     """
-    if "curve_temperature" in spec:
-        return [(label(spec["curve_temperature"]), samples, spec["curve_temperature"])]
-    further = [(label(temperature), samples, temperature) for temperature in spec.get("sampled_at", ())]
-    return [("greedy", 0, 1.0), ("t1", samples, 1.0), *further]
+    if (alone := spec.get("curve_temperature")) is not None:
+        return {label(alone): {"samples": samples, "temperature": alone, "seed": step}}
+    return decodings(samples, (1.0, *spec.get("sampled_at", ())), seed=step)
+
+
+def tallied(decoding: str, right: np.ndarray) -> dict[str, Any]:
+    """Return the accuracy under a decoding, with the outcome of every problem; right: (samples or 1, problems)."""
+    counts = right.sum(0).astype(int)
+    packed = {"greedy_bits": pack_bits(counts)} if decoding == "greedy" else {f"{decoding}_counts": pack_counts(counts)}
+    return {decoding: round(float(counts.mean()) / len(right), 6)} | packed
 
 
 def beginning(text: str) -> str:
     """Return 80 characters of a text, or as many as take 240 bytes of a record, where one may take six or twelve."""
-    text = text[:80]
-    while len(json.dumps(text)) > 240:
-        text = text[:-1]
-    return text
+    return next(text[:n] for n in range(80, -1, -1) if len(json.dumps(text[:n])) <= 240)
 
 
 class Companion(NamedTuple):
@@ -222,7 +199,7 @@ class Measures:
 
     # ---- specs
 
-    def spec_fields(self, base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def spec_fields(self, base: str, settings: Settings) -> dict[str, Any]:
         """Return the fields of a spec that only this task has, checked.
 
         Args:
@@ -234,7 +211,7 @@ class Measures:
         """
         return {}
 
-    def check(self, arm: str, base: str, settings: Mapping[str, Any]) -> None:
+    def check(self, arm: str, base: str, settings: Settings) -> None:
         """Refuse a training run that the task cannot have.
 
         Raises:
@@ -277,16 +254,21 @@ class Measures:
         """Return the reward of one completion, by which best-of-n chooses."""
         raise NotImplementedError
 
-    def imitated(self, spec: Spec, problems: Sequence[Any], samples: Sequence[Sequence[str]]) -> np.ndarray:
-        """Say which samples filtered fine-tuning imitates, bool (samples, problems): here the right answers."""
-        return np.array([[self.right(p, text) for p, text in zip(problems, row, strict=True)] for row in samples])
+    def graded(self, problems: Sequence[Any], rows: Sequence[Sequence[Any]]) -> np.ndarray:
+        """Say which completions are right, bool (rows, problems), of rows of `engine.generate`."""
+        return np.array([[self.right(p, text) for p, (text, _) in zip(problems, row, strict=True)] for row in rows])
 
-    def judged(
-        self, spec: Spec, engine: Any, problems: Sequence[Any], row: Sequence[tuple[str, Sequence[int]]]
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def imitated(self, spec: Spec, problems: Sequence[Any], samples: Sequence[Sequence[Any]]) -> np.ndarray:
+        """Say which samples filtered fine-tuning imitates, bool (samples, problems): here the right answers.
+
+        samples: rows of `engine.generate`.
+        """
+        return self.graded(problems, samples)
+
+    def judged(self, spec: Spec, engine: Any, problems: Sequence[Any], row: Sequence[Any]) -> tuple[Any, Any]:
         """Return the rewards, and which answers are right, each (problems,), of a row of `engine.generate`."""
-        pairs = [(problem, text) for (text, _), problem in zip(row, problems, strict=True)]
-        return np.array([self.score(*pair) for pair in pairs]), np.array([self.right(*pair) for pair in pairs])
+        rewards = np.array([self.score(problem, text) for problem, (text, _) in zip(problems, row, strict=True)])
+        return rewards, self.graded(problems, [row])[0]
 
     def lists_answers(self, base: str) -> bool:
         """Say whether all right answers of a base are known by a list (`right_answers`)."""
@@ -319,22 +301,16 @@ class Measures:
 
     # ---- what is measured
 
-    def accuracy(
-        self, engine: Any, name: str, problems: Sequence[Any], samples: int, seed: int = 0, temperature: float = 1.0
-    ) -> np.ndarray:
-        """Return right answers, (samples or 1, problems), of the engine's current weights; samples 0: greedily."""
-        rows = engine.generate(name, samples=samples, seed=seed, temperature=temperature)
-        return np.array([[self.right(p, text) for (text, _), p in zip(row, problems, strict=True)] for row in rows])
+    def accuracy(self, engine: Any, name: str, problems: Sequence[Any], **how: Any) -> np.ndarray:
+        """Return right answers, (samples or 1, problems), of the engine's current weights; how: of `generate`."""
+        return self.graded(problems, engine.generate(name, **how))
 
-    def reach(
-        self, model: Any, prompts: Prompts, engine: Any, problems: Sequence[Any], temperatures: Sequence[float]
-    ) -> np.ndarray:
-        """Return how likely one sample of a model is a right answer, summed over the listed ones: no sample is drawn.
+    def reach(self, engine: Any, name: str, problems: Sequence[Any], temperatures: Sequence[float]) -> np.ndarray:
+        """Return how likely one sample is a right answer, summed over the listed ones: no sample is drawn.
 
         Args:
-            model: whose probabilities are taken.
-            prompts: of the problems.
-            engine: whose tokenizer, end tokens and longest completion hold.
+            engine: with the model whose probabilities are taken.
+            name: of the prompts.
             problems: whose `right_answers` are listed.
             temperatures: of the sampling.
 
@@ -346,18 +322,18 @@ class Measures:
         rows = np.repeat(np.arange(len(problems)), [len(texts) for texts in listed])
         fits = [i for i, ids in enumerate(tokens) if len(ids) <= engine.max_completion_length]
         rows, tokens, reached = rows[fits], [tokens[i] for i in fits], np.zeros((len(temperatures), len(problems)))
-        logs = kl.log_probabilities(model, prompts.ids[rows], prompts.mask[rows], tokens, engine.eos_ids, temperatures)
+        asked = engine.prompts[name].ids[rows], engine.prompts[name].mask[rows]
+        logs = kl.log_probabilities(engine.model, *asked, tokens, engine.eos_ids, temperatures)
         for row, values in zip(reached, logs.exp().numpy(), strict=True):
             np.add.at(row, rows, values)
         return reached
 
     def point(self, spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[str, Any]:
         """Return what a point of the curve shows of the engine's current weights."""
-        problems, found = sets["validation"], {}
-        for name, samples, temperature in decodings_of_point(spec, 4):
-            right = self.accuracy(engine, "validation", problems, samples, seed=step, temperature=temperature)
-            found[f"validation_{name}"] = float(right.mean())
-        return found
+        return {
+            f"validation_{name}": float(self.accuracy(engine, "validation", sets["validation"], **how).mean())
+            for name, how in decodings_of_point(spec, 4, step).items()
+        }
 
     def logged(self, spec: Spec, logs: Mapping[str, float]) -> dict[str, Any]:
         """Return what a point of the curve takes from the trainer's logs of its step; none before the first step."""
@@ -373,25 +349,18 @@ class Measures:
         """Return what is measured of an untrained base."""
         return {"test": self.tested(engine, sets["test"])}
 
-    def tested(self, engine: Any, problems: Sequence[Any], samples: int = 16) -> dict[str, Any]:
+    def tested(self, engine: Any, problems: Sequence[Any]) -> dict[str, Any]:
         """Return the accuracy on the test set, greedily and at temperature 1, with the outcome of every problem."""
-        greedy = self.accuracy(engine, "test", problems, 0)[0]
-        counts = self.accuracy(engine, "test", problems, samples).sum(0).astype(int)
-        return {
-            "n": len(problems),
-            "greedy": round(float(greedy.mean()), 6),
-            "greedy_bits": pack_bits(greedy.astype(int)),
-            "t1": round(float(counts.mean()) / samples, 6),
-            "t1_counts": pack_counts(counts),
-        }
+        told: dict[str, Any] = {"n": len(problems)}
+        for name, how in decodings(16, [1.0]).items():
+            told |= tallied(name, self.accuracy(engine, "test", problems, **how))
+        return told
 
     def sampled(
         self, spec: Spec, engine: Any, sets: Mapping[str, list], name: str, temperatures: Sequence[float], samples: int
     ) -> dict[str, Any]:
         """Return the accuracy on one of the sets at each temperature, with how many samples of a problem are right."""
         told: dict[str, Any] = {}
-        for temperature in temperatures:
-            counts = self.accuracy(engine, name, sets[name], samples, temperature=temperature).sum(0).astype(int)
-            told[label(temperature)] = round(float(counts.mean()) / samples, 6)
-            told[f"{label(temperature)}_counts"] = pack_counts(counts)
+        for t in temperatures:
+            told |= tallied(label(t), self.accuracy(engine, name, sets[name], samples=samples, temperature=t))
         return told

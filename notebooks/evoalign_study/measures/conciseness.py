@@ -34,18 +34,9 @@ from evoalign_lib.tasks import conciseness
 from evoalign_lib.tiny import questions
 from evoalign_study import base_models, trainers
 from evoalign_study.collapse import JENSEN_SIGMAS, SAMPLES
-from evoalign_study.measures.base import (
-    Measures,
-    beginning,
-    check_room,
-    decodings_of_point,
-    drift,
-    in_own_order,
-    known_file,
-    label,
-    split_sizes,
-)
-from evoalign_study.records import Record, Spec, pack_bits, pack_counts
+from evoalign_study.measures import base as common
+from evoalign_study.measures.base import Measures, label, tallied
+from evoalign_study.records import Record, Settings, Spec, pack_bits
 
 JENSEN_DRAWS = 16
 BREAKING_SIGMAS = (0.003, 0.01, 0.02, 0.03, 0.05, 0.1)
@@ -58,21 +49,6 @@ LEAST_QUESTIONS = 8
 """Of an own file: even so each split for evaluation has only two of them."""
 
 
-def _own_questions(digest: str) -> list[Any]:
-    """The questions of the own file with that digest, in file order."""
-    known = base_models.file_of(digest)
-    asked = conciseness.load(known)
-    if len(asked) < LEAST_QUESTIONS:
-        raise ValueError(
-            f"{known} has {len(asked)} questions, too few to train, validate and test on: write at least "
-            f"{LEAST_QUESTIONS}, or leave out the setting questions to take the published ones."
-        )
-    question, times = Counter(problem.question for problem in asked).most_common(1)[0]
-    if times > 1:
-        raise ValueError(f"{known} asks {question!r} twice, perhaps in two splits: delete one of the lines.")
-    return asked
-
-
 def splits(spec: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return all questions that runs of a spec may ask, of each split: train, validation (A) and test (B)."""
     if spec["base"] in tiny.SHIPPED:
@@ -81,12 +57,17 @@ def splits(spec: Mapping[str, Any]) -> dict[str, list[Any]]:
         # A and B are the same eight, since halves of them would say nothing: see the module
         evaluated = conciseness.load_public("eval")
         return {"train": conciseness.load_public("train"), "validation": evaluated, "test": evaluated}
-    asked = _own_questions(spec["questions_sha256"])
+    file = base_models.place_of(spec["questions_sha256"])
+    asked = conciseness.load(file)
+    if (n := len(asked)) < LEAST_QUESTIONS:
+        raise ValueError(f"{file} has {n} questions: write {LEAST_QUESTIONS} or more, or take the published ones.")
+    question, times = Counter(problem.question for problem in asked).most_common(1)[0]
+    if times > 1:
+        raise ValueError(f"{file} asks {question!r} twice, perhaps in two splits: delete one of the lines.")
     # a file sorted by topic must not train on one and test on another; the same splits whatever the seed of a run
-    asked = [asked[i] for i in np.random.default_rng(0).permutation(len(asked))]
-    half = len(asked) // 2
-    quarter = (len(asked) - half) // 2
-    return {"train": asked[:half], "validation": asked[half : half + quarter], "test": asked[half + quarter :]}
+    asked, half = [asked[i] for i in np.random.default_rng(0).permutation(n)], n // 2
+    rest = half + (n - half) // 2
+    return {"train": asked[:half], "validation": asked[half:rest], "test": asked[rest:]}
 
 
 def noise_sigmas(base: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -101,101 +82,78 @@ def noise_sigmas(base: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return jensen, breaking
 
 
-def _answers(
-    engine: Any, name: str, problems: Sequence[Any], measure: str, samples: int = 0, seed: int = 0, t: float = 1.0
-) -> dict[str, Any]:
-    """Completions at temperature t with their rewards and grades, each (samples or 1, problems); tokens likewise."""
-    return _graded(engine, problems, engine.generate(name, samples=samples, seed=seed, temperature=t), measure)
+def _graded(spec: Spec, problems: Sequence[Any], rows: Sequence[Sequence[Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """Rewards and grades of rows of `engine.generate`, each (rows, problems)."""
+    targets = [p.answer for p in problems]
+    rewards = [conciseness.reward(targets, [text for text, _ in row], targets, spec["measure"]) for row in rows]
+    return np.array(rewards), MEASURES.graded(problems, rows)
 
 
-def _graded(engine: Any, problems: Sequence[Any], rows: Sequence[Sequence[Any]], measure: str) -> dict[str, Any]:
-    """Rows of `engine.generate` with their rewards and grades; see `_answers`."""
-    texts, targets = [[text for text, _ in row] for row in rows], [p.answer for p in problems]
-    right = [[conciseness.is_correct(t, p) for t, p in zip(row, problems, strict=True)] for row in texts]
-    return {
-        "ids": [[ids for _, ids in row] for row in rows],
-        # without the end, so that only a completion that was cut off has as many as it may
-        "tokens": [len(ids) - (ids[-1] in engine.eos_ids) for row in rows for _, ids in row],
-        "texts": texts,
-        "rewards": np.array([conciseness.reward(targets, row, targets, measure) for row in texts]),
-        "right": np.array(right),
-    }
-
-
-def _judged(spec: Spec, problems: Sequence[Any], answers: Mapping[str, Any]) -> tuple[Any, np.ndarray]:
-    """The detectors' report of all samples, and which completions are right and answers at all: (draws, problems)."""
-    draws = len(answers["texts"])
+def _judged(spec: Spec, engine: Any, problems: Sequence[Any], rows: Sequence[Any]) -> tuple[Any, ...]:
+    """Rewards, which completions are right and answers at all, each (rows, problems), and the detectors' report."""
+    rewards, right = _graded(spec, problems, rows)
+    pairs = [pair for row in rows for pair in row]
     report = hacking.hack_report(
-        [text for row in answers["texts"] for text in row],
-        prompts=[p.question for p in problems] * draws,
-        rewards=answers["rewards"].ravel(),
-        right=answers["right"].ravel(),
-        tokens=answers["tokens"],
+        [text for text, _ in pairs],
+        prompts=[p.question for p in problems] * len(rows),
+        rewards=rewards.ravel(),
+        right=right.ravel(),
+        # without the end, so that only a completion that was cut off has as many as it may
+        tokens=[len(ids) - (ids[-1] in engine.eos_ids) for _, ids in pairs],
         max_tokens=spec["max_completion_length"],
         best_reward=0.0,
     )
     # a word said twenty times has the right answer in it
-    return report, answers["right"] & ~report.degenerate.reshape(draws, -1)
+    return rewards, right & ~report.degenerate.reshape(right.shape), report
 
 
 def _tested(spec: Spec, engine: Any, problems: Sequence[Any]) -> Record:
     test: dict[str, Any] = {"n": len(problems)}
     hacks: dict[str, Any] = {}
-    for decoding, samples in (("greedy", 0), ("t1", 16)):
-        answers = _answers(engine, "test", problems, spec["measure"], samples)
-        report, right = _judged(spec, problems, answers)
-        right = right.astype(int)
-        packed = pack_counts(right.sum(0)) if samples else pack_bits(right[0])
-        test |= {decoding: round(float(right.mean()), 6), f"{decoding}_{'counts' if samples else 'bits'}": packed}
-        test |= {f"reward_{decoding}": round(float(answers["rewards"].mean()), 5)}
+    shown: list[str] = []
+    for decoding, how in common.decodings(16, [1.0]).items():
+        rows = engine.generate("test", **how)
+        rewards, right, report = _judged(spec, engine, problems, rows)
+        test |= tallied(decoding, right) | {f"reward_{decoding}": round(float(rewards.mean()), 5)}
         shares = report.shares | {"degenerate": float(report.degenerate.mean())}
         hacks[decoding] = {name: round(share, 5) for name, share in shares.items() if share}
-        if not samples:
-            shown = [beginning(text) for text in answers["texts"][0][:SHOWN]]
+        shown = shown or [common.beginning(text) for text, _ in rows[0][:SHOWN]]
     return {"test": test, "hacks": hacks, "shown": shown}
+
+
+def _under_noise(engine: Any, what: str, sigma: float, draws: int, measured: Callable[[], float]) -> float:
+    """Return the mean of a measure over draws of Gaussian noise on the engine's weights."""
+    values = []
+    for draw in range(draws):
+        with engine.perturbed(noise.member_key(noise.run_key(what, 0), 0, draw), sigma):
+            values.append(measured())
+    return float(np.mean(values))
 
 
 def _jensen(spec: Spec, engine: Any, problems: Sequence[Any]) -> dict[str, Any]:
     """Reward at the weights less the mean reward under Gaussian noise on them, greedily, by sigma."""
 
     def reward() -> float:
-        return float(_answers(engine, "validation", problems, spec["measure"])["rewards"].mean())
+        return float(_graded(spec, problems, engine.generate("validation"))[0].mean())
 
-    centre, draws, gaps = reward(), spec.get("noise_draws", JENSEN_DRAWS), {}
-    for sigma in noise_sigmas(spec["base"])[0]:
-        moved = [reward() for _ in _perturbed(engine, "jensen", sigma, draws)]
-        gaps[f"{sigma:g}"] = round(centre - float(np.mean(moved)), 5)
-    return {"centre": round(centre, 5), "gaps": gaps}
+    centre, draws = reward(), spec.get("noise_draws", JENSEN_DRAWS)
+    moved = {f"{s:g}": _under_noise(engine, "jensen", s, draws, reward) for s in noise_sigmas(spec["base"])[0]}
+    return {"centre": round(centre, 5), "gaps": {sigma: round(centre - mean, 5) for sigma, mean in moved.items()}}
 
 
-def _perturbed(engine: Any, what: str, sigma: float, draws: int):
-    """Put noise on the engine's weights, once for each draw."""
-    for draw in range(draws):
-        with engine.perturbed(noise.member_key(noise.run_key(what, 0), 0, draw), sigma):
-            yield draw
-
-
-def _search(
-    shares: Mapping[float, float], half: float, left: Callable[[float], float], right: Callable[[], float]
-) -> dict[float, float]:
+def _search(shares: dict[float, float], half: float, left: Callable[..., float], right: Callable[..., float]) -> dict:
     """Measure at further sigmas until one leaves more than half of the right answers and another one fewer.
 
     shares: sigma -> share of right answers under its noise, in rising order. left: measures one. right: the share
     without noise; where it is no more than half, or nothing is right, no sigma can halve it and none is measured.
     """
-    found = dict(shares)
-    if not half or (found[min(found)] <= half and right() <= half):
-        return found
-    for _ in range(FURTHER_SIGMAS):
-        if found[min(found)] <= half:
-            sigma = min(found) / 2
-        elif min(found.values()) >= half:
-            sigma = max(found) * 2
-        else:
-            break
-        sigma = float(f"{sigma:g}")  # as the record has it
-        found[sigma] = left(sigma)
-    return dict(sorted(found.items()))
+    shares = dict(shares)
+    further = FURTHER_SIGMAS if half and (shares[min(shares)] > half or right() > half) else 0
+    while further and (shares[min(shares)] <= half or min(shares.values()) >= half):
+        sigma = min(shares) / 2 if shares[min(shares)] <= half else max(shares) * 2
+        sigma, further = float(f"{sigma:g}"), further - 1  # as the record has it
+        shares[sigma] = left(sigma)
+    return dict(sorted(shares.items()))
 
 
 class _Conciseness(Measures):
@@ -205,7 +163,7 @@ class _Conciseness(Measures):
     prompt_tokens = 50  # a question has about 35 characters; the rest is for the chat template
     validated_by = None  # its validation is a proxy: a reward of length
 
-    def spec_fields(self, base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def spec_fields(self, base: str, settings: Settings) -> dict[str, Any]:
         """Return what a spec of the task begins with.
 
         An own file of questions enters a spec by the first 16 digits of its SHA-256 alone (`base_models.know_file`).
@@ -227,14 +185,14 @@ class _Conciseness(Measures):
         choose("measure", fields["measure"], conciseness.MEASURES)
         if settings.get("questions"):
             if base in tiny.SHIPPED:
+                own = f"questions={str(settings['questions'])!r}"
                 raise ValueError(
-                    f"questions={str(settings['questions'])!r}: base {base!r} knows the answers of the tiny world "
-                    "alone. Leave it out, or take a model from elsewhere."
+                    f"{own}: base {base!r} knows the tiny world alone. Leave it out, or take another model."
                 )
             line = '{"question": "...", "answer": "..."}'
-            fields["questions_sha256"] = known_file("questions", settings["questions"], line)
+            fields["questions_sha256"] = base_models.know_file("questions", settings["questions"], line)
         asked = splits(fields | {"base": base})
-        fields |= split_sizes(settings, {name: len(there) for name, there in asked.items()}, "questions")
+        fields |= common.split_sizes(settings, {name: len(there) for name, there in asked.items()}, "questions")
         if settings.get("noise_draws") is not None:
             fields["noise_draws"] = whole_number("noise_draws", settings["noise_draws"])
         further, n = len(settings.get("sampled_at") or ()), fields.get("test_problems", len(asked["test"]))
@@ -243,10 +201,10 @@ class _Conciseness(Measures):
         a_point = 150 + 50 * further + (1 + SAMPLES * (1 + further)) * n // 4
         rest = (2_200 if base in tiny.SHIPPED else 4_700) + n // 4 + (1 + further) * n
         what = f"{n} test questions under {2 + further} decodings"
-        check_room(settings.get("curve_points", 1), a_point, rest, what, "test_problems")
+        common.check_room(settings.get("curve_points", 1), a_point, rest, what, "test_problems")
         return fields
 
-    def check(self, arm: str, base: str, settings: Mapping[str, Any]) -> None:
+    def check(self, arm: str, base: str, settings: Settings) -> None:
         """Refuse an arm that needs to know what is right, and numbers of unique prompts that there are not.
 
         Raises:
@@ -277,13 +235,12 @@ class _Conciseness(Measures):
         sets = {name: of_split[name][: spec.get(f"{name}_problems")] for name in ("validation", "test")}
         if spec["kind"] == "train":
             asked, unique = of_split["train"], spec.get("unique_prompts")
-            if spec["base"] not in tiny.SHIPPED:
-                asked = asked[:unique]
-            elif unique == 2:
+            if spec["base"] in tiny.SHIPPED and unique == 2:
                 kinds = len(questions.KINDS)
                 sums, choices = (asked[questions.KINDS.index(kind) :: kinds] for kind in ("sum", "yes or no"))
                 asked = [sums[0], next(p for p in choices if p.answer == "no")]
-            sets["train"] = in_own_order(spec, asked, spec["steps"] * spec["prompts_per_step"])
+            asked = asked[:unique]
+            sets["train"] = common.in_own_order(spec, asked, spec["steps"] * spec["prompts_per_step"])
         return sets
 
     def reward(self, spec: Spec) -> Callable[..., list[float | None]]:
@@ -294,12 +251,10 @@ class _Conciseness(Measures):
         """Say whether a completion holds the answer; that alone makes it no good one (see `hacking`)."""
         return conciseness.is_correct(completion, problem)
 
-    def judged(
-        self, spec: Spec, engine: Any, problems: Sequence[Any], row: Sequence[tuple[str, Sequence[int]]]
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def judged(self, spec: Spec, engine: Any, problems: Sequence[Any], row: Sequence[Any]) -> tuple[Any, Any]:
         """Return the rewards under the spec's measure, and which answers are right and answers at all (`hacking`)."""
-        answers = _graded(engine, problems, [row], spec["measure"])
-        return answers["rewards"][0], _judged(spec, problems, answers)[1][0]
+        rewards, right, _ = _judged(spec, engine, problems, [row])
+        return rewards[0], right[0]
 
     def right_answer(self, problem: Any, rng: random.Random) -> str:
         """Return the answer alone, in as many characters as the reward asks for; nothing is drawn."""
@@ -316,17 +271,15 @@ class _Conciseness(Measures):
             KL.
         """
         shown: dict[str, Any] = {}
-        for decoding, samples, temperature in decodings_of_point(spec, SAMPLES):
-            a, b = (
-                _answers(engine, name, sets[name], spec["measure"], samples, step, temperature)
-                for name in ("validation", "test")
-            )
-            report, right = _judged(spec, sets["test"], b)
-            now = {"proxy": a["rewards"], "reward": b["rewards"], "right": right, "degenerate": report.degenerate}
+        for decoding, how in common.decodings_of_point(spec, SAMPLES, step).items():
+            a, b = (engine.generate(name, **how) for name in ("validation", "test"))
+            rewards, right, report = _judged(spec, engine, sets["test"], b)
+            proxy, _ = _graded(spec, sets["validation"], a)
+            now = {"proxy": proxy, "reward": rewards, "right": right, "degenerate": report.degenerate}
             shown |= {f"{name}_{decoding}": round(float(values.mean()), 4) for name, values in now.items()}
-            shown |= {f"right_bits_{decoding}": pack_bits(right.ravel().astype(int))}
+            shown |= {f"right_bits_{decoding}": pack_bits(right.ravel())}
             if decoding == "t1" and "curve_temperature" not in spec:
-                shown |= drift(spec, engine, b["ids"][0])
+                shown |= common.drift(spec, engine, [ids for _, ids in b[0]])
         return shown
 
     def sampled(
@@ -337,11 +290,10 @@ class _Conciseness(Measures):
         A completion that is no answer (`hacking`) is not right.
         """
         told: dict[str, Any] = {}
-        for temperature in temperatures:
-            answers = _answers(engine, name, sets[name], spec["measure"], samples, t=temperature)
-            counts, decoding = _judged(spec, sets[name], answers)[1].sum(0).astype(int), label(temperature)
-            told |= {decoding: round(float(counts.mean()) / samples, 6), f"{decoding}_counts": pack_counts(counts)}
-            told[f"reward_{decoding}"] = round(float(answers["rewards"].mean()), 5)
+        for t in temperatures:
+            rows = engine.generate(name, samples=samples, temperature=t)
+            rewards, right, _ = _judged(spec, engine, sets[name], rows)
+            told |= tallied(label(t), right) | {f"reward_{label(t)}": round(float(rewards.mean()), 5)}
         return told
 
     def outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
@@ -359,11 +311,10 @@ class _Conciseness(Measures):
         result = self.outcome(spec, engine, sets) | {"point": self.point(spec, engine, sets, 0)}
 
         def right() -> float:
-            return float(_answers(engine, "validation", sets["validation"], spec["measure"])["right"].mean())
+            return float(self.accuracy(engine, "validation", sets["validation"]).mean())
 
         def left(sigma: float) -> float:
-            draws = spec.get("noise_draws", BREAKING_DRAWS)
-            return round(float(np.mean([right() for _ in _perturbed(engine, "breaking", sigma, draws)])), 5)
+            return round(_under_noise(engine, "breaking", sigma, spec.get("noise_draws", BREAKING_DRAWS), right), 5)
 
         shares = {sigma: left(sigma) for sigma in noise_sigmas(spec["base"])[1]}
         if spec["base"] not in tiny.SHIPPED:

@@ -13,12 +13,11 @@ import numpy as np
 
 from evoalign_lib import tiny
 from evoalign_lib.analysis import coverage
-from evoalign_lib.engines.base import Prompts
-from evoalign_lib.engines.local import LocalEngine
+from evoalign_lib.checks import whole_number
 from evoalign_lib.tasks import countdown
 from evoalign_study import base_models
 from evoalign_study.measures.base import Measures, in_own_order, label
-from evoalign_study.records import Record, Spec
+from evoalign_study.records import Record, Settings, Spec
 
 REACH_AT_K = (1, 16, 256)
 """Samples within which a point of a curve says what is reached."""
@@ -28,26 +27,20 @@ class _Countdown(Measures):
     task = "countdown"
     settings = ("filler_steps",)
 
-    def spec_fields(self, base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def spec_fields(self, base: str, settings: Settings) -> dict[str, Any]:
         """Return grader and, for base "H0", filler_steps.
 
         Raises:
             ValueError: more test problems than there are; filler_steps that are missing, for another base, of a length
                 that the base has not learned, or longer than completions may be.
         """
-        asked = settings.get("test_problems", 0)
-        if not 0 <= asked <= tiny.FIXED:
-            raise ValueError(f"test_problems={asked}: the test set has {tiny.FIXED}. Take so many, or fewer.")
+        whole_number("test_problems", settings.get("test_problems", 0), 0, tiny.FIXED, "the test set has no more")
         return {"grader": "strict"} | _filler(base, settings)
 
-    def check(self, arm: str, base: str, settings: Mapping[str, Any]) -> None:
+    def check(self, arm: str, base: str, settings: Settings) -> None:
         """Raise ValueError for more unique prompts than a model from outside the tiny world can train on."""
-        unique = settings.get("unique_prompts") or 1
-        if base not in tiny.SHIPPED and unique > countdown.PUBLIC_TRAIN:
-            raise ValueError(
-                f"unique_prompts={unique}: model {base!r} trains on the {countdown.PUBLIC_TRAIN} public problems. Take "
-                "so many, or fewer."
-            )
+        if base not in tiny.SHIPPED and (unique := settings.get("unique_prompts")) is not None:
+            whole_number("unique_prompts", unique, most=countdown.PUBLIC_TRAIN, why="it trains on the public problems")
 
     def sets(self, spec: Spec) -> dict[str, list]:
         """Return the problems of each split.
@@ -57,17 +50,15 @@ class _Countdown(Measures):
         again until it has as many prompts as its spec says.
         """
         sizes = {name: spec.get(f"{name}_problems", 0) for name in ("validation", "test")}
-        trains = "prompts" in spec or "prompts_per_step" in spec
-        if trains:
-            needed = spec["prompts"] if "prompts" in spec else spec["steps"] * spec["prompts_per_step"]
+        needed = spec.get("prompts") or spec.get("steps", 0) * spec.get("prompts_per_step", 0)
         if spec["base"] in tiny.SHIPPED:
             sets = {name: tiny.problems(name, size) for name, size in sizes.items() if size}
-            if trains:
+            if needed:
                 unique, seed = spec.get("unique_prompts", needed), np.random.SeedSequence([spec["seed"], 1])
                 sets["train"] = list(itertools.islice(itertools.cycle(tiny.problems("train", unique, seed)), needed))
             return sets
         sets = {"train": countdown.load_public("train")}
-        if trains and not {"unique_prompts", "prompts"}.isdisjoint(spec):
+        if needed and not {"unique_prompts", "prompts"}.isdisjoint(spec):
             sets["train"] = in_own_order(spec, sets["train"], needed, spec.get("unique_prompts"))
         sets["validation"] = countdown.generate(sizes["validation"], 0, high=99, split="validation")
         sets["test"] = countdown.load_public("test")[: sizes["test"]]
@@ -87,7 +78,7 @@ class _Countdown(Measures):
             spec: with skill_messages, how many of each skill.
             engine: with the model; gets prompts of each skill.
         """
-        found = {}
+        told = {}
         for name in tiny.SKILL_NAMES:
             messages, asked = tiny.skill_set(name, spec["skill_messages"]), f"skill {name}"
             if asked not in engine.prompts:
@@ -96,8 +87,8 @@ class _Countdown(Measures):
             (answers,) = engine.generate(asked)
             right = [text == reply for (text, _), (_, reply) in zip(answers, messages, strict=True)]
             drift = base_models.kl_from_base(spec | {"seed": 0}, engine, asked)
-            found[name] = {"greedy": round(float(np.mean(right)), 6), "kl": drift["exact_nats_per_token"]}
-        return found
+            told[name] = {"greedy": round(float(np.mean(right)), 6), "kl": drift["exact_nats_per_token"]}
+        return told
 
     def right(self, problem: Any, completion: str) -> bool:
         """Say whether the strict grader takes a completion for a right answer."""
@@ -130,9 +121,9 @@ class _Countdown(Measures):
         shown = super().point(spec, engine, sets, step)
         if "reach_at" not in spec:
             return shown
-        temperatures, prompts = tuple(spec["reach_at"]), engine.prompts["validation"]
+        temperatures = tuple(spec["reach_at"])
         engine.write_model()
-        reached = self.reach(engine.model, prompts, engine, sets["validation"], temperatures)
+        reached = self.reach(engine, "validation", sets["validation"], temperatures)
         base = _base_reach(spec["base"], len(sets["validation"]), spec["max_completion_length"], temperatures)
         for temperature, own, before in zip(map(label, temperatures), reached, base, strict=True):
             shown |= {f"reach_{temperature}@{k}": float(coverage.pass_at(own, k).mean()) for k in REACH_AT_K}
@@ -165,29 +156,25 @@ def _base_reach(base: str, n: int, longest: int, temperatures: Sequence[float]) 
     """What a base reaches on n validation problems: once per process, as every point of a curve is held against it."""
     model, tokenizer = tiny.load(base)
     problems = tiny.problems("validation", n)
-    prompts = {"validation": Prompts(MEASURES.rows({}, tokenizer, problems), tokenizer)}
-    engine = LocalEngine(model, tokenizer, None, prompts, max_completion_length=longest)
-    with closing(engine):
-        return MEASURES.reach(model, prompts["validation"], engine, problems, temperatures)
+    rows = {"validation": MEASURES.rows({}, tokenizer, problems)}
+    with closing(base_models.evaluation_engine({"max_completion_length": longest}, model, tokenizer, rows)) as engine:
+        return MEASURES.reach(engine, "validation", problems, temperatures)
 
 
-def _filler(base: str, settings: Mapping[str, Any]) -> dict[str, int]:
+def _filler(base: str, settings: Settings) -> dict[str, int]:
     """The setting filler_steps where there is one: on the base that needs it, and on no other."""
     steps = settings.get("filler_steps")
     if base not in tiny.FILLER_BASES:
         if steps is None:
             return {}
         raise ValueError(
-            f"filler_steps={steps!r}: base {base!r} has not learned to think for a given length. Leave it out, or take "
-            f"base {tiny.FILLER_BASES[0]!r}."
+            f"filler_steps={steps!r}: leave it out, or take base {tiny.FILLER_BASES[0]!r}, which has them."
         )
     if steps not in tiny.FILLER_STEPS:
         raise ValueError(f"base {base!r} needs filler_steps, one of {list(tiny.FILLER_STEPS)}, got {steps!r}.")
     length, needed = settings["max_completion_length"], steps + tiny.MAX_COMPLETION_LENGTH
     if length < needed:
-        raise ValueError(
-            f"max_completion_length={length} cuts off {steps} filler steps and their answer: set at least {needed}."
-        )
+        raise ValueError(f"max_completion_length={length} cuts {steps} filler steps and an answer off: set {needed}.")
     return {"filler_steps": steps}
 
 

@@ -14,6 +14,7 @@ What a scorer says is in units of its own. Its mean and spread over the base's s
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -22,22 +23,16 @@ import numpy as np
 
 from evoalign_lib import models, tiny
 from evoalign_lib.analysis import hacking
-from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.reward_models import Encoded, RewardModel
 from evoalign_lib.tiny import dialogues, scorers
 from evoalign_lib.tiny.base import without_bars
 from evoalign_lib.tiny.dialogues import Request
+from evoalign_study import base_models
+from evoalign_study.measures import base as common
 from evoalign_study.measures import safety_public
-from evoalign_study.measures.base import (
-    Measures,
-    decodings_of_end,
-    decodings_of_point,
-    drift,
-    in_own_order,
-    split_sizes,
-)
+from evoalign_study.measures.base import Measures
 from evoalign_study.measures.safety_public import PUBLIC
-from evoalign_study.records import Record, Spec
+from evoalign_study.records import Record, Settings, Spec
 
 RULE = "rule"
 """The judge that knows the truth."""
@@ -71,8 +66,6 @@ def loaded(name: str) -> tuple[RewardModel, ...]:
 @lru_cache(maxsize=64)
 def scorer_digest(name: str) -> str:
     """Return what identifies a shipped scorer: the digests of its two models, 16 digits."""
-    import hashlib
-
     both = "".join(models.stored_digest(scorers.folder(name) / side / "model.safetensors") for side in scorers.SIDES)
     return hashlib.sha256(both.encode()).hexdigest()[:16]
 
@@ -118,10 +111,9 @@ def scored(
 def _replies_of_base(base: str, n: int, longest: int) -> tuple[str, ...]:
     """The untrained base's greedy replies to the first n test requests: once per process, as every point needs them."""
     model, tokenizer = tiny.load(base)
-    rows = MEASURES.rows({}, tokenizer, dialogues.requests("test")[:n])
-    engine = LocalEngine(model, tokenizer, None, {"test": Prompts(rows, tokenizer)}, max_completion_length=longest)
-    (row,) = engine.generate("test")
-    return tuple(text for text, _ in row)
+    rows = {"test": MEASURES.rows({}, tokenizer, dialogues.requests("test")[:n])}
+    engine = base_models.evaluation_engine({"max_completion_length": longest}, model, tokenizer, rows)
+    return tuple(text for text, _ in engine.generate("test")[0])
 
 
 @lru_cache(maxsize=16)
@@ -131,7 +123,7 @@ def _scores_of_base(base: str, n: int, longest: int, judge: str, weight: float) 
 
 def judges_of(spec: Spec) -> list[str]:
     """Return all judges of a run's end, its training judge among them."""
-    return list(dict.fromkeys((*JUDGES, *([spec["judge"]] if "judge" in spec else []))))
+    return list(dict.fromkeys((*JUDGES, spec.get("judge", RULE))))
 
 
 def _on_the_way(spec: Spec) -> list[str]:
@@ -144,18 +136,16 @@ def _judged(
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """What judges say of rows of replies, "score" and "win" in the order of the judges, and what the rule finds."""
     texts, asked = _texts(rows), [*problems] * len(rows)
-    weight, longest = spec["cost_weight"], spec["max_completion_length"]
+    weight, encoded = spec["cost_weight"], read(asked, texts)
     said: dict[str, list[float]] = {"score": [], "win": []}
-    encoded = read(asked, texts)
     for judge in judges:
         mine = scored(judge, weight, asked, texts, encoded)
-        theirs = np.tile(_scores_of_base(spec["base"], len(problems), longest, judge, weight), len(rows))
+        of_base = _scores_of_base(spec["base"], len(problems), spec["max_completion_length"], judge, weight)
         said["score"].append(float(mine.mean()))
-        said["win"].append(wins(mine, theirs))
+        said["win"].append(wins(mine, np.tile(of_base, len(rows))))
     judged = [dialogues.truth(*pair) for pair in zip(asked, texts, strict=True)]
-    harmful = np.array([request.harmful for request in asked])
-    kinds = {kind: np.array([j.body == kind for j in judged]) for kind in dialogues.BODIES}
-    refused = kinds["template"] | kinds["reason"] | kinds["reason, no alternative"]
+    bodies, harmful = np.array([j.body or "" for j in judged]), np.array([request.harmful for request in asked])
+    refused = np.isin(bodies, ("template", "reason", "reason, no alternative"))
 
     def among(marked: np.ndarray, chosen: np.ndarray) -> float:
         return float(marked[chosen].mean()) if chosen.any() else float("nan")
@@ -164,11 +154,11 @@ def _judged(
         "helpful": float(np.mean([j.helpful for j in judged])),
         "complied": among(np.array([j.harm > 0 for j in judged]), harmful),
         "refused": among(refused, harmful),
-        "alternative": among(kinds["reason"], harmful),
+        "alternative": among(bodies == "reason", harmful),
         "refused_lawful": among(refused, ~harmful),
         "needless": float(np.mean([sum(j.ornaments.values()) for j in judged])),
         "turns": float(np.mean([j.turn for j in judged])),
-        "broken": float(np.mean([j.body is None for j in judged])),
+        "broken": float(np.mean(bodies == "")),
         "template": hacking.template_share(texts[: len(problems)]),
     }
 
@@ -199,7 +189,7 @@ class _Tiny(Measures):
     prompt_tokens = 50
     validated_by = None  # its validation is a proxy: the training judge
 
-    def spec_fields(self, base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def spec_fields(self, base: str, settings: Settings) -> dict[str, Any]:
         """Return what a spec of the task begins with.
 
         Args:
@@ -221,9 +211,9 @@ class _Tiny(Measures):
         fields: dict[str, Any] = {"cost_weight": weight}
         if settings.get("judge"):
             fields |= {"judge": settings["judge"], "judge_digest": scorer_digest(settings["judge"])}
-        return fields | split_sizes(settings, dialogues.SPLITS, "requests", least_test=0)
+        return fields | common.split_sizes(settings, dialogues.SPLITS, "requests", least_test=0)
 
-    def check(self, arm: str, base: str, settings: Mapping[str, Any]) -> None:
+    def check(self, arm: str, base: str, settings: Settings) -> None:
         """Raise ValueError for a training run without a judge."""
         if not settings.get("judge"):
             raise ValueError(f"arm {arm!r} needs the setting 'judge', one of {', '.join(scorers.SCORERS)}.")
@@ -235,7 +225,7 @@ class _Tiny(Measures):
         if spec["kind"] == "train":
             asked = dialogues.requests("train")
             needed = spec["steps"] * spec["prompts_per_step"] if "steps" in spec else spec["prompts"]
-            sets["train"] = in_own_order(spec, asked, needed)
+            sets["train"] = common.in_own_order(spec, asked, needed)
         return sets
 
     def rows(self, spec: Spec, tokenizer: Any, problems: Sequence[Request]) -> list[dict[str, Any]]:
@@ -246,24 +236,18 @@ class _Tiny(Measures):
         """Return the training judge's score as a reward function."""
         judge, weight = spec["judge"], spec["cost_weight"]
 
-        def training_judge(
-            completions: Sequence[str],
-            verb: Sequence[str],
-            object: Sequence[str],
-            **columns: Any,
-        ) -> list[float | None]:
+        def training_judge(completions: Sequence[str], verb: Any, object: Any, **columns: Any) -> list[float | None]:
             asked = [Request(*pair) for pair in zip(verb, object, strict=True)]
             return scored(judge, weight, asked, [text.replace(tiny.END, "") for text in completions]).tolist()
 
         return training_judge
 
-    def imitated(self, spec: Spec, problems: Sequence[Request], samples: Sequence[Sequence[str]]) -> np.ndarray:
+    def imitated(self, spec: Spec, problems: Sequence[Request], samples: Sequence[Sequence[Any]]) -> np.ndarray:
         """Say which samples filtered fine-tuning imitates: of each request the one that the training judge likes most.
 
         The truth has no part in it. Of equal scores the first sample is taken. Returns bool (samples, requests).
         """
-        texts = [[text.replace(tiny.END, "") for text in row] for row in samples]
-        liked = np.array([scored(spec["judge"], spec["cost_weight"], problems, row) for row in texts])
+        liked = np.array([scored(spec["judge"], spec["cost_weight"], problems, _texts([row])) for row in samples])
         return np.arange(len(samples))[:, None] == liked.argmax(axis=0)
 
     def right(self, problem: Request, completion: str) -> bool:
@@ -282,22 +266,21 @@ class _Tiny(Measures):
         """
         shown: dict[str, Any] = {}
         away: dict[str, float | None] = {}
-        for decoding, samples, temperature in decodings_of_point(spec, SAMPLES):
+        for decoding, how in common.decodings_of_point(spec, SAMPLES, step).items():
             if "judge" in spec:
-                rows = engine.generate("validation", samples=samples, seed=step, temperature=temperature)
+                rows = engine.generate("validation", **how)
                 asked = sets["validation"] * len(rows)
                 shown[f"proxy_{decoding}"] = scored(spec["judge"], spec["cost_weight"], asked, _texts(rows)).mean()
             if "test" not in sets:
                 continue
-            rows = engine.generate("test", samples=samples, seed=step, temperature=temperature)
+            rows = engine.generate("test", **how)
             said, what = _judged(spec, sets["test"], rows, judges := _on_the_way(spec))
             now = dict(zip(judges, said["win"], strict=True)) | {"true": said["score"][-1]}
             now |= {name: what[name] for name in (*CURVE, *(["template"] if decoding == "greedy" else []))}
             shown |= {f"{name}_{decoding}": value for name, value in now.items()}
             if decoding == "t1":
-                away = drift(spec, engine, [ids for _, ids in rows[0]])
-        numbers = {name: round(float(value), 3) for name, value in shown.items()}
-        return numbers | {name: away[name] for name in ("kl",) if away}
+                away = {"kl": common.drift(spec, engine, [ids for _, ids in rows[0]])["kl"]}
+        return {name: round(float(value), 3) for name, value in shown.items()} | away
 
     def outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
         """Return split B greedily, at temperature 0.6 and at 1, and a few replies to read.
@@ -307,8 +290,8 @@ class _Tiny(Measures):
         if "test" not in sets:
             return {}
         test, shown = {}, []
-        for decoding, samples, temperature in decodings_of_end(SAMPLES_AT_END):
-            rows = engine.generate("test", samples=samples, temperature=temperature)
+        for decoding, how in common.decodings(SAMPLES_AT_END).items():
+            rows = engine.generate("test", **how)
             shown = shown or [text[:120] for text in _texts(rows)[:SHOWN]]
             said, what = _judged(spec, sets["test"], rows, judges_of(spec))
             found = {name: [round(value, 3) for value in values] for name, values in said.items()}
@@ -330,19 +313,17 @@ class _ByBase(_Tiny):
 
     settings = (*_Tiny.settings, *safety_public.SETTINGS)
 
-    def spec_fields(self, base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def spec_fields(self, base: str, settings: Settings) -> dict[str, Any]:
         """Return what a spec of the task begins with, of either kind of base."""
         if base not in tiny.SHIPPED:
             return PUBLIC.spec_fields(base, settings)
         for name in safety_public.SETTINGS:
             if settings.get(name):
-                raise ValueError(
-                    f"{name}={settings[name]!r}: base {base!r} is judged by scorers of the tiny world. Leave it out, "
-                    "or take a model from elsewhere."
-                )
+                judged = f"base {base!r} is judged by scorers of the tiny world"
+                raise ValueError(f"{name}={settings[name]!r}: {judged}. Leave it out, or take another model.")
         return super().spec_fields(base, settings)
 
-    def check(self, arm: str, base: str, settings: Mapping[str, Any]) -> None:
+    def check(self, arm: str, base: str, settings: Settings) -> None:
         """Raise ValueError for a training run that the task cannot have."""
         (super() if base in tiny.SHIPPED else PUBLIC).check(arm, base, settings)
 
@@ -361,19 +342,14 @@ def _by_base(name: str) -> Callable[..., Any]:
     """Return a method that is `PUBLIC`'s for specs of a user's model, and of this module for the others."""
 
     def method(self: Measures, spec: Spec, *arguments: Any) -> Any:
-        return getattr(PUBLIC if _is_public(spec) else TINY, name)(spec, *arguments)
+        is_public = spec.get("base", tiny.REQUEST_BASES[0]) not in tiny.SHIPPED
+        return getattr(PUBLIC if is_public else TINY, name)(spec, *arguments)
 
-    method.__name__, method.__doc__ = name, getattr(Measures, name).__doc__
     return method
 
 
-_OF_BOTH = ("sets", "rows", "reward", "companions", "prepare", "finished")
-for _name in (*_OF_BOTH, "logged", "point", "outcome", "base_outcome"):
+_BY_BASE = ("sets", "rows", "reward", "companions", "prepare", "finished", "logged", "point", "outcome", "base_outcome")
+for _name in _BY_BASE:
     setattr(_ByBase, _name, _by_base(_name))
-
-
-def _is_public(spec: Mapping[str, Any]) -> bool:
-    return spec.get("base", tiny.REQUEST_BASES[0]) not in tiny.SHIPPED
-
 
 TINY, MEASURES = _Tiny(), _ByBase()

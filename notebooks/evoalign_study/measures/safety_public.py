@@ -28,7 +28,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -46,21 +45,10 @@ from evoalign_lib.judges import Judged, Pair
 from evoalign_lib.reward_models import ScorerError
 from evoalign_lib.tasks import TURN, safety
 from evoalign_lib.tasks.safety import ConstrainedObjective, Lagrangian, Objective, Problem
-from evoalign_study import base_models, judge_models, paths, trainers
-from evoalign_study.measures.base import (
-    Companion,
-    Measures,
-    beginning,
-    check_room,
-    decodings_of_end,
-    decodings_of_point,
-    drift,
-    in_own_order,
-    known_file,
-    read_beside,
-    split_sizes,
-)
-from evoalign_study.records import Record, Spec, spec_hash
+from evoalign_study import base_models, judge_models, trainers
+from evoalign_study.measures import base as common
+from evoalign_study.measures.base import Companion, Measures
+from evoalign_study.records import Record, Settings, Spec, spec_hash
 
 RULES = ("fixed", *Lagrangian.RULES)
 TEMPLATES = ("chat", "alpaca")
@@ -86,15 +74,13 @@ SETTINGS = (
 def _splits(requests: str, digest: str) -> dict[str, list[Problem]]:
     """All requests of each split: of the own file with that digest, or of the data set on the Hub."""
     if requests == "own":
-        own = safety.load(base_models.file_of(digest))
+        own = safety.load(base_models.place_of(digest))
         by_split = {name: [p for p in own if safety.split_of(p) == name] for name in safety.SPLITS}
-    else:
-        by_split = dict(_published())
-        if (now := _digest(by_split)) != digest:
-            raise ValueError(f"the requests on the Hub have changed ({now}, in the spec {digest}): make specs again.")
-    for name, asked in by_split.items():
-        by_split[name] = [asked[i] for i in np.random.default_rng(0).permutation(len(asked))]
-    return by_split
+    elif (now := _digest(by_split := _published())) != digest:
+        raise ValueError(f"the requests on the Hub have changed ({now}, in the spec {digest}): make specs again.")
+    return {
+        name: [asked[i] for i in np.random.default_rng(0).permutation(len(asked))] for name, asked in by_split.items()
+    }
 
 
 @lru_cache(maxsize=1)
@@ -102,10 +88,8 @@ def _published() -> dict[str, list[Problem]]:
     try:
         return {name: safety.load_public(name) for name in safety.SPLITS}
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"requests='': {'/'.join(safety.HUB)} cannot be loaded from the Hub ({str(error).splitlines()[0]:.200}). "
-            'Give requests=FILE, with a line {"prompt": "..."} for each.'
-        ) from error
+        failed = f"{'/'.join(safety.HUB)} cannot be loaded from the Hub ({str(error).splitlines()[0]:.200})"
+        raise ValueError(f"requests='': {failed}. Give requests=FILE.") from error
 
 
 def _digest(found: Mapping[str, Sequence[Problem]]) -> str:
@@ -118,22 +102,20 @@ def splits(spec: Mapping[str, Any]) -> dict[str, list[Problem]]:
     return _splits(spec["requests"], spec["requests_sha256"])
 
 
-def _request_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _request_fields(settings: Settings) -> dict[str, Any]:
     if not (given := settings.get("requests")):
         return {"requests": "hub", "requests_sha256": _digest(_published())}
-    fields = {"requests": "own", "requests_sha256": known_file("requests", given, '{"prompt": "..."}')}
+    fields = {"requests": "own", "requests_sha256": base_models.know_file("requests", given, '{"prompt": "..."}')}
     if empty := [name for name, asked in splits(fields).items() if not asked]:
-        raise ValueError(
-            f"requests={str(given)!r} has no request for {empty[0]}: a hash of its text puts 70 % of them into train, "
-            "10 % into validation and 20 % into test. Write more."
-        )
+        parts = "a hash of the text puts 70 % into train, 10 % into validation, 20 % into test"
+        raise ValueError(f"requests={str(given)!r} has no request for {empty[0]}: {parts}. Write more.")
     return fields
 
 
 # ---- specs
 
 
-def _objective_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _objective_fields(settings: Settings) -> dict[str, Any]:
     weight, rule = settings.get("cost_weight"), settings.get("cost_rule") or "fixed"
     threshold = settings.get("cost_threshold") or 0.0
     choose("cost_rule", rule, RULES)
@@ -148,27 +130,11 @@ def _objective_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     return wanted
 
 
-def _template_fields(base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    template = settings.get("prompt_template") or "chat"
-    choose("prompt_template", template, TEMPLATES)
-    if template == "chat" and not _has_chat_template(base):
-        raise ValueError(f"base {base!r} has no chat template: set prompt_template='alpaca', or take another model.")
-    return {"prompt_template": template} | ({"cut_turns": True} if settings.get("cut_turns") else {})
-
-
 @lru_cache(maxsize=16)
 def _has_chat_template(base: str) -> bool:
     from transformers import AutoTokenizer
 
     return bool(AutoTokenizer.from_pretrained(base, trust_remote_code=False).chat_template)
-
-
-def _check_room(spec: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Refuse before a run what no record would hold after it."""
-    judges = len(spec.get("held_out_names", ()))
-    a_point = 8 * (2 * (1 + len(SCORED) + len(FOUND) + judges) + 9)
-    rest = 3_600 + len(json.dumps(spec)) + 500 * judges
-    check_room(settings.get("curve_points", 1), a_point, rest, f"{judges} judges", "judges")
 
 
 # ---- replies and what is said of them
@@ -210,13 +176,9 @@ def _found(texts: Sequence[str]) -> dict[str, Any]:
     """What replies are, by detectors that know no score: shares, and the mean number of characters."""
     kinds = Counter(map(refusals.kind, texts))
     shares = [kinds[kind] / len(texts) for kind in refusals.KINDS]
-    return {
-        "kinds": shares,
-        "refused": sum(shares[1:4]),
-        "alternative": shares[3],
-        "turns": float(np.mean([bool(TURN.search(text)) for text in texts])),
-        "characters": float(np.mean([len(text) for text in texts])),
-    }
+    turns = float(np.mean([bool(TURN.search(text)) for text in texts]))
+    told = {"kinds": shares, "refused": sum(shares[1:4]), "alternative": shares[3], "turns": turns}
+    return told | {"characters": float(np.mean([len(text) for text in texts]))}
 
 
 def _wins(mine: np.ndarray, theirs: np.ndarray) -> float:
@@ -231,10 +193,6 @@ def _said(reward: np.ndarray, cost: np.ndarray) -> dict[str, float]:
     return means | {"unscored": int((~known).sum())}
 
 
-def _folder() -> Path:
-    return Path(os.environ.get("EVOALIGN_RUN_DIR") or paths.RUNS) / "replies"
-
-
 def _replies_of_base(spec: Spec, engine: Any, n: int, first: bool) -> list[str]:
     """The untrained base's greedy replies to the n test requests.
 
@@ -243,17 +201,14 @@ def _replies_of_base(spec: Spec, engine: Any, n: int, first: bool) -> list[str]:
     """
     names = ("base", "base_digest", "requests", "requests_sha256", "test_problems", "prompt_template")
     names += ("max_completion_length", "engine")
-    key = hashlib.sha256(canonical_json({name: spec.get(name) for name in names}).encode()).hexdigest()[:16]
-    path = _folder() / f"base-{key}.json"
+    path = base_models.kept("replies") / f"base-{spec_hash({name: spec.get(name) for name in names})}.json"
     if path.is_file() and len(replies := json.loads(path.read_text())) == n:
         return replies
     if not first:
         raise FileNotFoundError(
-            f"{path} is not there: it holds the untrained base's replies, which this run made at its first point. "
-            "Bring it back, or measure the base again (group base)."
+            f"{path}, the untrained base's replies, is not there: bring it back, or measure the base again."
         )
-    (row,) = engine.generate("test")
-    replies = [text for text, _ in row]
+    replies = [text for text, _ in engine.generate("test")[0]]
     files.replace_text(path, json.dumps(replies))
     return replies
 
@@ -266,7 +221,11 @@ def read_replies(record: Record) -> dict[str, Any]:
         FileNotFoundError: they are not on this machine.
         ValueError: the file holds others.
     """
-    return json.loads(read_beside(_folder() / f"{spec_hash(record['spec'])}.json", record["replies_sha256"]))
+    return json.loads(common.read_beside(_replies_file(record["spec"]), record["replies_sha256"]))
+
+
+def _replies_file(spec: Spec) -> Path:
+    return base_models.kept("replies") / f"{spec_hash(spec)}.json"
 
 
 class Public(Measures):
@@ -276,7 +235,7 @@ class Public(Measures):
 
     # ---- specs
 
-    def spec_fields(self, base: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def spec_fields(self, base: str, settings: Settings) -> dict[str, Any]:
         """Return what a spec of the task begins with.
 
         Args:
@@ -293,21 +252,27 @@ class Public(Measures):
             FileNotFoundError: there is no such file of requests.
         """
         if settings.get("judge"):
-            raise ValueError(
-                f"judge={settings['judge']!r} is of the tiny world: give {base!r} reward_model and cost_model."
-            )
-        fields = _objective_fields(settings) | _template_fields(base, settings) | _request_fields(settings)
+            raise ValueError(f"judge={settings['judge']!r} is of the tiny world: give reward_model and cost_model.")
+        template = settings.get("prompt_template") or "chat"
+        choose("prompt_template", template, TEMPLATES)
+        if template == "chat" and not _has_chat_template(base):
+            raise ValueError(f"base {base!r} has no chat template: set prompt_template='alpaca', or take another one.")
+        fields = _objective_fields(settings) | {"prompt_template": template} | _request_fields(settings)
+        fields |= {"cut_turns": True} if settings.get("cut_turns") else {}
         there = {name: len(asked) for name, asked in splits(fields).items()}
         fields |= {f"{name}_problems": there[name] for name in ("validation", "test")}
-        fields |= split_sizes(settings, there, "requests") | judge_models.fields(settings)
+        fields |= common.split_sizes(settings, there, "requests") | judge_models.fields(settings)
         n = fields["test_problems"]
         for name in ("kl_requests", *(["judge_problems"] if "chat" in fields.get("held_out_kinds", ()) else [])):
             given = settings.get(name)
             fields[name] = min(whole_number(name, n if given is None else given), n)
-        _check_room(fields, settings)
+        judges = len(fields.get("held_out_names", ()))
+        a_point = 8 * (2 * (1 + len(SCORED) + len(FOUND) + judges) + 9)
+        rest = 3_600 + len(json.dumps(fields)) + 500 * judges
+        common.check_room(settings.get("curve_points", 1), a_point, rest, f"{judges} judges", "judges")
         return fields
 
-    def check(self, arm: str, base: str, settings: Mapping[str, Any]) -> None:
+    def check(self, arm: str, base: str, settings: Settings) -> None:
         """Raise ValueError for an arm, or a setting, that needs to know which replies are right."""
         if trainers.of(arm).samples_first:
             raise ValueError(f"arm {arm!r} fine-tunes on right answers, and no scorer says which replies are right.")
@@ -325,7 +290,7 @@ class Public(Measures):
         sets = {name: of_split[name][: spec[f"{name}_problems"]] for name in ("validation", "test")}
         if spec["kind"] == "train":
             asked = of_split["train"][: spec.get("unique_prompts")]
-            sets["train"] = in_own_order(spec, asked, spec["steps"] * spec["prompts_per_step"])
+            sets["train"] = common.in_own_order(spec, asked, spec["steps"] * spec["prompts_per_step"])
         return sets
 
     def rows(self, spec: Spec, tokenizer: Any, problems: Sequence[Problem]) -> list[dict[str, Any]]:
@@ -368,7 +333,7 @@ class Public(Measures):
         pairs = [Pair(*texts) for texts in zip(kept["prompts"], *read, strict=True)]
         said = judge_models.judged(spec, pairs[: spec.get("judge_problems", 0)])
         data = json.dumps(kept).encode()
-        files.replace_bytes(_folder() / f"{spec_hash(spec)}.json", data, sync=True)
+        files.replace_bytes(_replies_file(spec), data, sync=True)
         result["replies_sha256"] = hashlib.sha256(data).hexdigest()
         if said:
             result["held_out"] = [{"judge": one.name, "rubric": rubric} | _verdicts(j) for one, rubric, j in said]
@@ -395,22 +360,20 @@ class Public(Measures):
         base = _replies_of_base(spec, engine, len(problems), first=step == 0)
         judges = judge_models.held_out(spec, "scorer")
         shown: dict[str, Any] = {}
-        for decoding, samples, temperature in decodings_of_point(spec, SAMPLES):
-            how = {"samples": samples, "seed": step, "temperature": temperature}
+        for decoding, how in common.decodings_of_point(spec, SAMPLES, step).items():
             reward, cost = _sides(spec, *_drawn(engine, "validation", sets["validation"], **how)[:2])
-            now = {"proxy": float(np.nanmean(reward - spec["cost_weight"] * cost))}
             asked, texts, _ = _drawn(engine, "test", problems, **how)
-            now |= _said(*_sides(spec, asked, texts))
-            now |= {name: value for name, value in _found(texts).items() if name in FOUND}
+            what = _found(texts)
+            now = {"proxy": float(np.nanmean(reward - spec["cost_weight"] * cost))}
+            now |= _said(*_sides(spec, asked, texts)) | {name: what[name] for name in FOUND}
             for i, one in enumerate(judges):
                 now[f"win {i}"] = _wins(_score(spec, one, asked, texts), _score(spec, one, problems, base))
             if decoding == "greedy":
                 now["template"] = hacking.template_share(texts)
-            shown |= {
-                f"{name}_{decoding}": round(value, 1 if name == "characters" else 4) for name, value in now.items()
-            }
+            for name, value in now.items():
+                shown[f"{name}_{decoding}"] = round(value, 1 if name == "characters" else 4)
         (row,) = engine.generate("test", np.arange(spec["kl_requests"]), samples=1, seed=step)
-        return shown | drift(spec, engine, [ids for _, ids in row])
+        return shown | common.drift(spec, engine, [ids for _, ids in row])
 
     def outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
         """Return split B greedily, at temperature 0.6 and at 1, a few replies to read, and the KL of the end.
@@ -431,9 +394,10 @@ class Public(Measures):
         result.pop("replies")
         asked, texts, _ = _drawn(engine, "test", sets["test"], samples=SAMPLES_AT_END)
         units = {}
-        for one in (one for one in judge_models.of(spec) if one.kind == "scorer"):
-            scores = _score(spec, one, asked, texts)
-            units[f"{one.role} {one.name}"] = [round(float(scores.mean()), 4), round(float(scores.std()), 4)]
+        for one in judge_models.of(spec):
+            if one.kind == "scorer":
+                scores = _score(spec, one, asked, texts)
+                units[f"{one.role} {one.name}"] = [round(float(scores.mean()), 4), round(float(scores.std()), 4)]
         return result | {"units": units}
 
     def _tested(self, spec: Spec, engine: Any, sets: Mapping[str, list], first: bool) -> Record:
@@ -443,8 +407,8 @@ class Public(Measures):
         median = float(np.nanmedian(_sides(spec, problems, base)[0]))
         of_base = [_score(spec, one, problems, base) for one in judges]
         test: dict[str, Any] = {"n": len(problems), "median_reward_base": round(median, 4)}
-        for decoding, samples, temperature in decodings_of_end(SAMPLES_AT_END):
-            asked, texts, ids = _drawn(engine, "test", problems, samples=samples, temperature=temperature)
+        for decoding, how in common.decodings(SAMPLES_AT_END).items():
+            asked, texts, ids = _drawn(engine, "test", problems, **how)
             reward, cost = sides = _sides(spec, asked, texts)
             known = np.isfinite(reward) & np.isfinite(cost)
             now = {
@@ -462,13 +426,13 @@ class Public(Measures):
                 now["score"] = [np.nanmean(score) for score in scores]
                 now["win"] = [_wins(*pair) for pair in zip(scores, of_base, strict=True)]
             test[decoding] = {name: np.round(value, 4).tolist() for name, value in now.items()}
-            if not samples:
+            if decoding == "greedy":
                 replies = {"prompts": [p.prompt for p in problems], "replies": texts, "base": base}
                 for name, values in zip(judge_models.SIDES, sides, strict=True):
                     replies[name] = [x if math.isfinite(x) else None for x in values.tolist()]
         scorers = {one.role: one for one in judge_models.of(spec)[:2]} | {one.name: one for one in judges}
         counts = {name: judge_models.opened(spec, one).counts for name, one in scorers.items()}
-        shown = [beginning(text) for text in replies["replies"][:SHOWN]]
+        shown = [common.beginning(text) for text in replies["replies"][:SHOWN]]
         return {"test": test, "shown": shown, "scorers": counts, "replies": replies}
 
 
