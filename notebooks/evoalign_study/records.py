@@ -19,16 +19,16 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib._interrupts import interrupts_wait
-from evoalign_lib.files import canonical_json, locked, replace_bytes, sync_folder
+from evoalign_lib.files import canonical_json, locked, replace_bytes
 from evoalign_study import paths
 
 ENGINE_VERSION = 2
@@ -43,38 +43,12 @@ _SAMPLES = 16
 _DIGITS = "0123456789abcdefg"
 
 
-class Spec(TypedDict, total=False):
-    """What decides the result of a run; these entries, and those of its kind, its task and its arm."""
-
-    kind: str
-    """A key of `kinds.KINDS`."""
-    task: str
-    base: str
-    """A shipped base ("A0", ...), a model on the Hub, or a folder."""
-    base_digest: str
-    scale: str
-    engine_version: int
-    arm: str
-    """Of training runs: a key of `arms.ARMS`."""
-    seed: int
-    steps: int
-
-
-class Record(TypedDict, total=False):
-    """What is stored of a finished run; these entries, and those of its kind and its task."""
-
-    spec: Spec
-    spec_hash: str
-    notebook: str
-    status: str
-    commit: str
-    environment: dict[str, str]
-    budget: dict[str, float]
-    test: dict[str, Any]
-    curve: dict[str, list]
-    digest: str
-    """Of the weights that a training run ended with."""
-    ledger: dict[str, Any]
+Spec = dict[str, Any]
+"""What decides the result of a run: kind (a key of `kinds.KINDS`), task, base (a shipped one, a model on the Hub, or a
+folder), base_digest, scale, engine_version, and what its kind, its task and its arm (a key of `arms.ARMS`) add."""
+Record = dict[str, Any]
+"""What is stored of a finished run: spec, spec_hash, notebook, status, commit, environment, budget, and what its kind
+and its task add, such as test, curve, digest (of the weights that a training run ended with) and ledger."""
 
 
 def spec_hash(spec: Spec) -> str:
@@ -86,21 +60,20 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: Path, hashes: Container[str] | None = None) -> list[Record]:
     """Return the records of a file in file order; a torn last line (of a killed run) is left out.
+
+    Bytes of a file that this process has checked are not checked anew: a notebook reads all files for each group.
+
+    Args:
+        path: of the file.
+        hashes: of the specs whose records are wanted; None: all.
 
     Raises:
         ValueError: a line is not a record, or not one of a finished run, or its spec was edited; names file and line.
     """
-    return [record for record, _ in _checked(path, _bytes(path))]
-
-
-def read_records_of(path: Path, hashes: Container[str]) -> list[Record]:
-    """Return the records of specs with these hashes, as `read_records` does, with the same errors.
-
-    Bytes of a file that this process has checked are not checked anew: a notebook reads all files for each group.
-    """
-    return [json.loads(line) for spec, line in _checked_lines(path, _bytes(path)) if spec in hashes]
+    lines = _checked_lines(path, _bytes(path))
+    return [json.loads(line) for spec, line in lines if hashes is None or spec in hashes]
 
 
 def record_files(scale: str = "*") -> list[Path]:
@@ -111,22 +84,26 @@ def record_files(scale: str = "*") -> list[Path]:
 @lru_cache(maxsize=32)  # a file of each notebook, and fresh ones; the committed ones hold some megabytes together
 def _checked_lines(path: Path, data: bytes) -> list[tuple[str, bytes]]:
     """Return the spec hash and the line of each record in the bytes of a file; errors as for `read_records`."""
-    return [(record["spec_hash"], line) for record, line in _checked(path, data)]
-
-
-def _checked(path: Path, data: bytes) -> Iterator[tuple[Record, bytes]]:
-    """Yield each record in the bytes of a file, and its line; errors as for `read_records`."""
-    for number, line in _numbered(data):
+    lines = []
+    for number, line in _numbered(_whole(data)):
         try:
-            record = _record(line)
+            lines.append((_record(line)["spec_hash"], line))
         except ValueError as error:
-            if number > data.count(b"\n") and not _is_json(line):  # no end of a line: the writer was killed
-                return
             raise ValueError(
                 f"{path}, line {number} {error}. Restore the file from git; in a run folder, delete the line to run "
                 "its spec again."
             ) from error
-        yield record, line
+    return lines
+
+
+def _whole(data: bytes) -> bytes:
+    """Return the bytes of a record file without a last line that a killed writer left torn."""
+    last = data.rpartition(b"\n")[2]
+    try:
+        json.loads(last or b"0")
+    except (ValueError, RecursionError):
+        return data.removesuffix(last)
+    return data
 
 
 def _record(line: bytes) -> Record:
@@ -171,7 +148,7 @@ def append_record(path: Path, record: Record, kept: Path | None = None) -> Recor
         ValueError: a record over 8 kB, with a curve over 50 points, or with numbers that are not finite; or a file that
             cannot be read (see `read_records`).
     """
-    line, own = record_line(record).encode(), record["spec_hash"]
+    line, own = record_line(record).encode().rstrip(b"\n"), record["spec_hash"]
     with locked(path), interrupts_wait():
         stored, index = _mended(path)
         if missing := _add_missing(path, stored, index):
@@ -183,8 +160,8 @@ def append_record(path: Path, record: Record, kept: Path | None = None) -> Recor
                 return json.loads(first)
         if kept is not None:  # first: no record is without its ledger
             replace_bytes(_ledger_file(path.parent, own), kept.read_bytes(), sync=True)
-        _append(path, line)
-        _append(_index_file(path), _index_line(record, line.rstrip(b"\n")) + b"\n")
+        for file, own_line in ((path, line), (_index_file(path), _index_line(record, line))):
+            replace_bytes(file, _bytes(file) + own_line + b"\n", sync=True)
     return record
 
 
@@ -297,17 +274,13 @@ def _index_line(record: Record, line: bytes) -> bytes:
 
 def _mended(path: Path) -> tuple[list[tuple[str, bytes]], list[bytes]]:
     """Return spec and line of each record of a file, and its index, after mending what a killed writer left torn."""
-    for file in (path, _index_file(path)):
-        data = _bytes(file)
-        if data and not data.endswith(b"\n"):
-            last = data[data.rfind(b"\n") + 1 :]
-            with open(file, "rb+") as mended:
-                if file == path and _is_json(last):  # all but its end was written
-                    mended.seek(0, os.SEEK_END)
-                    mended.write(b"\n")
-                else:
-                    mended.truncate(len(data) - len(last))
-    return _checked_lines(path, _bytes(path)), [line for _, line in _numbered(_bytes(_index_file(path)))]
+    data, index = _whole(_bytes(path)), _bytes(_index_file(path))
+    data += b"\n" if data and not data.endswith(b"\n") else b""  # all but the end of a line was written
+    index = index[: index.rfind(b"\n") + 1]
+    for file, mended in ((path, data), (_index_file(path), index)):
+        if mended != _bytes(file):
+            replace_bytes(file, mended, sync=True)
+    return _checked_lines(path, data), [line for _, line in _numbered(index)]
 
 
 def _add_missing(path: Path, stored: list[tuple[str, bytes]], index: list[bytes]) -> int:
@@ -350,14 +323,6 @@ def _numbered(data: bytes) -> list[tuple[int, bytes]]:
     return [(number, line) for number, line in enumerate(data.split(b"\n"), 1) if line]
 
 
-def _is_json(text: bytes) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
 def _contradictions(record: Record) -> list[str]:
     """Return what a record says of itself that cannot be: means that its packed results do not have."""
     faults, blocks = [], [("", record)]
@@ -379,16 +344,6 @@ def _contradictions(record: Record) -> list[str]:
                 said = f"the mean of {n} results is {results.mean():.6g}" if len(results) == n else f"n is {n}"
                 faults.append(f"{of} is {block[what]!r}, but by {of}_{kind} {said}")
     return faults
-
-
-def _append(path: Path, data: bytes) -> None:
-    new = not path.exists()
-    with open(path, "ab") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    if new:
-        sync_folder(path.parent)
 
 
 def run_folder(notebook: str, scale: str) -> Path:

@@ -108,17 +108,13 @@ def take(settings: Mapping[str, Any], names: Sequence[str], whose: str) -> dict[
     Raises:
         ValueError: one that is missing, saying whose it is.
     """
-    for name in names:
-        if name not in settings:
-            raise ValueError(f"{whose} needs the setting {name!r}.")
+    if missing := [name for name in names if name not in settings]:
+        raise ValueError(f"{whose} needs the setting {missing[0]!r}.")
     return {name: settings[name] for name in names}
 
 
 def engine_fields(
-    bases: Sequence[str],
-    settings: Mapping[str, Any],
-    family: trainers.Family | None = None,
-    adapter: bool = False,
+    bases: Sequence[str], settings: Mapping[str, Any], family: trainers.Family | None = None, adapter: bool = False
 ) -> dict[str, Any]:
     """Return the fields of an engine that is not the local one; the local one has none in a spec.
 
