@@ -42,12 +42,7 @@ FIRST = ("es first", "grpo first")
 """Groups of the first parts."""
 COMPOSED = {"es then grpo": ("es first", "grpo"), "grpo then es": ("grpo first", "es")}
 """Group of runs in two parts -> the group of their first parts, and what the second one is."""
-ORDERS = {
-    "ES alone": ALONE,
-    "GRPO alone": "grpo",
-    "ES, then GRPO": "es then grpo",
-    "GRPO, then ES": "grpo then es",
-}
+ORDERS = {"ES alone": ALONE, "GRPO alone": "grpo", "ES, then GRPO": "es then grpo", "GRPO, then ES": "grpo then es"}
 """What stands against one another at as many FLOPs -> its group of runs."""
 ALONG = {
     "validation_greedy": "right greedily",
