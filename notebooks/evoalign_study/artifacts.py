@@ -386,20 +386,15 @@ def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path 
         yield from _changed_outputs()
 
 
-def redraw(notebook: str) -> str | None:
-    """Execute a notebook in place (`execution.execute`), and put what it drew in the place of its committed artefacts.
-
-    Returns:
-        What failed, and nothing is changed then; or None.
+def redraw(notebook: str) -> None:
+    """Execute a notebook in place, and put what it drew in the place of its committed artefacts.
 
     Raises:
-        FileNotFoundError: a notebook that is not there.
+        FileNotFoundError, ValueError: what `execution.execute` refuses; nothing is changed then.
     """
     with tempfile.TemporaryDirectory() as folder:
-        failure = execution.execute(notebook, Path(folder))
-        if failure is None:
-            _adopt(notebook, Path(folder), execution.outputs_digest(paths.NOTEBOOKS / f"{notebook}.ipynb"))
-        return failure
+        execution.execute(notebook, Path(folder))
+        _adopt(notebook, Path(folder), execution.outputs_digest(paths.NOTEBOOKS / f"{notebook}.ipynb"))
 
 
 def record_problems() -> list[str]:

@@ -50,30 +50,26 @@ def execute_all(folders: dict[str, Path]) -> Iterator[str | None]:
             raise
 
 
-def execute(notebook: str, folder: Path) -> str | None:
+def execute(notebook: str, folder: Path) -> None:
     """Execute a notebook in place, its artefacts into a folder; what has no record is run.
 
     The notebook is written anew only if all cells ran: without the times of execution, with the pieces of a cell's
     stream joined, and with what `stale` compares.
 
-    Returns:
-        What failed, or None.
-
     Raises:
         FileNotFoundError: a notebook that is not there.
+        ValueError: a cell failed.
     """
     import nbformat
 
     path = paths.NOTEBOOKS / f"{notebook}.ipynb"
     content = nbformat.read(path, as_version=4)
-    failure = _run(notebook, content, folder, [], timeout=None)
-    if failure:
-        return failure
+    if failure := _run(notebook, content, folder, [], timeout=None):
+        raise ValueError(failure)
     for cell in content.cells:
         cell.metadata = {name: value for name, value in cell.metadata.items() if name == "tags"}
     content.metadata["evoalign"] = {"commit": provenance.commit(), "cells": _digests(content)}
     replace_text(path, nbformat.writes(content) + "\n")
-    return None
 
 
 def stale(content: NotebookNode) -> list[str]:

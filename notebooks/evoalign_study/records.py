@@ -19,7 +19,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -407,6 +407,22 @@ def accuracy_matrix(records: Sequence[dict[str, Any]], decoding: str = "greedy")
     return np.stack(rows) / _SAMPLES
 
 
+def _row(values: ArrayLike, what: str, fits: Callable[[NDArray], Any]) -> NDArray:
+    """Return values as one row. Raises ValueError where one of them is not what it says, or none of its kind."""
+    row = np.asarray(values)
+    if row.ndim != 1 or not np.all(fits(row)):
+        raise ValueError(f"values must be one row of {what}, got shape {row.shape}: {row.ravel()[:5]}")
+    return row
+
+
+def _values(text: str, digits: str) -> NDArray[np.int64]:
+    """Return the values of the digits in a text. Raises ValueError for any other character."""
+    if strange := sorted(set(text) - set(digits)):
+        raise ValueError(f"{strange[0]!r} is no digit of base {len(digits)}: damaged record")
+    values = bytes.maketrans(digits.encode(), bytes(range(len(digits))))
+    return np.frombuffer(text.encode().translate(values), np.uint8).astype(np.int64)
+
+
 def pack_bits(bits: ArrayLike) -> str:
     """Return 0/1 results as hexadecimal text, eight problems per byte, the first one in the highest bit.
 
@@ -419,9 +435,7 @@ def pack_bits(bits: ArrayLike) -> str:
     >>> pack_bits([1, 0, 0, 0, 0, 0, 0, 1, 1])
     '8180'
     """
-    row = np.asarray(bits)
-    if row.ndim != 1 or not np.isin(row, (0, 1)).all():
-        raise ValueError(f"bits must be one row of 0 and 1, got shape {row.shape} with values {np.unique(row)[:5]}")
+    row = _row(bits, "0 and 1", lambda row: np.isin(row, (0, 1)))
     return np.packbits(row.astype(np.uint8)).tobytes().hex()
 
 
@@ -452,9 +466,7 @@ def pack_counts(counts: ArrayLike) -> str:
     >>> pack_counts([0, 9, 10, 16])
     '09ag'
     """
-    row = np.asarray(counts)
-    if row.ndim != 1 or not np.isin(row, np.arange(_SAMPLES + 1)).all():
-        raise ValueError(f"counts must be one row of integers 0..{_SAMPLES}, got shape {row.shape}: {row.ravel()[:5]}")
+    row = _row(counts, f"integers 0..{_SAMPLES}", lambda row: np.isin(row, np.arange(_SAMPLES + 1)))
     return "".join(_DIGITS[int(count)] for count in row)
 
 
@@ -464,12 +476,7 @@ def unpack_counts(text: str) -> NDArray[np.int64]:
     Raises:
         ValueError: any other character.
     """
-    strange = sorted(set(text) - set(_DIGITS))
-    if strange:
-        raise ValueError(f"{strange[0]!r} is not a base-17 digit (0-9a-g): damaged record")
-    # in ASCII the digits rise
-    digits, codes = (np.frombuffer(each.encode(), np.uint8) for each in (_DIGITS, text))
-    return np.searchsorted(digits, codes).astype(np.int64)
+    return _values(text, _DIGITS)
 
 
 _BASE64 = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
@@ -490,9 +497,7 @@ def pack_integers(values: ArrayLike) -> str:
     >>> pack_integers([0, 64, 4095])
     'AABA__'
     """
-    row = np.asarray(values)
-    if row.ndim != 1 or not (np.issubdtype(row.dtype, np.integer) and ((row >= 0) & (row <= _NEVER)).all()):
-        raise ValueError(f"values must be one row of integers 0..{_NEVER}, got shape {row.shape}: {row.ravel()[:5]}")
+    row = _row(values, f"integers 0..{_NEVER}", lambda row: row.dtype.kind in "iu" and (row >= 0) & (row <= _NEVER))
     return "".join(_BASE64[value // 64] + _BASE64[value % 64] for value in row.tolist())
 
 
@@ -502,11 +507,9 @@ def unpack_integers(text: str) -> NDArray[np.int64]:
     Raises:
         ValueError: any other text.
     """
-    strange = sorted(set(text) - set(_BASE64))
-    if strange or len(text) % 2:
-        what = f"{strange[0]!r} is no digit of base 64" if strange else f"{len(text)} digits are no pairs"
-        raise ValueError(f"{what}: damaged record")
-    digits = np.array([_BASE64.index(digit) for digit in text], dtype=np.int64)
+    digits = _values(text, _BASE64)
+    if len(digits) % 2:
+        raise ValueError(f"{len(digits)} digits are no pairs: damaged record")
     return digits[::2] * 64 + digits[1::2]
 
 
@@ -524,9 +527,7 @@ def pack_probabilities(values: ArrayLike) -> str:
     >>> unpack_probabilities(pack_probabilities([1, 0.5, 0.001, 0])).round(5).tolist()
     [1.0, 0.49907, 0.001, 0.0]
     """
-    row = np.asarray(values, dtype=np.float64)
-    if row.ndim != 1 or not ((row >= 0) & (row <= 1 + 1e-9)).all():
-        raise ValueError(f"values must be one row of probabilities, got shape {row.shape}: {row.ravel()[:5]}")
+    row = _row(np.asarray(values, dtype=np.float64), "probabilities", lambda row: (row >= 0) & (row <= 1 + 1e-9))
     with np.errstate(divide="ignore"):
         steps = np.rint(-np.log(row.clip(max=1)) / _LOG_STEP)
     return pack_integers(np.minimum(steps, _NEVER).astype(np.int64))

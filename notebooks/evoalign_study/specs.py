@@ -133,12 +133,11 @@ def engine_fields(
     """
     if base_models.is_local(settings):
         return {}
-    for base in bases:
-        if base in tiny.SHIPPED:
-            raise ValueError(
-                f"engine={settings['engine']!r} is for models of the Hub or of a folder; {base!r} is one of the tiny "
-                "world's, for which engine='local' is there."
-            )
+    if shipped := [base for base in bases if base in tiny.SHIPPED]:
+        raise ValueError(
+            f"engine={settings['engine']!r} is for models of the Hub or of a folder; {shipped[0]!r} is one of the tiny "
+            "world's, for which engine='local' is there."
+        )
     given = {name: settings[name] for name in base_models.ENGINE_FIELDS if settings.get(name) is not None}
     if family is None or family.has_members and not adapter:
         return given

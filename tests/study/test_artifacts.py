@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from base64 import b64decode
@@ -25,6 +24,7 @@ from evoalign_study.rendering import tex_escape
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from PIL import Image
+from test_records import git
 from test_style import colourful
 from typer.testing import CliRunner
 
@@ -322,11 +322,6 @@ def store_records(repository: Path) -> Path:
     return repository / RESULTS
 
 
-def git(folder: Path, *arguments: str) -> None:
-    user = ("-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
-    subprocess.run(["git", *user, *arguments], cwd=folder, check=True, capture_output=True)
-
-
 @pytest.fixture(scope="module")
 def agreed(tmp_path_factory: pytest.TempPathFactory, enter) -> Path:
     """A repository in which all agrees: notebook, records, figures, README and benchmark; `drawn` has it once more."""
@@ -339,7 +334,7 @@ def agreed(tmp_path_factory: pytest.TempPathFactory, enter) -> Path:
         merge(folder / "paper/results/bench.json", "a device", "cpu", {"step": {"ratio": 3.5}})
         write(folder, PRINTS, DRAWS)
         store_records(folder)
-        git(folder, "init", "-q"), git(folder, "add", "."), git(folder, "commit", "-qm", "A notebook")
+        git("init", "-q"), git("add", "."), git("commit", "-qm", "A notebook")
         assert run("execute", "01_toy") == (0, [f"01_toy: executed at commit {provenance.commit()}"])
         assert run("verify", "--write") == (0, ["written"])
         for place in ("figures", "generated"):
@@ -407,7 +402,7 @@ def test_the_commit_has_a_mark_where_code_was_changed(agreeing: Path, monkeypatc
     for change in (lambda file: file.write_text("<<<<<<<"), Path.unlink):
         change(agreeing / NOTEBOOK)
         assert provenance.commit() == head + "+"
-    git(agreeing, "checkout", "-q", NOTEBOOK)
+    git("checkout", "-q", NOTEBOOK)
     assert provenance.commit() == head
     (agreeing / "module.py").write_text("a = 2\n")
     assert provenance.commit() == head + "+"

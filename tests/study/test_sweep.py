@@ -11,27 +11,24 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
-from evoalign_study import measures, paths, sweep, training
+from evoalign_study import measures, paths, progress_bar, sweep, training
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.exact import kl_specs
 from evoalign_study.kinds.train import audit_specs, train_specs
 from evoalign_study.records import append_record, index_problems, read_records, spec_hash
 from evoalign_study.sweep import load_or_run
 from helpers import chained
+from test_records import record
 from typer.testing import CliRunner
 
 from evoalign_lib import ledger
 from evoalign_lib.cli import app
-
-
-def record(seed: int = 0, **more):
-    spec = {"kind": "train", "scale": "tiny", "seed": seed}
-    return {"spec": spec, "spec_hash": spec_hash(spec), "status": "finished", "test": {"greedy": 0.25}} | more
 
 
 def at(patch: pytest.MonkeyPatch, folder: Path) -> Path:
@@ -376,6 +373,25 @@ def test_the_user_and_other_engines_choose_their_own_instructions(monkeypatch, l
     sweep._set_environment(local)
     assert {name: os.environ.get(name) for name in sweep._INSTRUCTIONS} == expected
     assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
+# ---- the bar
+
+
+def test_a_run_counts_by_its_steps_and_all_futures_are_yielded(monkeypatch, capsys):
+    monkeypatch.setattr(progress_bar, "SECONDS", 0.01)
+    monkeypatch.setattr(progress_bar, "QUIET_SECONDS", 0.02)
+    shares, spec = [0.0] * 4, {"seed": 3, "steps": 40}
+    progress_bar.tell_in({spec_hash(spec): 3}, shares)
+    progress_bar.tell(spec, 20)
+    progress_bar.tell(spec | {"seed": 4}, 20)  # of no run of the sweep
+    progress_bar.tell_in({}, [])
+    assert shares == [0, 0, 0, 0.5]
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(time.sleep, i / 10) for i in range(4)]
+        assert set(progress_bar.followed(futures, shares, "01")) == set(futures)
+    shown = capsys.readouterr().err
+    assert re.search(r"01: .* [0-3]\.5/4 runs", shown) and re.search(r"100%.* 4/4 runs", shown)
 
 
 # ---- ledgers that are kept with records
