@@ -263,8 +263,7 @@ def render_readme_block(markdown: str) -> None:
     path = paths.ROOT / "README.md"
     with locked(path):
         old = _text(path)
-        new = _README_BLOCK.sub(lambda found: found[1] + markdown + found[3], old)
-        if new != old:
+        if (new := _README_BLOCK.sub(lambda found: found[1] + markdown + found[3], old)) != old:
             replace_text(path, new)
 
 

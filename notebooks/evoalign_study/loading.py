@@ -113,8 +113,7 @@ class Loader:
         for name in names:
             _check_name("load", name, self.names)
         groups = self._groups(self._run, self.records)
-        before = [n for name in names for n in getattr(groups[name], "after", ()) if n not in self.records]
-        if before:
+        if before := [n for name in names for n in getattr(groups[name], "after", ()) if n not in self.records]:
             self(*dict.fromkeys(before))
             groups = self._groups(self._run, self.records)
         specs = {name: self._specs_of(name, groups[name]) for name in names if name not in self.records}

@@ -388,8 +388,7 @@ def accuracy_matrix(records: Sequence[dict[str, Any]], decoding: str = "greedy")
         ValueError: no records, a decoding that a record lacks, or records with unequal numbers of problems.
     """
     key = "greedy_bits" if decoding == "greedy" else f"{decoding}_counts"
-    lacking = [record for record in records if key not in record["test"]]
-    if lacking:
+    if lacking := [record for record in records if key not in record["test"]]:
         known = sorted(name.removesuffix("_counts") for name in lacking[0]["test"] if name.endswith("_counts"))
         raise ValueError(
             f"unknown decoding {decoding!r}: {len(lacking)} of {len(records)} records have no {key!r}; use one of "

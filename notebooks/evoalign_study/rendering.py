@@ -36,8 +36,7 @@ def tex_plain(text: str) -> str:
 
 def cell_text(frame: DataFrame, formats: dict[str, str]) -> DataFrame:
     """Return a table as text, every cell as it is printed."""
-    unknown = [column for column in formats if column not in frame]
-    if unknown:
+    if unknown := [column for column in formats if column not in frame]:
         raise ValueError(f"formats names {unknown[0]!r}, which is no column of the table: {', '.join(frame)}")
     return frame.apply(lambda column: _column_text(column, formats.get(column.name)))
 

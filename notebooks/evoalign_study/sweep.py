@@ -247,8 +247,7 @@ def _run_in_pool(
                 elif failure is None:
                     failure = error
                     failure.add_note(f"in the run {futures[future]}; {_STORED}")
-                    begun = sum(not other.cancel() for other in futures if not other.done())
-                    if begun:
+                    if begun := sum(not other.cancel() for other in futures if not other.done()):
                         message = f"a run failed ({error!r}); {begun} that had begun are finished first"
                         tqdm.write(message, sys.stderr)
         except BaseException:

@@ -16,9 +16,8 @@ from types import SimpleNamespace
 import nbformat
 import pandas as pd
 import pytest
-from evoalign_study import artifacts, cli, execution, paths, provenance, style
+from evoalign_study import artifacts, claims, cli, execution, paths, provenance, style
 from evoalign_study.artifacts import Store
-from evoalign_study.claims import evaluate_together, load_claims, rule_hash
 from evoalign_study.records import append_record, spec_hash
 from evoalign_study.rendering import tex_escape
 from matplotlib import pyplot as plt
@@ -100,17 +99,14 @@ def test_a_table_is_tex_csv_html_and_plain_text(repository: Path) -> None:
     assert manifest(repository)["artefacts"]["literature"]["records"] is None
 
 
-@pytest.mark.parametrize(
-    ("text", "tex"),
-    [
-        (r"1% $x_1 \ {a}~#^|", r"1\% \$x\_1 \textbackslash{} \{a\}\textasciitilde{}\#\textasciicircum{}\textbar{}"),
-        ("[-3.0, -1] -.5", "[$-$3.0, $-$1] -.5"),
-        ("Qwen2.5-7B, 1e-3, 2-3, x -y", "Qwen2.5-7B, 1e-3, 2-3, x -y"),
-        ("σ ≤ 1 ± 2 × 3 < 4", r"$\sigma$ $\le$ 1 $\pm$ 2 $\times$ 3 $<$ 4"),
-    ],
-)  # fmt: skip
-def test_tex_escape(text: str, tex: str) -> None:
-    assert tex_escape(text) == tex
+def test_tex_escape() -> None:
+    texts = {
+        r"1% $x_1 \ {a}~#^|": r"1\% \$x\_1 \textbackslash{} \{a\}\textasciitilde{}\#\textasciicircum{}\textbar{}",
+        "[-3.0, -1] -.5": "[$-$3.0, $-$1] -.5",
+        "Qwen2.5-7B, 1e-3, 2-3, x -y": "Qwen2.5-7B, 1e-3, 2-3, x -y",
+        "σ ≤ 1 ± 2 × 3 < 4": r"$\sigma$ $\le$ 1 $\pm$ 2 $\times$ 3 $<$ 4",
+    }
+    assert {text: tex_escape(text) for text in texts} == texts
 
 
 def test_a_figure_is_pictures_data_and_what_a_notebook_shows(repository: Path) -> None:
@@ -258,21 +254,6 @@ def test_what_is_refused_changes_nothing(repository: Path, make, named: str) -> 
     assert contents(repository) == before
 
 
-def test_claims_are_all_in_the_paper_and_those_with_a_rule_in_the_readme(repository: Path) -> None:
-    declared = load_claims()
-    markdown = artifacts.save_claims(evaluate_together(declared, []), repository / GENERATED)
-    rows = [line.strip("| ").split(" | ") for line in markdown.splitlines() if line.startswith("| ")][2:]
-    with_rule = [c["id"] for c in declared if c["rule"]["kind"] != "open" and c["id"].startswith("C")]
-    last = [name for name in with_rule if name == max(n for n in with_rule if n.rstrip("bc") == name.rstrip("bc"))]
-    assert [row[0].split()[0] for row in rows] == last and "C2b" in last and "C1" in last
-    tex = (repository / GENERATED / "claims.tex").read_text().splitlines()
-    assert tex[0].startswith(r"\begin{longtable}{lp{") and tex[-1] == r"\end{longtable}"
-    assert sum(line.startswith(tuple(f"{c['id']} & " for c in declared)) for line in tex) == len(declared)
-    table = pd.read_csv(repository / GENERATED / "claims.csv", index_col="claim")
-    assert list(table.index) == [c["id"] for c in declared]
-    assert table.loc["C17", "verdict"] == "not testable at this scale" and len(table.loc["C2", "rule"]) == 64
-
-
 # ---- a notebook executed in place, and what verify finds afterwards
 
 PRINTS = """import sys, time
@@ -336,7 +317,7 @@ def agreed(tmp_path_factory: pytest.TempPathFactory, enter) -> Path:
         store_records(folder)
         git("init", "-q"), git("add", "."), git("commit", "-qm", "A notebook")
         assert run("execute", "01_toy") == (0, [f"01_toy: executed at commit {provenance.commit()}"])
-        assert run("verify", "--write") == (0, ["written"])
+        artifacts.render_readme_block(artifacts.save_claims(claims.evaluate_all("tiny"), paths.GENERATED))
         for place in ("figures", "generated"):
             shutil.copytree(getattr(paths, place.upper()), folder / "drawn" / place)
         assert forged(folder) == []
@@ -476,7 +457,7 @@ def test_verify_reports_a_forged_lock(agreeing: Path) -> None:
         assert forged(agreeing)[0].startswith(named)
     before, _, after = rules.partition("- id: C1\n")
     declared.write_text(f"{before}- id: C1\n{after.replace('min_seeds: 8', 'min_seeds: 9', 1)}")
-    changed = next(rule_hash(each) for each in load_claims() if each["id"] == "C1")
+    changed = next(claims.rule_hash(each) for each in claims.load_claims() if each["id"] == "C1")
     lock.write_text(whole.replace(old.split()[2], changed))
     assert any(f"has lost the rule {old.split()[2][:12]} of claim C1" in problem for problem in forged(agreeing))
 

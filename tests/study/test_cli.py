@@ -121,14 +121,11 @@ def test_nothing_is_overwritten(tmp_path, monkeypatch):
 
 
 def test_damaged_files_are_no_tracebacks(tmp_path):
-    whole = next((paths.RESULTS / "01_es_countdown/ledgers").iterdir()).read_bytes()
-    damaged = {"cut.jsonl.gz": whole[: len(whole) // 2], "text.jsonl": b"hello\n", "odd.jsonl": b'{"a": 1}\n'}
-    for name, data in (damaged | {"empty.jsonl": b""}).items():
-        (tmp_path / name).write_bytes(data)
+    packed = tmp_path / "cut.jsonl.gz"
+    packed.write_bytes(next((paths.RESULTS / "01_es_countdown/ledgers").iterdir()).read_bytes()[:5000])
     model = shutil.copytree(tiny.bases_folder() / "A0", tmp_path / "model")
     (model / "model.safetensors").write_bytes(b"broken")
-    commands = [["replay", path, "--verify"] for path in (tmp_path, *tmp_path.glob("*.jsonl*"))]
-    commands += [["compare", "A0", end, "A1", "--out", tmp_path / "x"] for end in (model, tmp_path)]
-    for arguments in commands:
+    commands = [["replay", path, "--verify"] for path in (packed, tmp_path)]
+    for arguments in [*commands, *(["compare", "A0", end, "A1", "--out", tmp_path / "x"] for end in (model, tmp_path))]:
         code, said = call(*arguments)
         assert code == 1 and said, arguments

@@ -186,24 +186,17 @@ print("replayed")
 """
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """The library's wheel, built from a copy: a build leaves files beside what it builds."""
-
-    folder = tmp_path_factory.mktemp("wheel")
-    for name in ("evoalign_lib", "notebooks/evoalign_study"):
-        shutil.copytree(paths.ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "notebooks/pyproject.toml"):
-        shutil.copy(paths.ROOT / name, folder / name)
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder / "dist", folder]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (built,) = (folder / "dist").glob("*.whl")
-    return built
-
-
 @pytest.mark.slow
-def test_the_wheel_has_no_study_in_it_and_trains_outside_of_a_checkout(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_has_no_study_in_it_and_trains_outside_of_a_checkout(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"  # a build leaves files beside what it builds
+    for name in ("evoalign_lib", "notebooks/evoalign_study"):
+        shutil.copytree(paths.ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "notebooks/pyproject.toml"):
+        shutil.copy(paths.ROOT / name, copy / name)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path / "dist", copy]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=copy)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "evoalign_lib/es.py" in names and "evoalign_lib/tiny/bases/A0/model.safetensors" in names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"evoalign_lib", "evoalign"}

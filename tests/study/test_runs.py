@@ -4,23 +4,12 @@ from functools import lru_cache
 
 import numpy as np
 import pytest
-from evoalign_study import base_models, paths, sweep, trainers, training, weight_cache
-from evoalign_study.kinds import scaling, train, weights
-from evoalign_study.kinds.decode import base_specs, best_of_n_specs, decoding_specs, measured_spec, sampled_specs
+from evoalign_study import sweep, trainers, training, weight_cache
+from evoalign_study.kinds import train
+from evoalign_study.kinds.decode import base_specs, best_of_n_specs
 from evoalign_study.kinds.exact import estimator_specs, kl_specs
-from evoalign_study.kinds.judged import judgments_specs, published_specs, tastes_spec, tournament_spec
-from evoalign_study.kinds.memory import memory_specs, storage_specs
-from evoalign_study.kinds.train import audit_specs, composed_specs, sweep_specs, train_specs
-from evoalign_study.loading import of_runs
-from evoalign_study.records import (
-    MAX_CURVE,
-    accuracy_matrix,
-    append_record,
-    ledger_file,
-    read_records,
-    record_files,
-    spec_hash,
-)
+from evoalign_study.kinds.train import audit_specs, sweep_specs, train_specs
+from evoalign_study.records import MAX_CURVE, accuracy_matrix, append_record, read_records, spec_hash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -182,107 +171,7 @@ def test_fine_tuning_keeps_right_answers_alone(monkeypatch):
     assert record["budget"]["forward_flops"] == 2 * record["d"] * (sampled + 3 * trained)
 
 
-# ---- specs
-
-
-def runs_in(group):
-    """Records of the runs that a spec names, as `weight_cache.group` reads them; none where it names none."""
-    runs = zip(group["seeds"], group["digests"], strict=True) if group else ()
-    return [{"spec": group["run"] | {"seed": seed}, "digest": digest} for seed, digest in runs]
-
-
-def some(spec, *names):
-    return {name: spec[name] for name in names if name in spec}
-
-
-def end_in(named):
-    """The end that a spec names, made again; None: the base."""
-    long = runs_in(named.get("as_long_as")) if named else ()
-    return named and weight_cache.end(runs_in(named["of"]), as_long_as=long, **some(named, "factor", "draw"))
-
-
-def remade_decoding(s):
-    """Made again from the record of the run that it measures."""
-    trained = measured_spec(s)
-    assert spec_hash(MAKERS[trained["kind"]](trained)[-1]) == spec_hash(trained)
-    record = {"spec": trained, "spec_hash": spec_hash(trained), "digest": s["digest"]}
-    return decoding_specs([record], s["temperatures"], s["samples"], **some(s, "at_step", "curve_temperature"))
-
-
-def remade_sampled(s):
-    first, stop = s["block"]
-    settings = s | {"sampled_problems": s["test_problems"], "sampled_block": stop - first}
-    settings |= {"sampled_samples": s["samples"], "sampled_temperatures": [s["temperature"]], "sampled_seed": s["seed"]}
-    end = None
-    if "end" in s:  # a committed ledger
-        kept = [r for r in read_records(paths.RESULTS / "02_grpo_countdown" / "tiny.jsonl") if "ledger" in r]
-        (end,) = (file for file in map(ledger_file, kept) if base_models.know_end(file) == s["end"])
-    return [made for made in sampled_specs(s["base"], end, settings, s["scale"]) if made["block"] == s["block"]]
-
-
-def remade_products(s):
-    blocks = [runs_in(s["a"])] if s["a"] == s["b"] else [runs_in(s["a"]), runs_in(s["b"])]
-    return [made for made in weights.products_specs(blocks, s["scale"]) if (made["a"], made["b"]) == (s["a"], s["b"])]
-
-
-def remade_scaling(s):
-    if s["sort"] == "measured":
-        return [scaling.measured_spec(s["base"], s, s["scale"])]
-    return [scaling.simulated_spec(s["what"], s["lengths"], s, s["scale"], fitted_to=s.get("fitted_to"))]
-
-
-def remade_perturbed(s):
-    names = {"members": "members", "problems": "test_problems", "validation": "validation_problems"}
-    settings = s | {f"perturbed_{name}": s[field] for name, field in names.items()}
-    return weights.perturbed_specs(s["base"], [s["sigma"]], s["repeat"] + 1, settings, s["scale"])
-
-
-def of_end(make):
-    def remade(s):
-        more = {"coverage_problems": s["test_problems"]} if "test_problems" in s else {}
-        return [make(s["base"], end_in(s.get("end")), s | more, s["scale"])]
-
-    return remade
-
-
-MAKERS = {
-    "base": lambda s: base_specs([s["base"]], of_runs(s), "tiny"),
-    "train": lambda s: train_specs(s["arm"], [s["base"]], [s["seed"]], of_runs(s), "tiny"),
-    "best_of_n": lambda s: best_of_n_specs(s["base"], [s["seed"]], s["samples"], of_runs(s), "tiny"),
-    "audit": lambda s: audit_specs(
-        s["base"], s["precision"], s["noise"], s["fitness"], [s["seed"]], of_runs(s), "tiny"
-    ),
-    "estimator": lambda s: estimator_specs(s["base"], s["N"], s["repeat"] + 1, s["fitness"], s["targets"], s, "tiny"),
-    "kl": lambda s: kl_specs(s["base"], s["sigma"], s["repeat"] + 1, s, "tiny"),
-    "published": lambda s: [made for made in published_specs("tiny") if made.items() <= s.items()],
-    "decoding": remade_decoding,
-    "merge": lambda s: [weights.merge_specs(
-        runs_in(s["of"]), s, s["scale"], as_long_as=runs_in(s.get("as_long_as")), **some(s, "factor", "draw")
-    )],
-    "products": remade_products,
-    "path": lambda s: [weights.path_spec(s["base"], end_in(s.get("first")), end_in(s.get("last")), s, s["scale"])],
-    **{name: of_end(make) for name, make in (
-        ("noise", weights.noise_spec), ("coverage", weights.coverage_spec), ("answers", weights.answers_spec)
-    )},
-    "perturbed": remade_perturbed,
-    "composed": lambda s: composed_specs(s["arm"], runs_in(s["start"]), of_runs(s), s["scale"]),
-    "sampled": remade_sampled,
-    "tournament": lambda s: [tournament_spec({arm: runs_in(own) for arm, own in s["arms"].items()}, s, s["scale"])],
-    "memory": lambda s: memory_specs([s["method"]], [s["size"]], s | {"memory_rows": s["rows"]}, s["scale"]),
-    "scaling": remade_scaling,
-    "storage": lambda s: storage_specs({s["arm"]: of_runs(s)}, s["base"], s["scale"]),
-    "tastes": lambda s: [tastes_spec(s["scale"])],
-    "judgments": lambda s: [made for made in judgments_specs(s["scale"]) if made == s],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("notebook", [path.parent.name for path in record_files("tiny")])
-def test_the_specs_of_committed_records_are_made_as_they_were(notebook):
-    """A spec that changes, or gets a new entry, would orphan every record: hours of runs."""
-    records = read_records(paths.RESULTS / notebook / "tiny.jsonl")
-    assert records
-    for r in records:
-        assert spec_hash(MAKERS[r["spec"]["kind"]](r["spec"])[-1]) == r["spec_hash"], r["spec"]
+# ---- specs; those of the committed records are made by the groups of their notebooks (test_notebooks)
 
 
 def trains(arm, base="A0", **more):

@@ -12,9 +12,10 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from evoalign_study import measures, paths, progress_bar, sweep, training
@@ -133,11 +134,10 @@ def test_a_killed_sweep_continues_where_it_was(folders, capsys):
     code = f"from evoalign_study.sweep import load_or_run\nload_or_run({specs!r}, 'nb', 'smoke', workers=1)"
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as started:
         _await(lambda: file.is_file() and file.stat().st_size > 0)
-        children, workers = _children(started.pid), _workers(started.pid)
+        children, workers = psutil.Process(started.pid).children(), _workers(started.pid)
         started.kill()
     assert started.returncode == -signal.SIGKILL and len(workers) == 1
-    # nobody goes on in the background (Z: ended, not yet reaped)
-    _await(lambda: not _alive(children + workers))
+    _await(lambda: not any(map(_alive, children + workers)))  # nobody goes on in the background
     done = read_records(file)
     assert 1 <= len(done) < 5
     # the second call runs the rest; a run that fails is named, and costs none that waits in a process already
@@ -180,14 +180,17 @@ def _sweep(specs, file, act):
         thread.join()
 
 
-def _children(pid: int) -> list[int]:
-    return [child for child, (parent, _) in _processes().items() if parent == pid]
-
-
-def _workers(pid: int) -> list[int]:
+def _workers(pid: int) -> list[psutil.Process]:
     """Processes that run specs for this one: copies of its server."""
-    servers = [p for p in _children(pid) if b"multiprocessing.forkserver" in Path(f"/proc/{p}/cmdline").read_bytes()]
-    return [worker for server in servers for worker in _children(server)]
+    servers = [p for p in psutil.Process(pid).children() if "multiprocessing.forkserver" in " ".join(p.cmdline())]
+    return [worker for server in servers for worker in server.children()]
+
+
+def _alive(process: psutil.Process) -> bool:
+    """Whether a process has not ended; one that is not yet reaped has."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def test_an_interrupt_and_a_killed_process_end_a_sweep_at_once_and_cost_no_finished_run(folders, capfd):
@@ -200,24 +203,24 @@ def test_an_interrupt_and_a_killed_process_end_a_sweep_at_once_and_cost_no_finis
 
     def interrupt(workers):  # as a terminal does
         seen.extend(workers)
-        for pid in (*workers, os.getpid()):
-            os.kill(pid, signal.SIGINT)
+        for process in (*workers, psutil.Process()):
+            process.send_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt) as interrupted:
         _sweep([endless, bases[0]], file, interrupt)
     assert "call again" in interrupted.value.__notes__[0]
-    assert len(seen) == 2 and not _alive(seen)
+    assert len(seen) == 2 and not any(map(_alive, seen))
     (first,) = read_records(file)
     out, err = capfd.readouterr()
     assert "Traceback" not in err and "Loading weights" not in err and "nb:" in err
 
     def kill(workers):
         seen.extend(workers)
-        os.kill(workers[0], signal.SIGKILL)
+        workers[0].kill()
 
     with pytest.raises(RuntimeError, match="was killed.*call again"):
         _sweep([endless, *bases], file, kill)
-    assert len(seen) == 4 and not _alive(seen)
+    assert len(seen) == 4 and not any(map(_alive, seen))
     records = read_records(file)
     assert [r["spec"] for r in records] == bases and records[0] == first
     capfd.readouterr()
@@ -231,23 +234,6 @@ def test_where_the_end_of_this_process_cannot_be_watched_no_server_is_used(monke
     assert sweep._server().get_start_method() == "forkserver"
     monkeypatch.setattr(os, "pidfd_open", refused)
     assert sweep._server().get_start_method() == "spawn"
-
-
-def _alive(pids) -> list[int]:
-    processes = _processes()
-    return [pid for pid in pids if processes.get(pid, (0, "Z"))[1] != "Z"]
-
-
-def _processes() -> dict[int, tuple[int, str]]:
-    """Process id -> (parent, state) of every process."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state, parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[:2]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        found[int(folder.name)] = (int(parent), state)
-    return found
 
 
 def test_a_missing_run_is_stored_by_the_notebook_that_asks_and_force_looks_elsewhere(folders, capsys):
