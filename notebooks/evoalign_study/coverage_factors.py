@@ -182,8 +182,7 @@ def chances(records: Records, group: str, at: str) -> np.ndarray:
     reached = records[reach_name(group)]
     if at == "greedy":
         return np.array([unpack_bits(record["greedy_bits"], record["n"]) for record in reached], float)
-    ats = [own_temperature(record) if at == "own" else at for record in reached]
-    return np.array([unpack_probabilities(record["reach"][t]) for record, t in zip(reached, ats, strict=True)])
+    return np.array([unpack_probabilities(r["reach"][own_temperature(r) if at == "own" else at]) for r in reached])
 
 
 def own_temperature(record: Record) -> str:

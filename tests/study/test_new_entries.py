@@ -78,7 +78,7 @@ LINES = {  # file: the line that stands there, and the new one below it
 CLAIM = {
     "id": "T1", "title": "Answers are longer than a token", "notebooks": ["01"], "scales": ["tiny"], "unit": "repeat",
     "statement": "Answers of the base are longer than one token.", "quantity": "tokens", "test": "bootstrap",
-    "arms": {"treatment": {"kind": "lengths", "task": "plus"}}, "margin": 0, "min_seeds": 3,
+    "arms": {"treatment": {"kind": "lengths", "task": "plus"}}, "margin": 0, "min_seeds": 8,
     "rule": {"kind": "longer", "above": 1}, "source": "a test",
 }  # fmt: skip
 
@@ -122,7 +122,7 @@ settings = {"task": "plus", "max_completion_length": 16, "validation_problems": 
 base = str(tiny.bases_folder() / "A0")
 (spec,) = train.train_specs("es_pairs", [base], [0], settings, "tiny")
 records = [{"spec": s, "status": "finished"} | kinds.get("lengths")(s)
-           for s in lengths.length_specs(base, 3, settings, "tiny")]
+           for s in lengths.length_specs(base, 8, settings, "tiny")]
 (claim,) = claims.load_claims()
 print(spec["sign"], spec["arm"], claims.evaluate(claim, records, "tiny", declared=[]).verdict)
 """
