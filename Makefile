@@ -15,8 +15,8 @@ PAPERMILL := $(BIN)/papermill -k python3 --cwd notebooks
 # A file of tests at a time to each of two processes, in the order of their names: the slow ones come first, and short
 # ones fill up the end. Without a process that died, the other would wait for ever for its tests.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
-NBVAL = rm -rf runs/test && EVOALIGN_ARTIFACTS="$(CURDIR)/runs/test" $(BIN)/python -m pytest $(PARALLEL) --nbval-lax \
-	--nbval-current-env --nbval-cell-timeout 120 --nbval-sanitize-with tests/notebooks/sanitize.cfg notebooks
+NBVAL = rm -rf runs/test && EVOALIGN_ARTIFACTS="$(CURDIR)/runs/test" $(BIN)/python -m pytest $(PARALLEL) -p nbval.plugin \
+	--nbval-lax --nbval-current-env --nbval-cell-timeout 120 --nbval-sanitize-with tests/notebooks/sanitize.cfg notebooks
 FORCED := runs/reproduce/.forced
 # A second environment, with vLLM's CPU build and Ray, for the tests of engines.
 ENGINES := .venv-engines

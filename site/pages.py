@@ -370,6 +370,7 @@ def _module_page(name: str) -> str:
     return "\n".join(lines)
 
 
+@cache
 def _summary(name: str) -> str:
     """Return the first paragraph of a module's docstring, in Markdown."""
     first = (ast.get_docstring(_tree(name)) or "").split("\n\n")[0].replace("\n", " ")

@@ -10,6 +10,7 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["MPLBACKEND"] = "agg"
 
 import faulthandler
+import sys
 from pathlib import Path
 
 # As `sweep` sets them for its runs, with which tests compare their own.
@@ -25,6 +26,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# jsonschema, and nbformat with it, would build a grammar for seconds in every process, to check addresses with.
+sys.modules["rfc3987_syntax"] = None
 # The same examples in every run; no deadline, since the first call of a numba function compiles it.
 hypothesis.settings.register_profile("evoalign", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("evoalign")

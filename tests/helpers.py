@@ -71,24 +71,12 @@ def random_model(kind: str = "qwen2", seed: int = 2, spread: float = 0.2, **conf
     With seed 2 no completion of PROMPTS ends within 12 tokens.
     """
     tok = tokenizer()
-    settings = {
-        "vocab_size": len(tok),
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": True,
-        "initializer_range": spread,
-        "eos_token_id": tok.eos_token_id,
-        "pad_token_id": tok.pad_token_id,
-        "bos_token_id": None,
-    } | config
-    config_class, model_class = {
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "llama": (LlamaConfig, LlamaForCausalLM),
-    }[kind]
+    settings = {"vocab_size": len(tok), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    settings |= {"tie_word_embeddings": True, "initializer_range": spread, "bos_token_id": None}
+    settings |= {"eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id} | config
+    classes = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+    config_class, model_class = classes[kind]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = model_class(config_class(**settings)).eval()
@@ -212,14 +200,8 @@ def lora(**changed) -> Any:
 
 def short_run(folder, config: type, **changed) -> Any:
     """Settings of a run of three steps in one process, which prints nothing and saves no checkpoints."""
-    settings = {
-        "output_dir": str(folder),
-        "max_steps": 3,
-        "workers": 1,
-        "max_completion_length": 3,
-        "report_to": "none",
-    }
-    return config(**settings | {"disable_tqdm": True, "save_strategy": "no"} | changed)
+    settings = {"max_steps": 3, "workers": 1, "max_completion_length": 3, "disable_tqdm": True, "report_to": "none"}
+    return config(**{"output_dir": str(folder), "save_strategy": "no"} | settings | changed)
 
 
 def saved_base(folder) -> Any:

@@ -17,7 +17,6 @@ import shutil
 import tempfile
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from evoalign_lib.checks import choose
 from evoalign_lib.files import canonical_json, locked, replace_text
 from evoalign_study import claims, execution, paths, provenance, rendering, style
 from evoalign_study.claims import Verdict
-from evoalign_study.records import SCALES, index_problems, record_files
+from evoalign_study.records import SCALES, index_problems, record_files, run_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 VERSIONS = ("python", "torch", "transformers", "numpy", "evoalign")
 """Packages whose versions the manifest names, as stored in the records."""
 
-_TEXT = (".csv", ".tex", ".md", ".json")
 _PICTURES = (".pdf", ".png")
 _REPLACED = "is not the picture that was drawn: restore it from git, or execute its notebook"
 _PRINT_DPI = 200
@@ -88,13 +86,13 @@ def answers(sentences: Mapping[str, str]) -> Shown:
     """
     if not sentences:
         raise ValueError("no answers: give question -> sentence, such as the study's answers(run, records)")
-    return Shown(
-        ({"text/html": rendering.html_answers(sentences), "text/plain": rendering.plain_answers(sentences)}, {})
-    )
+    plain = "\n".join(f"{question}\n    {answer}" for question, answer in sentences.items())
+    return Shown(({"text/html": rendering.html_answers(sentences), "text/plain": plain}, {}))
 
 
 def _shown_table(cells: DataFrame, caption: str, name: str = "") -> Shown:
-    contents = {"text/html": rendering.html_table(cells, caption), "text/plain": rendering.plain_table(cells, caption)}
+    plain = f"{caption}\n\n{cells.to_string(index=False)}"
+    contents = {"text/html": rendering.html_table(cells, caption), "text/plain": plain}
     return Shown((contents, {"evoalign": {"artefact": name}} if name else {}))
 
 
@@ -132,8 +130,7 @@ class Store:
         if not redirect and not fresh and scale != "smoke":
             self.figures, self.generated = paths.FIGURES, paths.GENERATED
         else:
-            run = os.environ.get("EVOALIGN_RUN_DIR") or paths.RUNS / f"{notebook}-{scale}"
-            folder = Path(redirect or run)
+            folder = Path(redirect or run_folder(notebook, scale))
             self.figures, self.generated = folder / "figures", folder / "generated"
         self._record_hash, self._provenance = _provenance(records)
 
@@ -258,15 +255,19 @@ class Store:
             _write_manifest(path, manifest)
 
 
-def render_readme_block(name: str, markdown: str) -> None:
-    """Replace what stands between <!-- NAME --> and <!-- /NAME --> in README.md, if it has that block."""
+_README_BLOCK = re.compile(r"(<!-- claims -->\n)(.*?)(<!-- /claims -->)", re.DOTALL)
+
+
+def render_readme_block(markdown: str) -> None:
+    """Replace what stands between <!-- claims --> and <!-- /claims --> in README.md, if it has that block."""
     path = paths.ROOT / "README.md"
     with locked(path):
-        if (old := rendering.readme_block(_readme(), name)) is not None:
-            start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-            replace_text(path, _readme().replace(start + old + end, start + markdown + end))
+        old = _text(path)
+        if (new := _README_BLOCK.sub(lambda found: found[1] + markdown + found[3], old)) != old:
+            replace_text(path, new)
 
 
+_CLAIMS = [f"generated/claims.{suffix}" for suffix in ("csv", "md", "tex")]
 _CLAIM = {"claim": "id", "statement": "statement", "verdict": "verdict", "key": "key", "result": "text"}
 _CLAIM |= {"placebo": "placebo", "decodings": "decodings", "n": "n", "rule": "rule_hash"}
 """Column of the table of claims -> field of a verdict."""
@@ -329,8 +330,7 @@ def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path 
     those whose SHA-256 the manifest keeps; a picture may also be the one just drawn.
 
     Args:
-        notebooks: names without suffix; None for all that have committed records and are not `undrawn` (then stray
-            files are reported too).
+        notebooks: names without suffix; None for all that have committed records (then stray files are reported too).
         write: put what was drawn, pictures too, in the place of the committed artefacts instead of comparing. Nothing
             is drawn from records that do not match their index.
         drawn: a folder into which the notebooks have been drawn already, as by nbval with EVOALIGN_ARTIFACTS: nothing
@@ -353,9 +353,7 @@ def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path 
     yield from unlike
     if unlike and write:
         return
-    if not committed:
-        yield "paper/results holds no records of scale tiny: nothing to compare with"
-    chosen = notebooks or sorted(set(committed) - set(undrawn()))
+    chosen = notebooks or committed
     with tempfile.TemporaryDirectory() as folder:
         folders = {notebook: drawn or Path(folder) / notebook for notebook in chosen}
         failures = execution.execute_all(folders) if drawn is None else [None] * len(folders)
@@ -367,44 +365,41 @@ def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path 
             else:
                 yield from _compare(notebook, place)
     try:
-        verdicts = _verdicts(tuple(map(_sha256, [paths.PAPER / "claims.yaml", *record_files("tiny")])))
+        verdicts = claims.evaluate_all("tiny")
     except Exception as error:
         if not (unlike or isinstance(error, ValueError)):  # damaged records, or claims that cannot be judged by them
             raise
         yield f"the claims cannot be judged: {type(error).__name__}: {error}"
         return
     if write:
-        render_readme_block("claims", save_claims(verdicts, paths.GENERATED))
+        render_readme_block(save_claims(verdicts, paths.GENERATED))
         return
     with tempfile.TemporaryDirectory() as folder:
-        save_claims(verdicts, Path(folder) / "generated")
-        yield from _compare_files(Path(folder), [f"generated/claims.{s}" for s in ("csv", "md", "tex")])
+        markdown = save_claims(verdicts, Path(folder) / "generated")
+        yield from _compare_files(Path(folder), _CLAIMS)
+    blocks = "".join(found[1] for found in _README_BLOCK.findall(_text(paths.ROOT / "README.md")))
+    if difference := rendering.first_difference(blocks, markdown):
+        yield f"README.md, its block <!-- claims --> differs: {difference}"
     if notebooks is None:
-        yield from _strays()
         yield from _unaccounted(chosen)
         yield from _changed_outputs()
 
 
-def redraw(notebook: str) -> str | None:
-    """Execute a notebook in place (`execution.execute`), and put what it drew in the place of its committed artefacts.
-
-    Returns:
-        What failed, and nothing is changed then; or None.
+def redraw(notebook: str) -> None:
+    """Execute a notebook in place, and put what it drew in the place of its committed artefacts.
 
     Raises:
-        FileNotFoundError: a notebook that is not there.
+        FileNotFoundError, ValueError: what `execution.execute` refuses; nothing is changed then.
     """
     with tempfile.TemporaryDirectory() as folder:
-        failure = execution.execute(notebook, Path(folder))
-        if failure is None:
-            _adopt(notebook, Path(folder), execution.outputs_digest(paths.NOTEBOOKS / f"{notebook}.ipynb"))
-        return failure
+        execution.execute(notebook, Path(folder))
+        _adopt(notebook, Path(folder), execution.outputs_digest(paths.NOTEBOOKS / f"{notebook}.ipynb"))
 
 
 def record_problems() -> list[str]:
     """Return what does not match of the committed records of each scale, index, history and benchmark."""
     files = {*record_files(), *(path.with_suffix(".jsonl") for path in paths.RESULTS.glob("*/*.index"))}
-    problems = [problem for path in sorted(files) for problem in index_problems(path)] + (lost_from_history() or [])
+    problems = [problem for path in sorted(files) for problem in index_problems(path)] + lost_from_history()
     bench, kept = paths.RESULTS / "bench.json", paths.RESULTS / "bench.sha256"
     if bench.exists() or kept.exists():
         found = _sha256(bench) if bench.exists() else "no file"
@@ -413,14 +408,12 @@ def record_problems() -> list[str]:
     return problems
 
 
-def lost_from_history() -> list[str] | None:
-    """Name each line of an index that a commit has added and that is no more; None where there is no history of git.
+def lost_from_history() -> list[str]:
+    """Name each line of an index that a commit has added and that is no more; none where there is no history of git.
 
     A withdrawn record is quoted in LOG.md by the first 12 digits of the SHA-256 of its line.
     """
-    once = provenance.added_lines("paper/results/*/*.index")
-    if once is None:
-        return None
+    once = provenance.added_lines("paper/results/*/*.index") or []
     log = _text(paths.ROOT / "LOG.md")
     now = {file: set(_text(file).splitlines()) for file, _ in once}
     return [
@@ -431,92 +424,65 @@ def lost_from_history() -> list[str] | None:
     ]
 
 
-@lru_cache(maxsize=8)
-def _verdicts(digests: tuple[str, ...]) -> list[Verdict]:
-    """Return the verdicts on the committed records of scale tiny. digests: of the claims and of these records."""
-    return claims.evaluate_all("tiny")
-
-
-def undrawn() -> list[str]:
-    """Return the names of record folders whose notebook is not written yet: runs take hours, and come first.
-
-    A notebook that is missing though its artefacts are committed is not among them: `verify` reports it.
-    """
-    artefacts = _read_manifest(paths.GENERATED / "manifest.json")["artefacts"]
-    drawn = {entry["notebook"] for entry in artefacts.values()}
-    names = {path.parent.name for path in record_files("tiny")}
-    return sorted(name for name in names - drawn if not (paths.NOTEBOOKS / f"{name}.ipynb").exists())
-
-
 def _compare(notebook: str, folder: Path) -> list[str]:
     """Return how a notebook's artefacts, just drawn into a folder, differ from the committed ones."""
-    drawn = _entries(folder / "generated" / "manifest.json", notebook)
-    committed = _entries(paths.GENERATED / "manifest.json", notebook)
-    problems = [f"manifest.json: {name} of {notebook} is missing" for name in sorted(drawn.keys() - committed.keys())]
-    for name, entry in sorted(committed.items()):
-        if name not in drawn:
+    drawn, committed = (
+        _entries(place / "manifest.json", notebook) for place in (folder / "generated", paths.GENERATED)
+    )
+    problems = []
+    for name in sorted(drawn.keys() | committed.keys()):
+        if name not in committed:
+            problems.append(f"manifest.json: {name} of {notebook} is missing")
+        elif name not in drawn:
             problems.append(f"manifest.json: {name} is extra, {notebook} no longer makes it")
-        elif parts := [key for key, value in drawn[name].items() if value != entry.get(key)]:
+        elif parts := [key for key, value in drawn[name].items() if value != committed[name].get(key)]:
             problems.append(f"manifest.json: {name} of {notebook} differs in {', '.join(parts)}")
     return problems + _compare_files(folder, sorted({file for entry in drawn.values() for file in entry["files"]}))
 
 
-def _compare_files(folder: Path, files: list[str]) -> list[str]:
-    """Return how files just drawn, named as in the manifest, differ from the committed ones and from the README."""
-    problems, kept = [], _read_manifest(paths.GENERATED / "manifest.json").get("pictures", {})
+def _compare_files(folder: Path, files: Iterable[str]) -> list[str]:
+    """Return how files just drawn, named as in the manifest, differ from the committed ones."""
+    problems, pictures = [], _read_manifest(paths.GENERATED / "manifest.json")["pictures"]
     for file in files:
-        committed, name = _committed(file), Path(file).stem
+        drawn, committed = folder / file, _committed(file)
         if not committed.exists():
             problems.append(f"{file} is missing")
-        elif file.endswith(_PICTURES) and _sha256(committed) not in (kept.get(file), _sha256(folder / file)):
-            problems.append(f"{file} {_REPLACED}")
-        if not file.endswith(_TEXT):
-            continue
-        fresh = (folder / file).read_text(encoding="utf-8")
-        old = committed.read_text(encoding="utf-8") if committed.exists() else fresh
-        if difference := rendering.first_difference(old, fresh):
+        elif file.endswith(_PICTURES):
+            if _sha256(committed) not in (pictures.get(file), _sha256(drawn)):
+                problems.append(f"{file} {_REPLACED}")
+        elif difference := rendering.first_difference(
+            *(each.read_text(encoding="utf-8") for each in (committed, drawn))
+        ):
             problems.append(f"{file} differs: {difference}")
-        if file.endswith(".md"):
-            block = rendering.readme_block(_readme(), name)
-            if len(re.findall(rf"<!--\s*{name}\s*-->", _readme())) > 1:
-                problems.append(f"README.md has more than one block <!-- {name} -->: leave the first")
-            if block is None:
-                problems.append(f"README.md has no block <!-- {name} --> ... <!-- /{name} -->")
-            elif difference := rendering.first_difference(block, fresh):
-                problems.append(f"README.md, block {name}, differs: {difference}")
     return problems
-
-
-def _strays() -> list[str]:
-    """Return artefacts that no entry of the manifest accounts for."""
-    artefacts = _read_manifest(paths.GENERATED / "manifest.json")["artefacts"]
-    known = {_committed(file) for entry in artefacts.values() for file in entry["files"]}
-    known |= {paths.GENERATED / name for name in ("manifest.json", "claims.csv", "claims.md", "claims.tex")}
-    present = [path for place in (paths.FIGURES, paths.GENERATED) for path in sorted(place.glob("[!.]*"))]
-    return [f"{path.parent.name}/{path.name} is extra: no notebook makes it" for path in present if path not in known]
 
 
 def _unaccounted(compared: Sequence[str]) -> list[str]:
-    """Return entries of the manifest without their records or files, of all but the notebooks just compared."""
+    """Return entries of the manifest without their records or files, of all but the notebooks just compared.
+
+    And artefacts that no entry accounts for.
+    """
     manifest, problems = _read_manifest(paths.GENERATED / "manifest.json"), []
+    known = {"generated/manifest.json", *_CLAIMS}
     for name, entry in sorted(manifest["artefacts"].items()):
         notebook, scale = entry["notebook"], entry["scale"]
+        known |= set(entry["files"])
         if scale == "tiny" and notebook in compared:
             continue
-        if paths.RESULTS / notebook / f"{scale}.jsonl" not in record_files(scale):
+        if not (paths.RESULTS / notebook / f"{scale}.jsonl").exists():
             problems.append(f"manifest.json: {name} is of {notebook} at {scale}, which has no records: delete it")
         for file in entry["files"]:
-            kept = manifest.get("pictures", {}).get(file)
             if not _committed(file).exists():
                 problems.append(f"manifest.json: {name} names {file}, which is missing: restore it from git")
-            elif kept and kept != _sha256(_committed(file)):
+            elif file in manifest["pictures"] and manifest["pictures"][file] != _sha256(_committed(file)):
                 problems.append(f"{file} {_REPLACED}")
-    return problems
+    present = [f"{path.parent.name}/{path.name}" for f in (paths.FIGURES, paths.GENERATED) for path in f.glob("[!.]*")]
+    return problems + [f"{file} is extra: no notebook makes it" for file in sorted(set(present) - known)]
 
 
 def _changed_outputs() -> list[str]:
     """Return the notebooks that display something else than what they displayed when they were executed."""
-    kept = _read_manifest(paths.GENERATED / "manifest.json").get("outputs", {})
+    kept = _read_manifest(paths.GENERATED / "manifest.json")["outputs"]
     return [
         f"notebooks/{path.name} displays what `python -m evoalign_study execute` did not write: restore it from git, "
         "or execute it"
@@ -543,15 +509,13 @@ def _adopt(notebook: str, folder: Path, outputs: str | None = None) -> None:
         manifest["artefacts"] |= drawn["artefacts"]
         manifest["records"] |= drawn["records"]
         files = [file for entry in drawn["artefacts"].values() for file in entry["files"]]
-        pictures = {file: _sha256(folder / file) for file in files if file.endswith(_PICTURES)}
-        manifest["pictures"] = manifest.get("pictures", {}) | pictures
+        manifest["pictures"] |= {file: _sha256(folder / file) for file in files if file.endswith(_PICTURES)}
         if outputs is not None:
-            manifest["outputs"] = manifest.get("outputs", {}) | {notebook: outputs}
+            manifest["outputs"][notebook] = outputs
         _write_manifest(path, manifest)
-    for entry in drawn["artefacts"].values():
-        for file in entry["files"]:
-            _committed(file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(folder / file, _committed(file))
+    for file in files:
+        _committed(file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / file, _committed(file))
 
 
 def _committed(file: str) -> Path:
@@ -573,9 +537,6 @@ def _entries(path: Path, notebook: str) -> dict[str, dict[str, Any]]:
 def _provenance(records: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
     """Return the hash of the records, whatever their order, and their specs, versions and commits."""
     lines = sorted(canonical_json(record) for record in records)
-    for record in records:
-        if lacking := [key for key in ("spec_hash", "commit", "environment") if key not in record]:
-            raise KeyError(f"a record lacks {', '.join(lacking)}: {canonical_json(record)[:120]}")
     environments = [record["environment"] for record in records]
     named = {package: {e[package] for e in environments if package in e} for package in VERSIONS}
     return hashlib.sha256("\n".join(lines).encode()).hexdigest(), {
@@ -583,10 +544,6 @@ def _provenance(records: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
         "versions": {package: sorted(versions) for package, versions in named.items() if versions},
         "commits": sorted({record["commit"] for record in records}),
     }
-
-
-def _readme() -> str:
-    return _text(paths.ROOT / "README.md")
 
 
 def _text(path: Path) -> str:
@@ -598,17 +555,17 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
-    return _read_json(path) or {"artefacts": {}, "records": {}}
+    return {"artefacts": {}, "records": {}, "pictures": {}, "outputs": {}} | _read_json(path)
 
 
 def _write_manifest(path: Path, manifest: dict[str, dict[str, Any]]) -> None:
     """Write a manifest, without the records that no artefact is drawn from and the pictures that none of them has."""
-    used = {entry["records"] for entry in manifest["artefacts"].values()}
-    files = {file for entry in manifest["artefacts"].values() for file in entry["files"]}
-    for part, names in (("records", used), ("pictures", files)):
-        if part in manifest:
-            manifest = manifest | {part: {name: value for name, value in manifest[part].items() if name in names}}
-    replace_text(path, rendering.pretty_json(manifest))
+    entries = manifest["artefacts"].values()
+    used = {"records": {entry["records"] for entry in entries}, "pictures": {f for e in entries for f in e["files"]}}
+    kept = {
+        part: {name: manifest[part][name] for name in manifest[part].keys() & names} for part, names in used.items()
+    }
+    replace_text(path, rendering.pretty_json(manifest | kept))
 
 
 def _sha256(path: Path) -> str:

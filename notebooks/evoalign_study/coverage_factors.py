@@ -42,12 +42,7 @@ FIRST = ("es first", "grpo first")
 """Groups of the first parts."""
 COMPOSED = {"es then grpo": ("es first", "grpo"), "grpo then es": ("grpo first", "es")}
 """Group of runs in two parts -> the group of their first parts, and what the second one is."""
-ORDERS = {
-    "ES alone": ALONE,
-    "GRPO alone": "grpo",
-    "ES, then GRPO": "es then grpo",
-    "GRPO, then ES": "grpo then es",
-}
+ORDERS = {"ES alone": ALONE, "GRPO alone": "grpo", "ES, then GRPO": "es then grpo", "GRPO, then ES": "grpo then es"}
 """What stands against one another at as many FLOPs -> its group of runs."""
 ALONG = {
     "validation_greedy": "right greedily",
@@ -187,8 +182,7 @@ def chances(records: Records, group: str, at: str) -> np.ndarray:
     reached = records[reach_name(group)]
     if at == "greedy":
         return np.array([unpack_bits(record["greedy_bits"], record["n"]) for record in reached], float)
-    ats = [own_temperature(record) if at == "own" else at for record in reached]
-    return np.array([unpack_probabilities(record["reach"][t]) for record, t in zip(reached, ats, strict=True)])
+    return np.array([unpack_probabilities(r["reach"][own_temperature(r) if at == "own" else at]) for r in reached])
 
 
 def own_temperature(record: Record) -> str:

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evoalign_lib.checks import nearest
 from evoalign_lib.files import canonical_json, replace_text
 from evoalign_study import paths, provenance
 
@@ -51,35 +50,26 @@ def execute_all(folders: dict[str, Path]) -> Iterator[str | None]:
             raise
 
 
-def execute(notebook: str, folder: Path) -> str | None:
+def execute(notebook: str, folder: Path) -> None:
     """Execute a notebook in place, its artefacts into a folder; what has no record is run.
 
-    The notebook is written anew only if all cells ran: without the times of execution, with consecutive pieces of one
+    The notebook is written anew only if all cells ran: without the times of execution, with the pieces of a cell's
     stream joined, and with what `stale` compares.
-
-    Returns:
-        What failed, or None.
 
     Raises:
         FileNotFoundError: a notebook that is not there.
+        ValueError: a cell failed.
     """
     import nbformat
 
     path = paths.NOTEBOOKS / f"{notebook}.ipynb"
-    if not path.exists():
-        known = sorted(other.stem for other in paths.NOTEBOOKS.glob("*.ipynb"))
-        raise FileNotFoundError(f"no notebook {notebook!r}.{nearest(notebook, known)} There are: {', '.join(known)}")
     content = nbformat.read(path, as_version=4)
-    failure = _run(notebook, content, folder, [], timeout=None)
-    if failure:
-        return failure
+    if failure := _run(notebook, content, folder, [], timeout=None):
+        raise ValueError(failure)
     for cell in content.cells:
         cell.metadata = {name: value for name, value in cell.metadata.items() if name == "tags"}
-        if cell.cell_type == "code":
-            cell.outputs = _joined(cell.outputs)
     content.metadata["evoalign"] = {"commit": provenance.commit(), "cells": _digests(content)}
     replace_text(path, nbformat.writes(content) + "\n")
-    return None
 
 
 def stale(content: NotebookNode) -> list[str]:
@@ -107,18 +97,6 @@ def outputs_digest(path: Path) -> str | None:
 def _digests(content: NotebookNode) -> list[str]:
     """Return the digest of each code cell."""
     return [hashlib.sha256(c.source.encode()).hexdigest()[:16] for c in content.cells if c.cell_type == "code"]
-
-
-def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
-    """Return outputs with consecutive pieces of one stream in one: where they break depends on timing alone."""
-    joined: list[NotebookNode] = []
-    for output in outputs:
-        before = joined[-1] if joined else None
-        if before and output.output_type == before.output_type == "stream" and output.name == before.name:
-            before.text += output.text
-        else:
-            joined.append(output)
-    return joined
 
 
 def _dry(notebook: str, folder: Path, started: list[NotebookClient]) -> str | None:
@@ -152,6 +130,7 @@ def _run(
             return KernelSpec(**get_kernel_dict())
 
     how = {"kernel_manager_class": ThisInterpreter, "timeout": timeout, "record_timing": False}
+    how["coalesce_streams"] = True  # where a stream breaks depends on timing alone
     client = NotebookClient(content, resources={"metadata": {"path": str(paths.NOTEBOOKS)}}, **how)
     started.append(client)
     try:

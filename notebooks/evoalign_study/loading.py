@@ -113,8 +113,7 @@ class Loader:
         for name in names:
             _check_name("load", name, self.names)
         groups = self._groups(self._run, self.records)
-        before = [n for name in names for n in getattr(groups[name], "after", ()) if n not in self.records]
-        if before:
+        if before := [n for name in names for n in getattr(groups[name], "after", ()) if n not in self.records]:
             self(*dict.fromkeys(before))
             groups = self._groups(self._run, self.records)
         specs = {name: self._specs_of(name, groups[name]) for name in names if name not in self.records}
@@ -129,14 +128,14 @@ class Loader:
         anew = {spec_hash(spec) for name, own in specs.items() if made_anew(run, name) for spec in own}
         bases = {name: getattr(groups[name], "ledgers", ()) for name in specs}
         kept = {spec_hash(spec) for name, own in specs.items() for spec in own if spec.get("base") in bases[name]}
-        for again in (False, True):
-            chosen = {h: spec for h, spec in wanted.items() if (h in anew) is again}
-            for scale in dict.fromkeys(spec["scale"] for spec in chosen.values()):
-                of_scale = {h: spec for h, spec in chosen.items() if spec["scale"] == scale}
-                how = {"force": again, "aside": run.aside, "dry_run": run.dry_run}
-                ledgers = [spec for h, spec in of_scale.items() if h in kept]
-                records = load_or_run(list(of_scale.values()), self._notebook, scale, keep_ledgers=ledgers, **how)
-                found |= zip(of_scale, records, strict=True)
+        parts: dict[tuple[bool, str], dict[str, Spec]] = {}
+        for h, spec in sorted(wanted.items(), key=lambda each: each[0] in anew):
+            parts.setdefault((h in anew, spec["scale"]), {})[h] = spec
+        for (again, scale), own in parts.items():
+            how = {"force": again, "aside": run.aside, "dry_run": run.dry_run}
+            ledgers = [spec for h, spec in own.items() if h in kept]
+            records = load_or_run(list(own.values()), self._notebook, scale, keep_ledgers=ledgers, **how)
+            found |= zip(own, records, strict=True)
         return found
 
     def _specs_of(self, name: str, group: Group | After | Sequence[Spec]) -> list[Spec]:
@@ -147,7 +146,7 @@ class Loader:
         return [
             spec
             for base in group.bases
-            for change in _changes(group, base)
+            for change in (group.changes.get(base, ()) if isinstance(group.changes, Mapping) else group.changes)
             for spec in train_specs(group.arm, [base], seeds, dict(group.settings) | dict(change), scale)
         ]
 
@@ -235,10 +234,6 @@ def of_size(settings: Mapping[str, Any], N: int) -> dict[str, Any]:
     """
     size = settings["population_size"]
     return {"population_size": N, "steps": round(settings["steps"] * size / N), "alpha": settings["alpha"] * N / size}
-
-
-def _changes(group: Group, base: str) -> Sequence[Mapping[str, Any]]:
-    return group.changes.get(base, ()) if isinstance(group.changes, Mapping) else group.changes
 
 
 def _changes_in_words(group: Group | After | Sequence[Spec]) -> str:

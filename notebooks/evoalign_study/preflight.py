@@ -151,18 +151,14 @@ def plan(
     placed = place(model, spec, work, gpus, gpu_gib, completions)
     host, processes = _gib(placed["host_memory"]), runs * (1 if members else max(1, gpus))
     if not placed.get("problem") and host_gib is not None and processes * host > host_gib:
-        fewer, largest = int(host_gib * runs // (host * processes)), max(placed["host_memory"].items(), key=_size)
+        fewer, parts = int(host_gib * runs // (host * processes)), placed["host_memory"]
         placed["problem"] = (
             f"{model.d:,} parameters need {host:.1f} GiB of the host's memory in each of {processes} processes, most "
-            f"of it for: {largest[0]}; this machine has {host_gib:.1f} GiB. Take "
+            f"of it for: {max(parts, key=parts.get)}; this machine has {host_gib:.1f} GiB. Take "
             f"{f'workers={fewer}, ' if fewer else ''}a smaller micro_batch or model, or a machine with more memory."
         )
     name, counts = f"{spec.get('arm', 'sampled')} of {spec['base']}", (completions, work.new, work.prompt)
     return Plan(name, model.d, gpus, gpu_gib, processes, *counts, host_gib=host_gib, **placed)
-
-
-def _size(part: tuple[str, float]) -> float:
-    return part[1]
 
 
 def _place_members(

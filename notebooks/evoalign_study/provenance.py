@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -30,13 +31,10 @@ def environment(engine: str = "local", gpus: int = 1) -> dict[str, str]:
 
 
 def _device() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip() + " (CPU, one thread a run)"
-    except OSError:
-        pass
-    return f"{platform.processor() or platform.machine()} (CPU, one thread a run)"
+    told = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:(.*)", told.read_text() if told.is_file() else "", re.MULTILINE)
+    name = found[1].strip() if found else platform.processor() or platform.machine()
+    return f"{name} (CPU, one thread a run)"
 
 
 # what runs and notebooks write themselves: a change there says nothing about the code

@@ -49,20 +49,14 @@ def results(records: Sequence[Record]) -> Results:
     for dimension in data.DIMENSIONS:
         own, rated = games_["dimensions"][dimension], elo["dimensions"][dimension]["models"]
         second = max((m for m in own["strength"] if m != kind.LEADER), key=lambda m: own["strength"][m][0])
-        found |= {
-            f"{dimension} {name}": Interval(*own[name][second], games_["prompts"])
-            for name in ("lead", "equal_length_lead")
-        }
-        found |= {f"{dimension} longer": 100 * own["longer"][second], f"{dimension} second": second}
-        found |= {
-            f"{dimension} first": 100 * rated[kind.LEADER]["first"],
-            f"{dimension} std": rated[kind.LEADER]["std"],
-        }
-        spreads = [row["std"] for model, row in rated.items() if model != data.BASE]
-        found |= {f"{dimension} least std": min(spreads), f"{dimension} most std": max(spreads)}
+        spreads, leader = [row["std"] for model, row in rated.items() if model != data.BASE], rated[kind.LEADER]
+        named = {"second": second, "longer": 100 * own["longer"][second], "first": 100 * leader["first"]}
+        named |= {"std": leader["std"], "least std": min(spreads), "most std": max(spreads)}
+        intervals = {name: own[name][second] for name in ("lead", "equal_length_lead")}
         for quantity, games_of in product(own["agreement"], ("all", "without the base")):
-            three = own["agreement"][quantity][games_of]
-            found[f"{dimension} {quantity} {games_of}"] = Interval(*three, games_["prompts"])
+            intervals[f"{quantity} {games_of}"] = own["agreement"][quantity][games_of]
+        named |= {name: Interval(*three, games_["prompts"]) for name, three in intervals.items()}
+        found |= {f"{dimension} {name}": value for name, value in named.items()}
     found["least std"] = min(found[f"{dimension} least std"] for dimension in data.DIMENSIONS)
     found["most std"] = max(found[f"{dimension} most std"] for dimension in data.DIMENSIONS)
     for model, cut in product(_SAFE_AND_HELPFUL, CUTS):

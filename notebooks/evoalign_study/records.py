@@ -19,7 +19,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypedDict
@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib._interrupts import interrupts_wait
-from evoalign_lib.files import canonical_json, locked, replace_bytes, sync_folder
+from evoalign_lib.files import canonical_json, locked, replace_bytes
 from evoalign_study import paths
 
 ENGINE_VERSION = 2
@@ -90,21 +90,20 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: Path, hashes: Container[str] | None = None) -> list[Record]:
     """Return the records of a file in file order; a torn last line (of a killed run) is left out.
+
+    Bytes of a file that this process has checked are not checked anew: a notebook reads all files for each group.
+
+    Args:
+        path: of the file.
+        hashes: of the specs whose records are wanted; None: all.
 
     Raises:
         ValueError: a line is not a record, or not one of a finished run, or its spec was edited; names file and line.
     """
-    return [record for record, _ in _checked(path, _bytes(path))]
-
-
-def read_records_of(path: Path, hashes: Container[str]) -> list[Record]:
-    """Return the records of specs with these hashes, as `read_records` does, with the same errors.
-
-    Bytes of a file that this process has checked are not checked anew: a notebook reads all files for each group.
-    """
-    return [json.loads(line) for spec, line in _checked_lines(path, _bytes(path)) if spec in hashes]
+    lines = _checked_lines(path, _bytes(path))
+    return [json.loads(line) for spec, line in lines if hashes is None or spec in hashes]
 
 
 def record_files(scale: str = "*") -> list[Path]:
@@ -115,22 +114,26 @@ def record_files(scale: str = "*") -> list[Path]:
 @lru_cache(maxsize=32)  # a file of each notebook, and fresh ones; the committed ones hold some megabytes together
 def _checked_lines(path: Path, data: bytes) -> list[tuple[str, bytes]]:
     """Return the spec hash and the line of each record in the bytes of a file; errors as for `read_records`."""
-    return [(record["spec_hash"], line) for record, line in _checked(path, data)]
-
-
-def _checked(path: Path, data: bytes) -> Iterator[tuple[Record, bytes]]:
-    """Yield each record in the bytes of a file, and its line; errors as for `read_records`."""
-    for number, line in _numbered(data):
+    lines = []
+    for number, line in _numbered(_whole(data)):
         try:
-            record = _record(line)
+            lines.append((_record(line)["spec_hash"], line))
         except ValueError as error:
-            if number > data.count(b"\n") and not _is_json(line):  # no end of a line: the writer was killed
-                return
             raise ValueError(
                 f"{path}, line {number} {error}. Restore the file from git; in a run folder, delete the line to run "
                 "its spec again."
             ) from error
-        yield record, line
+    return lines
+
+
+def _whole(data: bytes) -> bytes:
+    """Return the bytes of a record file without a last line that a killed writer left torn."""
+    last = data.rpartition(b"\n")[2]
+    try:
+        json.loads(last or b"0")
+    except (ValueError, RecursionError):
+        return data.removesuffix(last)
+    return data
 
 
 def _record(line: bytes) -> Record:
@@ -175,7 +178,7 @@ def append_record(path: Path, record: Record, kept: Path | None = None) -> Recor
         ValueError: a record over 8 kB, with a curve over 50 points, or with numbers that are not finite; or a file that
             cannot be read (see `read_records`).
     """
-    line, own = record_line(record).encode(), record["spec_hash"]
+    line, own = record_line(record).encode().rstrip(b"\n"), record["spec_hash"]
     with locked(path), interrupts_wait():
         stored, index = _mended(path)
         if missing := _add_missing(path, stored, index):
@@ -187,8 +190,8 @@ def append_record(path: Path, record: Record, kept: Path | None = None) -> Recor
                 return json.loads(first)
         if kept is not None:  # first: no record is without its ledger
             replace_bytes(_ledger_file(path.parent, own), kept.read_bytes(), sync=True)
-        _append(path, line)
-        _append(_index_file(path), _index_line(record, line.rstrip(b"\n")) + b"\n")
+        for file, own_line in ((path, line), (_index_file(path), _index_line(record, line))):
+            replace_bytes(file, _bytes(file) + own_line + b"\n", sync=True)
     return record
 
 
@@ -301,17 +304,13 @@ def _index_line(record: Record, line: bytes) -> bytes:
 
 def _mended(path: Path) -> tuple[list[tuple[str, bytes]], list[bytes]]:
     """Return spec and line of each record of a file, and its index, after mending what a killed writer left torn."""
-    for file in (path, _index_file(path)):
-        data = _bytes(file)
-        if data and not data.endswith(b"\n"):
-            last = data[data.rfind(b"\n") + 1 :]
-            with open(file, "rb+") as mended:
-                if file == path and _is_json(last):  # all but its end was written
-                    mended.seek(0, os.SEEK_END)
-                    mended.write(b"\n")
-                else:
-                    mended.truncate(len(data) - len(last))
-    return _checked_lines(path, _bytes(path)), [line for _, line in _numbered(_bytes(_index_file(path)))]
+    data, index = _whole(_bytes(path)), _bytes(_index_file(path))
+    data += b"\n" if data and not data.endswith(b"\n") else b""  # all but the end of a line was written
+    index = index[: index.rfind(b"\n") + 1]
+    for file, mended in ((path, data), (_index_file(path), index)):
+        if mended != _bytes(file):
+            replace_bytes(file, mended, sync=True)
+    return _checked_lines(path, data), [line for _, line in _numbered(index)]
 
 
 def _add_missing(path: Path, stored: list[tuple[str, bytes]], index: list[bytes]) -> int:
@@ -354,14 +353,6 @@ def _numbered(data: bytes) -> list[tuple[int, bytes]]:
     return [(number, line) for number, line in enumerate(data.split(b"\n"), 1) if line]
 
 
-def _is_json(text: bytes) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
 def _contradictions(record: Record) -> list[str]:
     """Return what a record says of itself that cannot be: means that its packed results do not have."""
     faults, blocks = [], [("", record)]
@@ -383,16 +374,6 @@ def _contradictions(record: Record) -> list[str]:
                 said = f"the mean of {n} results is {results.mean():.6g}" if len(results) == n else f"n is {n}"
                 faults.append(f"{of} is {block[what]!r}, but by {of}_{kind} {said}")
     return faults
-
-
-def _append(path: Path, data: bytes) -> None:
-    new = not path.exists()
-    with open(path, "ab") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    if new:
-        sync_folder(path.parent)
 
 
 def run_folder(notebook: str, scale: str) -> Path:
@@ -437,8 +418,7 @@ def accuracy_matrix(records: Sequence[dict[str, Any]], decoding: str = "greedy")
         ValueError: no records, a decoding that a record lacks, or records with unequal numbers of problems.
     """
     key = "greedy_bits" if decoding == "greedy" else f"{decoding}_counts"
-    lacking = [record for record in records if key not in record["test"]]
-    if lacking:
+    if lacking := [record for record in records if key not in record["test"]]:
         known = sorted(name.removesuffix("_counts") for name in lacking[0]["test"] if name.endswith("_counts"))
         raise ValueError(
             f"unknown decoding {decoding!r}: {len(lacking)} of {len(records)} records have no {key!r}; use one of "
@@ -456,6 +436,22 @@ def accuracy_matrix(records: Sequence[dict[str, Any]], decoding: str = "greedy")
     return np.stack(rows) / _SAMPLES
 
 
+def _row(values: ArrayLike, what: str, fits: Callable[[NDArray], Any]) -> NDArray:
+    """Return values as one row. Raises ValueError where one of them is not what it says, or none of its kind."""
+    row = np.asarray(values)
+    if row.ndim != 1 or not np.all(fits(row)):
+        raise ValueError(f"values must be one row of {what}, got shape {row.shape}: {row.ravel()[:5]}")
+    return row
+
+
+def _values(text: str, digits: str) -> NDArray[np.int64]:
+    """Return the values of the digits in a text. Raises ValueError for any other character."""
+    if strange := sorted(set(text) - set(digits)):
+        raise ValueError(f"{strange[0]!r} is no digit of base {len(digits)}: damaged record")
+    values = bytes.maketrans(digits.encode(), bytes(range(len(digits))))
+    return np.frombuffer(text.encode().translate(values), np.uint8).astype(np.int64)
+
+
 def pack_bits(bits: ArrayLike) -> str:
     """Return 0/1 results as hexadecimal text, eight problems per byte, the first one in the highest bit.
 
@@ -468,9 +464,7 @@ def pack_bits(bits: ArrayLike) -> str:
     >>> pack_bits([1, 0, 0, 0, 0, 0, 0, 1, 1])
     '8180'
     """
-    row = np.asarray(bits)
-    if row.ndim != 1 or not np.isin(row, (0, 1)).all():
-        raise ValueError(f"bits must be one row of 0 and 1, got shape {row.shape} with values {np.unique(row)[:5]}")
+    row = _row(bits, "0 and 1", lambda row: np.isin(row, (0, 1)))
     return np.packbits(row.astype(np.uint8)).tobytes().hex()
 
 
@@ -501,9 +495,7 @@ def pack_counts(counts: ArrayLike) -> str:
     >>> pack_counts([0, 9, 10, 16])
     '09ag'
     """
-    row = np.asarray(counts)
-    if row.ndim != 1 or not np.isin(row, np.arange(_SAMPLES + 1)).all():
-        raise ValueError(f"counts must be one row of integers 0..{_SAMPLES}, got shape {row.shape}: {row.ravel()[:5]}")
+    row = _row(counts, f"integers 0..{_SAMPLES}", lambda row: np.isin(row, np.arange(_SAMPLES + 1)))
     return "".join(_DIGITS[int(count)] for count in row)
 
 
@@ -513,12 +505,7 @@ def unpack_counts(text: str) -> NDArray[np.int64]:
     Raises:
         ValueError: any other character.
     """
-    strange = sorted(set(text) - set(_DIGITS))
-    if strange:
-        raise ValueError(f"{strange[0]!r} is not a base-17 digit (0-9a-g): damaged record")
-    # in ASCII the digits rise
-    digits, codes = (np.frombuffer(each.encode(), np.uint8) for each in (_DIGITS, text))
-    return np.searchsorted(digits, codes).astype(np.int64)
+    return _values(text, _DIGITS)
 
 
 _BASE64 = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
@@ -539,9 +526,7 @@ def pack_integers(values: ArrayLike) -> str:
     >>> pack_integers([0, 64, 4095])
     'AABA__'
     """
-    row = np.asarray(values)
-    if row.ndim != 1 or not (np.issubdtype(row.dtype, np.integer) and ((row >= 0) & (row <= _NEVER)).all()):
-        raise ValueError(f"values must be one row of integers 0..{_NEVER}, got shape {row.shape}: {row.ravel()[:5]}")
+    row = _row(values, f"integers 0..{_NEVER}", lambda row: row.dtype.kind in "iu" and (row >= 0) & (row <= _NEVER))
     return "".join(_BASE64[value // 64] + _BASE64[value % 64] for value in row.tolist())
 
 
@@ -551,11 +536,9 @@ def unpack_integers(text: str) -> NDArray[np.int64]:
     Raises:
         ValueError: any other text.
     """
-    strange = sorted(set(text) - set(_BASE64))
-    if strange or len(text) % 2:
-        what = f"{strange[0]!r} is no digit of base 64" if strange else f"{len(text)} digits are no pairs"
-        raise ValueError(f"{what}: damaged record")
-    digits = np.array([_BASE64.index(digit) for digit in text], dtype=np.int64)
+    digits = _values(text, _BASE64)
+    if len(digits) % 2:
+        raise ValueError(f"{len(digits)} digits are no pairs: damaged record")
     return digits[::2] * 64 + digits[1::2]
 
 
@@ -573,9 +556,7 @@ def pack_probabilities(values: ArrayLike) -> str:
     >>> unpack_probabilities(pack_probabilities([1, 0.5, 0.001, 0])).round(5).tolist()
     [1.0, 0.49907, 0.001, 0.0]
     """
-    row = np.asarray(values, dtype=np.float64)
-    if row.ndim != 1 or not ((row >= 0) & (row <= 1 + 1e-9)).all():
-        raise ValueError(f"values must be one row of probabilities, got shape {row.shape}: {row.ravel()[:5]}")
+    row = _row(np.asarray(values, dtype=np.float64), "probabilities", lambda row: (row >= 0) & (row <= 1 + 1e-9))
     with np.errstate(divide="ignore"):
         steps = np.rint(-np.log(row.clip(max=1)) / _LOG_STEP)
     return pack_integers(np.minimum(steps, _NEVER).astype(np.int64))

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from html import escape
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,8 +36,7 @@ def tex_plain(text: str) -> str:
 
 def cell_text(frame: DataFrame, formats: dict[str, str]) -> DataFrame:
     """Return a table as text, every cell as it is printed."""
-    unknown = [column for column in formats if column not in frame]
-    if unknown:
+    if unknown := [column for column in formats if column not in frame]:
         raise ValueError(f"formats names {unknown[0]!r}, which is no column of the table: {', '.join(frame)}")
     return frame.apply(lambda column: _column_text(column, formats.get(column.name)))
 
@@ -137,11 +137,6 @@ def _breakable(cell: str) -> str:
     return re.sub(r"\[[^\]]*\]", lambda found: found.group().replace(" ", "\N{NO-BREAK SPACE}"), escape(cell))
 
 
-def plain_table(cells: DataFrame, caption: str) -> str:
-    """Return a table as plain text, its caption above."""
-    return f"{caption}\n\n{cells.to_string(index=False)}"
-
-
 def html_answers(answers: Mapping[str, str]) -> str:
     """Return questions with their answers for a notebook.
 
@@ -151,11 +146,6 @@ def html_answers(answers: Mapping[str, str]) -> str:
     return "\n".join(['<div class="answers">', *items, "</div>"])
 
 
-def plain_answers(answers: Mapping[str, str]) -> str:
-    """Return questions with their answers as plain text."""
-    return "\n".join(f"{question}\n    {answer}" for question, answer in answers.items())
-
-
 def pretty_json(value: Any) -> str:
     """Return JSON with one line per value, keys sorted, so that a change shows as a changed line."""
     return json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
@@ -163,43 +153,17 @@ def pretty_json(value: Any) -> str:
 
 def first_difference(committed: str, drawn: str) -> str | None:
     """Return the first line that differs, as text, or None."""
-    if committed == drawn:
-        return None
-    ours, theirs = committed.splitlines(), drawn.splitlines()
-    for number in range(max(len(ours), len(theirs))):
-        here, there = (lines[number] if number < len(lines) else None for lines in (ours, theirs))
+    for number, (here, there) in enumerate(zip_longest(committed.splitlines(), drawn.splitlines()), 1):
         if here != there:
-            return f"line {number + 1}: committed {_short(here)}, drawn {_short(there)}"
-    return "line ends"
+            return f"line {number}: committed {_short(here)}, drawn {_short(there)}"
+    return None if committed == drawn else "line ends"
 
 
 def _short(text: str | None) -> str:
     return "has no such line" if text is None else repr(text if len(text) <= 160 else text[:157] + "...")
 
 
-def readme_block(readme: str, name: str) -> str | None:
-    """Return what stands between <!-- NAME --> and <!-- /NAME -->, or None."""
-    found = re.search(rf"<!-- {re.escape(name)} -->\n(.*?)<!-- /{re.escape(name)} -->", readme, re.DOTALL)
-    return found.group(1) if found else None
-
-
-_TEX = {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    **{character: "\\" + character for character in "&%$#_{}"},
-    "<": "$<$",
-    ">": "$>$",
-    "|": r"\textbar{}",
-    "\N{MINUS SIGN}": "$-$",
-    "±": r"$\pm$",
-    "×": r"$\times$",
-    "≤": r"$\le$",
-    "≥": r"$\ge$",
-    "√": r"$\surd$",
-    "α": r"$\alpha$",
-    "β": r"$\beta$",
-    "ε": r"$\epsilon$",
-    "ρ": r"$\rho$",
-    "σ": r"$\sigma$",
-}
+_TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "|": r"\textbar{}"}
+_TEX |= {sign: "\\" + sign for sign in "&%$#_{}"}
+_TEX |= {"<": "$<$", ">": "$>$", "\N{MINUS SIGN}": "$-$", "±": r"$\pm$", "×": r"$\times$", "≤": r"$\le$", "≥": r"$\ge$"}
+_TEX |= {"√": r"$\surd$", "α": r"$\alpha$", "β": r"$\beta$", "ε": r"$\epsilon$", "ρ": r"$\rho$", "σ": r"$\sigma$"}

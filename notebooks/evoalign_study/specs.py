@@ -108,17 +108,13 @@ def take(settings: Mapping[str, Any], names: Sequence[str], whose: str) -> dict[
     Raises:
         ValueError: one that is missing, saying whose it is.
     """
-    for name in names:
-        if name not in settings:
-            raise ValueError(f"{whose} needs the setting {name!r}.")
+    if missing := [name for name in names if name not in settings]:
+        raise ValueError(f"{whose} needs the setting {missing[0]!r}.")
     return {name: settings[name] for name in names}
 
 
 def engine_fields(
-    bases: Sequence[str],
-    settings: Mapping[str, Any],
-    family: trainers.Family | None = None,
-    adapter: bool = False,
+    bases: Sequence[str], settings: Mapping[str, Any], family: trainers.Family | None = None, adapter: bool = False
 ) -> dict[str, Any]:
     """Return the fields of an engine that is not the local one; the local one has none in a spec.
 
@@ -137,12 +133,11 @@ def engine_fields(
     """
     if base_models.is_local(settings):
         return {}
-    for base in bases:
-        if base in tiny.SHIPPED:
-            raise ValueError(
-                f"engine={settings['engine']!r} is for models of the Hub or of a folder; {base!r} is one of the tiny "
-                "world's, for which engine='local' is there."
-            )
+    if shipped := [base for base in bases if base in tiny.SHIPPED]:
+        raise ValueError(
+            f"engine={settings['engine']!r} is for models of the Hub or of a folder; {shipped[0]!r} is one of the tiny "
+            "world's, for which engine='local' is there."
+        )
     given = {name: settings[name] for name in base_models.ENGINE_FIELDS if settings.get(name) is not None}
     if family is None or family.has_members and not adapter:
         return given

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evoalign_lib import drawing
 from evoalign_lib.arms import ARMS as _TRAINED
@@ -23,29 +22,7 @@ ARMS: dict[str, Arm] = _TRAINED | UNTRAINED
 """Everything that has a look: color, marker and label. The entries are in `evoalign_lib.arms`."""
 
 
-@dataclass(frozen=True)
-class Decoding:
-    """The look of curves of one decoding."""
-
-    linestyle: str
-    """Matplotlib line style."""
-    label: str
-    """Name in legends and tables."""
-
-
-STROKES: dict[str, Decoding] = {
-    "greedy": Decoding("-", "greedy"),
-    "t0.6": Decoding(":", "temperature 0.6"),
-    "t1": Decoding("--", "temperature 1"),
-}
-"""Every decoding that can be drawn, by its key in the records, coldest first."""
-
-DECODINGS: dict[str, Decoding] = {name: STROKES[name] for name in ("greedy", "t1")}
-"""The decodings that every committed record holds: notebooks draw and tabulate each of them."""
-
-
-@dataclass(frozen=True)
-class Look:
+class Look(NamedTuple):
     """The look of what is no arm; neither its colour nor that of any other look is an arm's."""
 
     color: str
@@ -59,8 +36,18 @@ class Look:
 
     def line(self) -> dict[str, Any]:
         """Return the keyword arguments with which `Axes.plot` draws it."""
-        return {"color": self.color, "marker": self.marker, "linestyle": self.linestyle, "label": self.label}
+        return self._asdict()
 
+
+STROKES: dict[str, Look] = {
+    "greedy": Look("black", "", "-", "greedy"),
+    "t0.6": Look("black", "", ":", "temperature 0.6"),
+    "t1": Look("black", "", "--", "temperature 1"),
+}
+"""Every decoding that can be drawn, by its key in the records, coldest first; curves have the colours of arms."""
+
+DECODINGS: dict[str, Look] = {name: STROKES[name] for name in ("greedy", "t1")}
+"""The decodings that every committed record holds: notebooks draw and tabulate each of them."""
 
 ARITHMETICS: dict[tuple[str, str], Look] = {
     ("master", "gaussian"): Look("#241556", "o", "-", "float32 master"),
@@ -155,9 +142,6 @@ def line(arm: str, decoding: str = "greedy", n: int | None = None) -> dict[str, 
     >>> line("es", "t1", n=8)["label"]
     'ES, temperature 1 (n = 8)'
     """
-    for name, known, room in ((arm, ARMS, "evoalign_lib/arms"), (decoding, STROKES, "notebooks/evoalign_study/style")):
-        if name not in known:
-            raise KeyError(f"no look for {name!r} among {', '.join(known)}: add it to {room}.py")
     look, stroke = ARMS[arm], STROKES[decoding]
     label = f"{look.label}, {stroke.label}" + ("" if n is None else f" (n = {n})")
     drawn = {"color": look.color, "marker": look.marker, "linestyle": stroke.linestyle, "label": label}
@@ -228,8 +212,7 @@ def legend(fig: Figure, arms: dict[str, int | None], decodings: Sequence[str] = 
         Line2D([], [], color=look.color, marker=look.marker, label=look.label + ("" if n is None else f" (n = {n})"))
         for look, n in ((ARMS[arm], n) for arm, n in arms.items())
     ]
-    strokes = [STROKES[decoding] for decoding in decodings]
-    of_decodings = [Line2D([], [], color="black", linestyle=s.linestyle, label=s.label) for s in strokes]
+    of_decodings = [Line2D([], [], **STROKES[decoding].line()) for decoding in decodings]
     widest = max(len(of_arms), len(of_decodings))
     one_row = [] if fig.get_figwidth() <= COLUMN else [[of_arms + of_decodings]]
     for rows in one_row + [_rows(of_arms, n) + _rows(of_decodings, n) for n in range(widest, 0, -1)]:

@@ -14,13 +14,13 @@ import re
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from evoalign_lib import ledger, tasks
 from evoalign_lib.engines.processes import default_workers, start_worker
@@ -33,7 +33,6 @@ from evoalign_study.records import (
     append_record,
     ledger_file,
     read_records,
-    read_records_of,
     record_files,
     record_line,
     run_folder,
@@ -111,7 +110,7 @@ def load_or_run(
     target = paths.RESULTS / notebook / f"{scale}.jsonl"
     if force or aside or scale == "smoke":
         files, target = [*files, beside], beside
-    found = {r["spec_hash"]: r for file in files for r in read_records_of(file, frozenset(hashes))}
+    found = {r["spec_hash"]: r for file in files for r in read_records(file, frozenset(hashes))}
     for h in kept.keys() & found.keys():
         ledger_file(found[h])  # an error before anything is run
     missing = [s for s in specs if spec_hash(s) not in found]
@@ -128,7 +127,15 @@ def load_or_run(
         more = f" and {len(missing) - 20} more" if len(missing) > 20 else ""
         raise DryRun(f"{len(specs) - len(missing)} of {len(specs)} runs have records; to be run: {names}{more}.")
     if missing:
-        _check_writable(target)
+        try:  # here, and not when a run of hours has ended
+            with locked(target):
+                pass
+        except OSError as error:
+            error.add_note(
+                f"no record can be stored in {target.parent}, so that nothing is run: let it be written to, or, where "
+                "EVOALIGN_RUN_DIR names it, let that name another"
+            )
+            raise
     try:
         with tempfile.TemporaryDirectory() as made:
             keep = {h: Path(made) / f"{h}.jsonl.gz" for h in kept}
@@ -147,20 +154,6 @@ def load_or_run(
         committed = {r["spec_hash"]: r for file in record_files(scale) for r in read_records(file)}
         print(compare([found[h] for h in hashes], committed))
     return [found[h] for h in hashes]
-
-
-def _check_writable(file: Path) -> None:
-    """Raise OSError unless records can be stored in a file: found here, not when a run of hours has ended."""
-    try:
-        with locked(file):
-            pass
-    except OSError as error:
-        raise OSError(
-            error.errno,
-            f"no record can be stored in this folder ({error.strerror}), so that nothing is run: let it be written to, "
-            "or, where EVOALIGN_RUN_DIR names it, let that name another",
-            str(file.parent),
-        ) from error
 
 
 def compare(records: Sequence[Record], committed: Mapping[str, Record]) -> str:
@@ -233,20 +226,14 @@ def _run_in_pool(
     workers = min((workers or default_workers()) if local else 1, len(specs))
     commit, failure = provenance.commit(), None
     others = set(multiprocessing.active_children())
-    settings = {
-        "mp_context": _server() if local else multiprocessing.get_context("spawn"),
-        "max_tasks_per_child": runs_a_process if local else 1,
-        "initializer": _start_worker,
-    }
-    start = os.getpid(), dict(os.environ), base_models.known_files()
-    with (
-        tempfile.TemporaryDirectory() as told,
-        ProcessPoolExecutor(workers, initargs=(*start, Path(told)), **settings) as pool,
-    ):
+    context = _server() if local else multiprocessing.get_context("spawn")
+    shares, places = context.RawArray("d", len(specs)), {spec_hash(s): place for place, s in enumerate(specs)}
+    start = os.getpid(), dict(os.environ), base_models.known_files(), places, shares
+    how = {"mp_context": context, "max_tasks_per_child": runs_a_process if local else 1}
+    with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=start, **how) as pool:
         try:
-            with _interrupts_ignored():
-                futures = {pool.submit(run, s, notebook, commit, keep.get(spec_hash(s))): s for s in specs}
-            for future in progress_bar.followed(list(futures), Path(told), notebook):
+            futures = {pool.submit(run, s, notebook, commit, keep.get(spec_hash(s))): s for s in specs}
+            for future in progress_bar.followed(list(futures), shares, notebook):
                 if future.cancelled():
                     continue
                 error = future.exception()
@@ -260,8 +247,7 @@ def _run_in_pool(
                 elif failure is None:
                     failure = error
                     failure.add_note(f"in the run {futures[future]}; {_STORED}")
-                    begun = sum(not other.cancel() for other in futures if not other.done())
-                    if begun:
+                    if begun := sum(not other.cancel() for other in futures if not other.done()):
                         message = f"a run failed ({error!r}); {begun} that had begun are finished first"
                         tqdm.write(message, sys.stderr)
         except BaseException:
@@ -272,12 +258,8 @@ def _run_in_pool(
         raise failure
 
 
-_INSTRUCTIONS = {
-    "ATEN_CPU_CAPABILITY": "avx2",
-    "ONEDNN_MAX_CPU_ISA": "AVX2",
-    "NUMBA_CPU_NAME": "haswell",
-    "NUMBA_CPU_FEATURES": "+avx2",
-}
+_INSTRUCTIONS = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+_INSTRUCTIONS |= {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2"}
 """What PyTorch, oneDNN and numba may use of the CPU in a run of the local engine. The committed records were made with
 AVX2; left to themselves all take AVX-512 where a CPU has it, whose kernels round differently: a gradient run ends with
 other weights, and a run of ES with others after a near-tie of two tokens."""
@@ -319,24 +301,12 @@ def _server() -> multiprocessing.context.BaseContext:
     return context
 
 
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Ctrl-C reaches every process of a terminal or notebook: those that start in here leave it to this one."""
-    if threading.current_thread() is not threading.main_thread():  # only there handlers can be set
-        yield
-        return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
-def _start_worker(parent: int, environment: Mapping[str, str], known_files: Mapping[str, str], told: Path) -> None:
+def _start_worker(parent: int, environment: Mapping[str, str], known_files: Mapping[str, str], *progress: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal: it is the parent's
     os.environ.clear()  # a server has that of the first sweep
     os.environ.update(environment)
     base_models.know_files(known_files)
-    progress_bar.tell_in(told)
+    progress_bar.tell_in(*progress)
 
     import datasets
     from transformers.utils import logging
@@ -359,7 +329,6 @@ def run(spec: Spec, notebook: str, commit: str, keep: Path | None = None) -> Rec
 
     torch.set_num_threads(1)
     wall, cpu = time.perf_counter(), _core_seconds()
-    progress_bar.end()  # of a run before this one that failed
     run_kind = kinds.get(spec["kind"])
     if spec["kind"] == "train":
         folder = _training_folder(spec, notebook)
@@ -370,7 +339,6 @@ def run(spec: Spec, notebook: str, commit: str, keep: Path | None = None) -> Rec
         result = run_kind(spec)
     spent = {"core_seconds_total": _core_seconds() - cpu, "wall_seconds": time.perf_counter() - wall}
     result.setdefault("budget", {}).update({name: round(seconds, 2) for name, seconds in spent.items()})
-    progress_bar.end()
     if "diverged" in result:
         result = without_nonfinite(result, "", [])
     gpus = spec.get("gpus") or spec.get("tensor_parallel", 1)

@@ -232,7 +232,7 @@ def curve_callback(
         def on_log(self, args, state, control, logs=None, **kwargs):  # after each step, when its reward is known
             if logs and "train_runtime" in logs:  # the summary at the end
                 return
-            progress_bar.tell(spec, state.global_step, (logs or {}).get("reward"))
+            progress_bar.tell(spec, state.global_step)
             if state.global_step in steps:
                 record(state.global_step, logs or {})
 

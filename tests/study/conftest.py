@@ -61,13 +61,8 @@ def es_runs(request, tmp_path_factory):
     base = getattr(request.module, "BASE", "A0")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paths, "RUNS", tmp_path_factory.mktemp("runs"))
-        yield [
-            [
-                sweep.run(spec, "nb", "commit")
-                for spec in train_specs(arm, [base], range(n), request.module.SETTINGS, "tiny")
-            ]
-            for arm, n in request.module.RUNS
-        ]
+        groups = (train_specs(arm, [base], range(n), request.module.SETTINGS, "tiny") for arm, n in request.module.RUNS)
+        yield [[sweep.run(spec, "nb", "commit") for spec in specs] for specs in groups]
 
 
 @pytest.fixture

@@ -98,15 +98,13 @@ def _loaded(script: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def _imports(node: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
+def _imports(file: Path) -> Iterator[tuple[str, bool]]:
     """The modules from outside that a file imports, and whether inside a function or a condition."""
-    named = [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
-    for name in named + ([alias.name for alias in node.names] if isinstance(node, ast.Import) else []):
-        if (root := name.split(".")[0]) not in sys.stdlib_module_names | {"evoalign_lib", "evoalign_study"}:
-            yield root, inside
-    inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.If | ast.Try)
-    for child in ast.iter_child_nodes(node):
-        yield from _imports(child, inside)
+    for node in ast.walk(ast.parse(file.read_text())):
+        named = [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+        for name in named + ([alias.name for alias in node.names] if isinstance(node, ast.Import) else []):
+            if (root := name.split(".")[0]) not in sys.stdlib_module_names | {"evoalign_lib", "evoalign_study"}:
+                yield root, node.col_offset > 0
 
 
 @pytest.mark.parametrize(
@@ -115,7 +113,7 @@ def _imports(node: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
 def test_the_code_imports_only_declared_requirements(room, extras) -> None:
     """At the top level those of the base and of the extras that the room has, elsewhere those of any extra."""
     at_top, anywhere = ({canonicalize_name(r.name) for r in known} for known in (_requirements_of(*extras), DIRECT))
-    found = {each for path in (paths.ROOT / room).rglob("*.py") for each in _imports(ast.parse(path.read_text()))}
+    found = {each for path in (paths.ROOT / room).rglob("*.py") for each in _imports(path)}
     names = {(canonicalize_name(DISTRIBUTION_OF.get(module, module)), inside) for module, inside in found}
     assert len(names) > 5
     assert [name for name, inside in names if name not in (anywhere if inside else at_top)] == []
@@ -135,6 +133,33 @@ def test_notebooks_plan_without_transformers_and_draw_without_torch(chosen) -> N
     for name in names:  # one process for all: what one imports is there for those after it
         script += f"import evoalign_study.{name}; print('transformers' in sys.modules, {name!r})\n"
     assert _loaded(script) == ["False", *(f"False {name}" for name in names)]
+
+
+# ---- the contract of layers, which `make lint` checks
+
+FORBIDDEN = [
+    ("evoalign_lib.es", "evoalign_study.sweep"),  # the library knows no study
+    ("evoalign_lib.noise", "evoalign_lib.es"),  # es imports noise: a circle
+    ("evoalign_lib.analysis.stats", "evoalign_lib.engines.local"),
+    ("evoalign_study.claims.verdicts", "evoalign_study.training"),
+    ("evoalign_lib.tasks.countdown", "evoalign_lib.grpo"),
+]
+
+
+def test_forbidden_imports_inside_functions_break_it(tmp_path):
+    """All at once, in a copy of the code: each is named."""
+    for package in (paths.ROOT / "evoalign_lib", paths.NOTEBOOKS / "evoalign_study"):
+        shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__", "bases"))
+    for module, imported in FORBIDDEN:
+        parent, _, name = imported.rpartition(".")
+        with (tmp_path / f"{module.replace('.', '/')}.py").open("a", encoding="utf-8") as text:
+            text.write(f"\n\ndef forbidden():\n    from {parent} import {name}\n")
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache", "--config", paths.ROOT / "pyproject.toml"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "COLUMNS": "200"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    missed = [f"{one} -> {other}" for one, other in FORBIDDEN if one != "evoalign_lib.noise"]
+    missed = [pair for pair in missed if pair not in done.stdout]
+    assert done.returncode and not missed and "No circle of any length BROKEN" in done.stdout, done.stdout + done.stderr
 
 
 # ---- the library alone: trains and replays without what an extra brings, and outside of a checkout
@@ -161,24 +186,17 @@ print("replayed")
 """
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """The library's wheel, built from a copy: a build leaves files beside what it builds."""
-
-    folder = tmp_path_factory.mktemp("wheel")
-    for name in ("evoalign_lib", "notebooks/evoalign_study"):
-        shutil.copytree(paths.ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "notebooks/pyproject.toml"):
-        shutil.copy(paths.ROOT / name, folder / name)
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder / "dist", folder]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (built,) = (folder / "dist").glob("*.whl")
-    return built
-
-
 @pytest.mark.slow
-def test_the_wheel_has_no_study_in_it_and_trains_outside_of_a_checkout(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_has_no_study_in_it_and_trains_outside_of_a_checkout(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"  # a build leaves files beside what it builds
+    for name in ("evoalign_lib", "notebooks/evoalign_study"):
+        shutil.copytree(paths.ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "notebooks/pyproject.toml"):
+        shutil.copy(paths.ROOT / name, copy / name)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path / "dist", copy]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=copy)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "evoalign_lib/es.py" in names and "evoalign_lib/tiny/bases/A0/model.safetensors" in names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"evoalign_lib", "evoalign"}
@@ -197,17 +215,6 @@ def test_the_wheel_has_no_study_in_it_and_trains_outside_of_a_checkout(wheel: Pa
 # ---- the repository's files
 
 
-@functools.cache
-def _tracked() -> tuple[Path, ...]:
-    """The files in git, and those that would be with the next `git add`."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    try:
-        result = subprocess.run(command, cwd=paths.ROOT, capture_output=True, text=True, check=True)
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        pytest.skip("not a git checkout, so there is no list of tracked files")
-    return tuple(file for name in result.stdout.split("\0") if name and (file := paths.ROOT / name).is_file())
-
-
 # Split so that this file does not name them itself.
 MACHINE_PATHS = ["/wor" + "k/", "/hom" + "e/", "/roo" + "t/", "/User" + "s/", "file:" + "///"]
 REGISTRIES = ["pypi" + ".org", "python" + "hosted.org", "extra-index" + "-url", "download.py" + "torch.org"]
@@ -215,10 +222,15 @@ REGISTRIES = ["pypi" + ".org", "python" + "hosted.org", "extra-index" + "-url", 
 
 def test_no_file_names_a_machine_or_a_package_registry_and_all_stay_small() -> None:
     sizes = {r".*\.safetensors": 6_000_000, r".*/ledgers/.*": 6_000_000, r"paper/results/[^/]+/\w+\.jsonl": 24_000_000}
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    if not (paths.ROOT / ".git").exists():
+        pytest.skip("not a git checkout, so there is no list of tracked files")
+    listed = subprocess.run(command, cwd=paths.ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    tracked = [file for name in listed if name and (file := paths.ROOT / name).is_file()]
     for pattern, limit in (sizes | {r"figures/.*": 6_000_000}).items():
-        kept = [path for path in _tracked() if re.fullmatch(pattern, path.relative_to(paths.ROOT).as_posix())]
+        kept = [path for path in tracked if re.fullmatch(pattern, path.relative_to(paths.ROOT).as_posix())]
         assert 0 < sum(path.stat().st_size for path in kept) <= limit
-    for path in _tracked():
+    for path in tracked:
         if path.suffix not in (".gz", ".pdf", ".png", ".safetensors", ".woff2"):
             # the README names PyTorch's public index of CPU wheels: without it an install draws gigabytes of CUDA
             forbidden = MACHINE_PATHS + REGISTRIES[: 2 if path == paths.ROOT / "README.md" else None]

@@ -105,6 +105,7 @@ def test_citations_and_entries_agree() -> None:
 # ---- the document
 
 
+@pytest.mark.slow  # the tests above find what is undefined, in a moment
 @pytest.mark.skipif(not shutil.which("latexmk"), reason="latexmk is not installed")
 def test_the_paper_compiles(tmp_path: Path) -> None:
     command = ["latexmk", "-pdf", "-interaction=nonstopmode", "-halt-on-error", f"-outdir={tmp_path}", "main.tex"]

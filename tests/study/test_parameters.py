@@ -44,16 +44,11 @@ def test_settings_of_the_scale_with_overrides():
         *({"gpus": value} for value in (-1, 10**9, 1)),
         *({"n_seeds": value} for value in (10**5, 0)),
         *({name: value} for name in ("force", "dry_run", "curve") for value in ("yes", 1)),
-        {"model": 7},
-        {"model": "a/b"},
-        {"rates": [0.1, float("inf")]},
-        {"rates": [0.1, 0]},
-        {"factors": {"sigma": -1.0}},
-        {"factors": {"sigma": "1"}},
-        {"some": [5]},
-        {"own_seeds": [10**9]},
-        {"engine": "vlm"},
-        {"engine": "vllm"},
+        *({"model": value} for value in (7, "a/b")),
+        *({"rates": [0.1, value]} for value in (float("inf"), 0)),
+        *({"factors": {"sigma": value}} for value in (-1.0, "1")),
+        *({"engine": value} for value in ("vlm", "vllm")),
+        *({name: value} for name, value in (("some", [5]), ("own_seeds", [10**9]))),
     ],
     ids=str,
 )  # fmt: skip
@@ -119,19 +114,7 @@ def test_papermill_ends_a_dry_run_without_failure(tmp_path):
     cells += map(nbformat.v4.new_code_cell, (CELLS, "raise KeyError('nothing after may run')"))
     notebook, out = tmp_path / "01_toy.ipynb", tmp_path / "out.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"language_info": {"name": "python"}}), notebook)
-    command = [
-        sys.executable,
-        "-m",
-        "papermill",
-        notebook,
-        out,
-        "-k",
-        "python3",
-        "--log-output",
-        "-p",
-        "dry_run",
-        "true",
-    ]
+    command = [sys.executable, "-m", "papermill", notebook, out, *"-k python3 --log-output -p dry_run true".split()]
     environment = os.environ | {"PYTHONPATH": f"{paths.ROOT}{os.pathsep}{paths.NOTEBOOKS}"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=tmp_path, env=environment)
     assert done.returncode == 0 and "0 of 1 runs have records; to be run: base." in done.stderr, done.stderr

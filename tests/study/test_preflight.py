@@ -121,13 +121,7 @@ def test_settings_that_cannot_be(changed, named):
         plan(qwen("7B"), ES | changed, gpus=8)
 
 
-@given(
-    size=st.sampled_from(list(QWEN)),
-    gib=st.floats(5, 200),
-    prompts=st.integers(1, 300),
-    length=st.integers(1, 65536),
-    gpus=st.integers(1, 16),
-)
+@given(st.sampled_from(list(QWEN)), st.floats(5, 200), st.integers(1, 300), st.integers(1, 65536), st.integers(1, 16))
 def test_more_gpus_never_make_es_impossible(size, gib, prompts, length, gpus):
     settings = ES | {"prompts_per_step": prompts, "max_completion_length": length}
     few, more = (plan(qwen(size), settings, gpus=g, gpu_gib=gib) for g in (gpus, gpus + 1))

@@ -3,13 +3,13 @@
 import json
 import os
 import re
-import subprocess
-import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 from evoalign_study import paths
+from helpers import fork, wait
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,11 +20,7 @@ README = (paths.ROOT / "README.md").read_text(encoding="utf-8")
 # the example's constants, and what stands for them here
 DECLARED = 'model, steps, sigma = "Qwen/Qwen2.5-0.5B-Instruct", 100, 1e-3\n'
 HERE = 'model, steps, sigma = "base", 2, 0.05\n'
-# Runs examples as they are, and notes each call of a reward function: which trainer called, and with what.
-DRIVER = """
-import json
-from trl import GRPOTrainer
-from evoalign_lib.es import ESTrainer
+
 
 def kind(value):
     if isinstance(value, dict):
@@ -33,39 +29,47 @@ def kind(value):
         return sorted({json.dumps(kind(item)) for item in value})
     return "function" if callable(value) else type(value).__name__
 
+
 def noted(trainer, make):
+    """The trainer's `__init__`, with a reward function that notes each call: which trainer called, and with what."""
+
     def init(self, *arguments, reward_funcs, **keywords):
         def reward(**columns):
             result = reward_funcs(**columns)
             sizes = sorted({len(value) for value in [*columns.values(), result] if isinstance(value, list)})
             with open("calls.jsonl", "a") as file:  # from worker processes too
-                file.write(json.dumps({"trainer": trainer, "columns": kind(columns), "sizes": sizes}) + "\\n")
+                file.write(json.dumps({"trainer": trainer, "columns": kind(columns), "sizes": sizes}) + "\n")
             return result
 
         make(self, *arguments, reward_funcs=reward, **keywords)
+
     return init
 
-if __name__ == "__main__":
+
+def run_as_it_is(code: str, folder: Path) -> None:
+    """Run an example in a folder; its process is not used for anything else."""
+    from trl import GRPOTrainer
+
+    from evoalign_lib.es import ESTrainer
+
+    warnings.simplefilter("ignore")
+    os.chdir(folder)
     for trainer in (GRPOTrainer, ESTrainer):
         trainer.__init__ = noted(trainer.__name__, trainer.__init__)
-    exec(compile(open("example.py").read(), "example.py", "exec"), {"__name__": "__main__"})
-"""
+    exec(compile(code, "example.py", "exec"), {"__name__": "__main__"})
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """The one block of the README that trains was run here, in a process of its own, from a copy of base A0."""
+    """The one block of the README that trains was run here, in a child of this process, from a copy of base A0."""
     folder = tmp_path_factory.mktemp("readme")
     (code,) = [b for b in re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL) if "train()" in b]
     assert code.count(DECLARED) == 1
     for part in tiny.load("A0"):
         part.save_pretrained(folder / "base")
-    (folder / "example.py").write_text(code.replace(DECLARED, HERE))
-    (folder / "driver.py").write_text(DRIVER)
-    environment = {**os.environ, "PYTHONPATH": str(paths.ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "driver.py"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    import trl.trainer.grpo_trainer  # noqa: F401  once for all tests of this process, and not in the child
+
+    assert wait(fork(run_as_it_is, code.replace(DECLARED, HERE), folder), 190) == 0
     return folder
 
 

@@ -1,11 +1,9 @@
 """The site: its pages name what is committed, its links are checked, its formulas and docstrings are set, offline."""
 
-import importlib.util
 import json
 import re
 import subprocess
 import sys
-from types import ModuleType
 
 import nbformat
 import numpy as np
@@ -17,19 +15,12 @@ from evoalign_study.records import pack_bits, read_records, unpack_bits, unpack_
 
 from evoalign_lib.analysis import coverage
 
+sys.path.append(str(paths.ROOT / "site"))  # no package
+import check
+import explorer
+import pages
+
 SITE = paths.ROOT / "site"
-
-
-def load(name: str) -> ModuleType:
-    """A module of the folder site/, which is no package and not on the path."""
-    spec = importlib.util.spec_from_file_location(f"site_{name}", SITE / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-pages, check, explorer = load("pages"), load("check"), load("explorer")
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +269,8 @@ def test_each_fault_is_found(tmp_path, part, html, problem):
 
 def test_formulas_become_mathml():
     pytest.importorskip("math_core", reason="make site installs it")
-    mathml = load("mathml")
+    import mathml
+
     for latex, has in ((r"\begin{aligned} a &= \sqrt b \end{aligned}", "<mtable"), (r"\sum_{n=1}^{N} z_n", "<munder")):
         made = mathml.to_mathml(latex, display=True)
         assert made.startswith("<math") and 'display="block"' in made and has in made

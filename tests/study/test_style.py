@@ -33,8 +33,6 @@ def test_the_legend_names_every_arm_and_decoding_within_the_figure(
     for text in shown:
         extent = text.get_window_extent()
         assert 0 <= extent.x0 and extent.x1 <= figure.bbox.width and 0 <= extent.y0
-    lines = {line.get_label(): line.get_linestyle() for line in legend.get_lines()}
-    assert len({lines[style.STROKES[name].label] for name in decodings}) == len(decodings)
 
 
 def test_dots_show_every_run_the_failed_ones_as_crosses_and_the_mean_of_all() -> None:

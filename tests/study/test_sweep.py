@@ -1,5 +1,7 @@
-"""Load or run: no finished run is ever lost, and nothing is run twice or in vain."""
+"""Load or run: no finished run is ever lost, nothing is run twice or in vain, and ledgers stay with their records."""
 
+import gzip
+import hashlib
 import json
 import os
 import re
@@ -9,37 +11,37 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
-from evoalign_study import paths, sweep
+from evoalign_study import measures, paths, progress_bar, sweep, training
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.exact import kl_specs
 from evoalign_study.kinds.train import audit_specs, train_specs
-from evoalign_study.records import (
-    append_record,
-    read_records,
-    spec_hash,
-    unpack_bits,
-    unpack_counts,
-)
+from evoalign_study.records import append_record, index_problems, read_records, spec_hash
 from evoalign_study.sweep import load_or_run
+from helpers import chained
+from test_records import record
+from typer.testing import CliRunner
 
-# ---- records
+from evoalign_lib import ledger
+from evoalign_lib.cli import app
 
 
-def record(seed: int = 0, **more):
-    spec = {"kind": "train", "scale": "tiny", "seed": seed}
-    return {"spec": spec, "spec_hash": spec_hash(spec), "status": "finished", "test": {"greedy": 0.25}} | more
+def at(patch: pytest.MonkeyPatch, folder: Path) -> Path:
+    """Committed records and fresh runs, both in this folder."""
+    patch.setattr(paths, "RESULTS", folder / "results")
+    patch.setenv("EVOALIGN_RUN_DIR", str(folder / "run"))
+    return folder
 
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    """Committed records and fresh runs, both in a temporary folder."""
-    monkeypatch.setattr(paths, "RESULTS", tmp_path / "results")
-    monkeypatch.setenv("EVOALIGN_RUN_DIR", str(tmp_path / "run"))
-    return tmp_path
+    return at(monkeypatch, tmp_path)
 
 
 def _await(condition, seconds: float = 300) -> None:
@@ -97,41 +99,30 @@ def comparable(r):
     return {k: v for k, v in r.items() if k not in ("budget", "commit", "notebook")} | {"budget": budget}
 
 
-def test_the_record_of_a_base():
-    [spec] = base_specs(["A0"], SETTINGS | {"validation_problems": 3}, "smoke")
-    r = sweep.run(spec, "nb", "commit")
-    assert r["status"] == "finished" and r["spec_hash"] == spec_hash(spec) and r["notebook"] == "nb"
-    assert set(r["validation"]) == {"greedy", "format", "pass@1", "pass@16", "pass@64"}
-    assert r["test"]["n"] == 10 and 0 <= r["test"]["greedy"] <= 1
-    assert unpack_bits(r["test"]["greedy_bits"], 10).mean() == pytest.approx(r["test"]["greedy"])
-    assert unpack_counts(r["test"]["t1_counts"]).mean() / 16 == pytest.approx(r["test"]["t1"])
-    json.dumps(r, allow_nan=False)
-
-
 def test_the_record_of_an_audit():
     """One change at a time: the float32 master is exact, the other modes lose what they are known to lose."""
-    settings = SETTINGS | {"steps": 4, "sigma": 1e-3, "alpha": 5e-4, "curve_points": 2}
-    r = {}
-    for key in (("master", "gaussian"), ("kahan", "gaussian"), ("inplace", "gaussian"), ("master", "tied")):
-        [spec] = audit_specs("A0", *key, "random", [0], settings, "smoke")
-        r[key] = sweep.run(spec, "nb", "commit")
-        json.dumps(r[key], allow_nan=False)
-        assert r[key]["path"]["step"] == [0, 1, 2, 3, 4] and "test" not in r[key]
-    exact, pair, released, tied = (record["audit"] for record in r.values())
+
+    def audit(*mode, **changed):
+        [spec] = audit_specs("A0", *mode, [0], SETTINGS | changed, "smoke")
+        made = sweep.run(spec, "nb", "commit")
+        json.dumps(made, allow_nan=False)
+        return made
+
+    modes = (("master", "gaussian"), ("kahan", "gaussian"), ("inplace", "gaussian"), ("master", "tied"))
+    runs = [audit(*mode, "random", steps=4, sigma=1e-3, alpha=5e-4, curve_points=2) for mode in modes]
+    assert all(r["path"]["step"] == [0, 1, 2, 3, 4] and "test" not in r for r in runs)
+    exact, pair, released, tied = (r["audit"] for r in runs)
     assert exact["restore_changed"] == exact["restore_drift"] == 0 and exact["update_cosine"] > 0.9999
     assert 0 < 20 * pair["restore_drift"] < released["restore_drift"]
     assert released["update_cosine"] < 0.9 < 0.99 < pair["update_cosine"]
-    ends = [record["path"]["cosine"][-1] for record in r.values()]
+    ends = [r["path"]["cosine"][-1] for r in runs]
     assert ends[0] > 0.9999 and ends[2] < 0.9 < ends[1]
     assert abs(exact["layers_cosine"]) < 0.05 and tied["layers_cosine"] > 0.9999
     # with rewards the trained model is tested, and the noise is that of the arm "es"
-    [spec] = audit_specs("A0", "master", "gaussian", "reward", [0], SETTINGS, "smoke")
-    rewarded = sweep.run(spec, "nb", "commit")
+    rewarded = audit("master", "gaussian", "reward")
     assert rewarded["test"]["n"] == SETTINGS["test_problems"] and len(rewarded["curve"]["step"]) == 3
     # members too close together to differ in a token: nothing moves, and there is nothing to compare
-    [spec] = audit_specs("A0", "master", "gaussian", "reward", [0], SETTINGS | {"sigma": 1e-12}, "smoke")
-    still = sweep.run(spec, "nb", "commit")
-    json.dumps(still, allow_nan=False)
+    still = audit("master", "gaussian", "reward", sigma=1e-12)
     assert still["counts"]["tied"] == SETTINGS["steps"] and "update_cosine" not in still["audit"]
     assert set(still["path"]["cosine"]) == {None}
 
@@ -143,11 +134,10 @@ def test_a_killed_sweep_continues_where_it_was(folders, capsys):
     code = f"from evoalign_study.sweep import load_or_run\nload_or_run({specs!r}, 'nb', 'smoke', workers=1)"
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as started:
         _await(lambda: file.is_file() and file.stat().st_size > 0)
-        children, workers = _children(started.pid), _workers(started.pid)
+        children, workers = psutil.Process(started.pid).children(), _workers(started.pid)
         started.kill()
     assert started.returncode == -signal.SIGKILL and len(workers) == 1
-    # nobody goes on in the background (Z: ended, not yet reaped)
-    _await(lambda: not _alive(children + workers))
+    _await(lambda: not any(map(_alive, children + workers)))  # nobody goes on in the background
     done = read_records(file)
     assert 1 <= len(done) < 5
     # the second call runs the rest; a run that fails is named, and costs none that waits in a process already
@@ -190,14 +180,17 @@ def _sweep(specs, file, act):
         thread.join()
 
 
-def _children(pid: int) -> list[int]:
-    return [child for child, (parent, _) in _processes().items() if parent == pid]
-
-
-def _workers(pid: int) -> list[int]:
+def _workers(pid: int) -> list[psutil.Process]:
     """Processes that run specs for this one: copies of its server."""
-    servers = [p for p in _children(pid) if b"multiprocessing.forkserver" in Path(f"/proc/{p}/cmdline").read_bytes()]
-    return [worker for server in servers for worker in _children(server)]
+    servers = [p for p in psutil.Process(pid).children() if "multiprocessing.forkserver" in " ".join(p.cmdline())]
+    return [worker for server in servers for worker in server.children()]
+
+
+def _alive(process: psutil.Process) -> bool:
+    """Whether a process has not ended; one that is not yet reaped has."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def test_an_interrupt_and_a_killed_process_end_a_sweep_at_once_and_cost_no_finished_run(folders, capfd):
@@ -210,24 +203,24 @@ def test_an_interrupt_and_a_killed_process_end_a_sweep_at_once_and_cost_no_finis
 
     def interrupt(workers):  # as a terminal does
         seen.extend(workers)
-        for pid in (*workers, os.getpid()):
-            os.kill(pid, signal.SIGINT)
+        for process in (*workers, psutil.Process()):
+            process.send_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt) as interrupted:
         _sweep([endless, bases[0]], file, interrupt)
     assert "call again" in interrupted.value.__notes__[0]
-    assert len(seen) == 2 and not _alive(seen)
+    assert len(seen) == 2 and not any(map(_alive, seen))
     (first,) = read_records(file)
     out, err = capfd.readouterr()
     assert "Traceback" not in err and "Loading weights" not in err and "nb:" in err
 
     def kill(workers):
         seen.extend(workers)
-        os.kill(workers[0], signal.SIGKILL)
+        workers[0].kill()
 
     with pytest.raises(RuntimeError, match="was killed.*call again"):
         _sweep([endless, *bases], file, kill)
-    assert len(seen) == 4 and not _alive(seen)
+    assert len(seen) == 4 and not any(map(_alive, seen))
     records = read_records(file)
     assert [r["spec"] for r in records] == bases and records[0] == first
     capfd.readouterr()
@@ -243,23 +236,6 @@ def test_where_the_end_of_this_process_cannot_be_watched_no_server_is_used(monke
     assert sweep._server().get_start_method() == "spawn"
 
 
-def _alive(pids) -> list[int]:
-    processes = _processes()
-    return [pid for pid in pids if processes.get(pid, (0, "Z"))[1] != "Z"]
-
-
-def _processes() -> dict[int, tuple[int, str]]:
-    """Process id -> (parent, state) of every process."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state, parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[:2]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        found[int(folder.name)] = (int(parent), state)
-    return found
-
-
 def test_a_missing_run_is_stored_by_the_notebook_that_asks_and_force_looks_elsewhere(folders, capsys):
     specs = base_specs(["A0", "A1"], SETTINGS, "tiny")
     committed = sweep.run(specs[0], "01_a", "commit")
@@ -269,6 +245,9 @@ def test_a_missing_run_is_stored_by_the_notebook_that_asks_and_force_looks_elsew
     assert capsys.readouterr().out == "loaded 1 records, ran 1\n"
     assert records[0] == committed and records[1]["notebook"] == "02_b"
     assert [read_records(file) for file in files] == [[committed], [records[1]]]
+    assert index_problems(files[1]) == []  # shares are the means of the results beside them
+    assert set(committed["validation"]) == {"greedy", "format", "pass@1", "pass@16", "pass@64"}
+    assert committed["test"]["n"] == 10 and committed["test"].keys() >= {"greedy_bits", "t1_counts"}
     before = [file.read_bytes() for file in files]
     # what a forced run made earlier, beside the committed records
     fresh = [r | {"commit": "fresh"} for r in records]
@@ -380,3 +359,203 @@ def test_the_user_and_other_engines_choose_their_own_instructions(monkeypatch, l
     sweep._set_environment(local)
     assert {name: os.environ.get(name) for name in sweep._INSTRUCTIONS} == expected
     assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
+# ---- the bar
+
+
+def test_a_run_counts_by_its_steps_and_all_futures_are_yielded(monkeypatch, capsys):
+    monkeypatch.setattr(progress_bar, "SECONDS", 0.01)
+    monkeypatch.setattr(progress_bar, "QUIET_SECONDS", 0.02)
+    shares, spec = [0.0] * 4, {"seed": 3, "steps": 40}
+    progress_bar.tell_in({spec_hash(spec): 3}, shares)
+    progress_bar.tell(spec, 20)
+    progress_bar.tell(spec | {"seed": 4}, 20)  # of no run of the sweep
+    progress_bar.tell_in({}, [])
+    assert shares == [0, 0, 0, 0.5]
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(time.sleep, i / 10) for i in range(4)]
+        assert set(progress_bar.followed(futures, shares, "01")) == set(futures)
+    shown = capsys.readouterr().err
+    assert re.search(r"01: .* [0-3]\.5/4 runs", shown) and re.search(r"100%.* 4/4 runs", shown)
+
+
+# ---- ledgers that are kept with records
+
+KEPT = SETTINGS | {"max_completion_length": 6, "validation_problems": 2, "test_problems": 2, "curve_points": 2}
+KEPT |= {"steps": 12, "prompts_per_step": 8}
+
+
+def kept_specs() -> list[dict]:
+    return train_specs("es", ["A0"], range(2), KEPT, "tiny")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file but locks, which stay where they were held."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """Committed: two runs, the ledger of the first. Beside: the same, by force. Nothing may change it."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = at(patch, tmp_path_factory.mktemp("made"))
+        one, other = kept_specs()
+        left = folder / f"results/nb/ledgers/{spec_hash(one)}.jsonl.gz"
+        left.parent.mkdir(parents=True)
+        left.write_bytes(b"of a sweep that was killed before it wrote the record")
+        load_or_run([one, other], "nb", "tiny", keep_ledgers=[one], workers=1)
+        before = contents(folder / "results")
+        load_or_run([one], "nb", "tiny", force=True, keep_ledgers=[one], workers=1)
+        assert contents(folder / "results") == before
+    return folder
+
+
+@pytest.fixture
+def folder(made, tmp_path, monkeypatch) -> Path:
+    """A copy, to be damaged."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    return at(monkeypatch, tmp_path)
+
+
+def kept_records(folder: Path) -> list[dict]:
+    return sorted(read_records(folder / "results/nb/tiny.jsonl"), key=lambda r: r["spec"]["seed"])
+
+
+def test_a_record_describes_its_ledger(folder):
+    one, other = kept_records(folder)
+    path, kept = sweep.ledger_file(one), one["ledger"]
+    assert "ledger" not in other and path == folder / f"results/nb/ledgers/{one['spec_hash']}.jsonl.gz"
+    packed, plain = path.read_bytes(), gzip.decompress(path.read_bytes())
+    assert (kept["bytes"], kept["gzip_bytes"]) == (len(plain), len(packed)) and len(packed) < len(plain)
+    assert kept["sha256"] == hashlib.sha256(packed).hexdigest() and kept["replay_error"] == 0.0
+    run = ledger.read(path)
+    assert run.ended and len(run.steps) == KEPT["steps"] and run.weights[12] == kept["weights"]
+    assert run.header["model"]["name"] == "A0"
+    assert run.header["settings"].items() >= {"seed": 0, "arm": "es", "population_size": 3, "sigma": 0.03}.items()
+    # the digest that every record of a run has, from a replay
+    assert hashlib.sha256(ledger.replay(path, "A0").tobytes()).hexdigest().startswith(one["digest"])
+    files = [f"ledgers/{one['spec_hash']}.jsonl.gz", "tiny.index", "tiny.jsonl"]
+    assert sorted(contents(folder)) == [f"{place}/{file}" for place in ("results/nb", "run/results") for file in files]
+    assert index_problems(folder / "results/nb/tiny.jsonl") == index_problems(folder / "run/results/tiny.jsonl") == []
+
+
+def test_a_kept_ledger_is_loaded_with_its_record_and_a_forced_run_keeps_its_own(folder, capsys):
+    before = contents(folder)
+    for notebook in ("nb", "another"):
+        assert load_or_run(kept_specs(), notebook, "tiny", keep_ledgers=kept_specs()[:1]) == kept_records(folder)
+    assert capsys.readouterr().out == 2 * "loaded 2 records, ran 0\n" and contents(folder) == before
+    (fresh,), (committed, _) = read_records(folder / "run/results/tiny.jsonl"), kept_records(folder)
+    assert sweep.ledger_file(fresh).parent == folder / "run/results/ledgers"
+    assert sweep.check_ledger(fresh).weights == sweep.check_ledger(committed).weights
+    assert fresh["ledger"]["sha256"] != committed["ledger"]["sha256"]  # the times of a step differ
+
+
+def test_what_cannot_be_kept_is_refused_before_any_run(folder):
+    one, other = kept_specs()
+    base = base_specs(["A0"], KEPT, "tiny")[0]
+    for all_of_them, wrong, named in (
+        ([one], other, "keep_ledgers"),
+        ([one, base], base, "keep_ledgers"),
+        ([one, other], other, r"\(es A0 1\) was made without keeping"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            load_or_run(all_of_them, "nb", "tiny", keep_ledgers=[wrong])
+
+
+def test_a_ledger_that_is_missing_or_another(folder):
+    one, _ = kept_records(folder)
+    path = sweep.ledger_file(one)
+    for damage in (lambda: path.write_bytes(path.read_bytes()[:-1] + b"\1"), path.unlink):
+        damage()
+        for use in (
+            lambda: load_or_run(kept_specs(), "nb", "tiny", keep_ledgers=kept_specs()[:1]),
+            lambda: sweep.check_ledger(one),
+        ):
+            with pytest.raises(ValueError, match="restore it from git"):
+                use()
+        (problem,) = index_problems(folder / "results/nb/tiny.jsonl")
+        assert f"its ledger {path} is " in problem
+
+
+def test_a_ledger_of_another_run_is_found(folder):
+    one, _ = kept_records(folder)
+    with pytest.raises(ValueError, match="0000000000000000"):
+        sweep.check_ledger(one | {"ledger": one["ledger"] | {"weights": "0" * 64}})
+    # a forger's chain: it is whole, and its digests are the record's, not those of its rewards
+    path = sweep.ledger_file(one)
+    lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    lines[12] |= {"of": 8, "rewards": "1 2 9"}  # after the last digest but one
+    path.write_bytes(gzip.compress(chained(lines)))
+    sha = hashlib.sha256(path.read_bytes()).hexdigest()
+    with pytest.raises(ledger.LedgerError, match="after 12 steps the weights have the digest"):
+        sweep.check_ledger(one | {"ledger": one["ledger"] | {"sha256": sha}})
+
+
+def test_a_packed_ledger_depends_on_its_lines_alone(folder, tmp_path, monkeypatch):
+    packed = sweep.ledger_file(kept_records(folder)[0]).read_bytes()
+    text, path = gzip.decompress(packed), tmp_path / "other.jsonl"
+    path.write_bytes(text)
+    assert ledger.pack(path) == packed
+    for cut in (text + b'{"step":12', text[: text.rindex(b"\n", 0, -1) + 1]):
+        path.write_bytes(cut)
+        with pytest.raises(ledger.LedgerError, match="is not closed"):
+            ledger.pack(path)
+    damaged = tmp_path / "bad.jsonl.gz"
+    for data in (packed[:5], b"", b"no gzip", packed[:-8] + bytes(8)):
+        damaged.write_bytes(data)
+        with pytest.raises(ledger.LedgerError, match=r"bad.jsonl.gz (is damaged|has no header)"):
+            ledger.read(damaged)
+    monkeypatch.setattr(ledger, "_MOST_UNPACKED", len(text) - 1)  # some kB can unpack to gigabytes
+    with pytest.raises(ledger.LedgerError, match="unpacks to more than"):
+        ledger.read(sweep.ledger_file(kept_records(folder)[0]))
+
+
+# ---- the committed ledgers
+
+LEDGERS = sorted(paths.RESULTS.glob("*/ledgers/*"), key=lambda path: path.stat().st_size)
+
+
+def record_of(path: Path) -> dict:
+    """The record beside which a committed ledger is kept."""
+    (named,) = read_records(path.parents[1] / "tiny.jsonl", [path.name.partition(".")[0]])
+    return named
+
+
+@pytest.mark.parametrize("path", [LEDGERS[0], *(pytest.param(path, marks=pytest.mark.slow) for path in LEDGERS[1:])])
+def test_a_committed_ledger_replays_to_the_weights_of_its_record(path, tmp_path):
+    """`evoalign replay` as it is typed: every digest, and the model of a step."""
+
+    def replay(*options: str) -> str:
+        call = CliRunner().invoke(app, ["replay", str(path), *options])
+        assert call.exit_code == 0, call.output
+        return call.output
+
+    said = replay("--verify")
+    assert "all computed again, equal" in said and f"last weights: {record_of(path)['ledger']['weights']}" in said
+    assert "the model after step 3, weights " in replay("--step", "3", "--out", str(tmp_path / "model"))
+    assert {"model.safetensors", "tokenizer.json"} <= {path.name for path in (tmp_path / "model").iterdir()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # half a minute, or many times that where other runs have the machine
+@pytest.mark.parametrize("path", LEDGERS, ids=lambda path: path.name)
+def test_a_replayed_model_answers_as_its_record_says(path):
+    record = record_of(path)
+    spec = record["spec"]
+    model, tokenizer, sets = training.world(spec | {"kind": "base"})
+    with closing(training.evaluation_engine(spec, model, tokenizer, sets)) as engine:
+        engine.master[:] = ledger.replay(path, spec["base"])
+        found = measures.get(spec["task"]).tested(engine, sets["test"])
+    assert found == {name: record["test"][name] for name in found}
+
+
+def test_committed_ledgers_are_those_of_their_records_and_whole():
+    for path in LEDGERS:
+        record = record_of(path)
+        assert sweep.ledger_file(record) == path  # by the SHA-256 of the file
+        run, spec = ledger.read(path), record["spec"]
+        assert run.ended and len(run.steps) == spec["steps"] and run.header["model"]["name"] == spec["base"]
+        told = ("arm", "seed", "population_size", "sigma", "alpha")
+        assert all(run.header["settings"][name] == spec[name] for name in told)
