@@ -19,11 +19,9 @@ Where `released` departs from the published scorer, in order to answer hostile t
 3. an answer of more than 2,000 characters besides blanks is an error. Python accepts longer chains of signs, up to a
    limit that depends on its version; brackets nested more than 200 deep are an error in both.
 
-No text is ever evaluated as code: Python's parser makes a tree of an answer, and the operators of its nodes are applied
-one by one.
+No text is ever evaluated as code: answers are read by an iterative precedence parser.
 """
 
-import ast
 import hashlib
 import json
 import operator
@@ -65,6 +63,7 @@ Target = str | int | float | Fraction
 
 _MAX_RESPONSE = 65_536  # characters; longer responses score 0 unread
 _MAX_SYMBOLS = 2_000  # characters of an answer besides blanks
+_MAX_DEPTH = 200  # nested brackets: the limit of Python's own tokenizer
 _MAX_BITS = 32_768  # of an integer power under the released grader
 _MAX_SOLVER_NUMBERS = 6
 _FULL_DRAW = 65_536  # candidates the generator draws at once, at most
@@ -523,6 +522,8 @@ def last_answer(text: str) -> str | None:
 
 _FORBIDDEN = re.compile(r"[^0-9+\-*/() ]")
 _DIGITS = re.compile(r"[0-9]+")
+_TOKEN = re.compile(r"[0-9]+|\*\*|//|[+\-*/()]")
+_PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "unary +": 3, "unary -": 3, "**": 4}
 
 
 def _answer_is_right(answer: str | None, numbers: Sequence[int], goal: Fraction, grader: str) -> bool:
@@ -546,30 +547,61 @@ def _has_value(expression: str, numbers: tuple[int, ...], goal: Fraction, grader
         if grader == "strict":
             return _meets(_evaluate(expression, Fraction, _EXACT), goal)
         return abs(float(_evaluate(expression, int, _PYTHON)) - float(goal)) < 1e-5
-    # not an expression, or none of these operators; division by zero, overflow; too deep for Python's parser
-    except (SyntaxError, ValueError, LookupError, ArithmeticError, MemoryError, RecursionError):
+    except (ValueError, ArithmeticError):  # not an expression; division by zero, overflow
         return False
 
 
-def _evaluate(text: str, number: Callable[[int], Any], operators: Mapping[type, Callable[..., Any]]) -> Any:
+def _evaluate(text: str, number: Callable[[int], Any], functions: Mapping[str, Callable[..., Any]]) -> Any:
     """Evaluate a string of digits, `+ - * / ( )` and blanks with Python's precedence, without recursion.
 
-    `number` makes a value of an integer; `operators` has what each operator does. What Python rejects is a SyntaxError,
-    an operator that is not there a KeyError, and calls such as `2(3)` and the empty tuple `()` are a ValueError.
+    `number` makes a value of an integer; `functions` has what each operator does, and one that it lacks is a
+    ValueError. So is what Python rejects, and calls such as `2(3)` and the empty tuple `()`, which Python parses but
+    cannot evaluate to a number.
     """
-    values: dict[ast.AST, Any] = {}
-    tree = ast.parse(text.strip(" "), mode="eval").body
-    for node in reversed([*ast.walk(tree)]):  # what a node is made of comes before it
-        match node:
-            case ast.Constant():
-                values[node] = number(node.value)
-            case ast.UnaryOp():
-                values[node] = operators[type(node.op)](values[node.operand])
-            case ast.BinOp():
-                values[node] = operators[type(node.op)](values[node.left], values[node.right])
-            case ast.expr():
-                raise ValueError("no arithmetic expression")
-    return values[tree]
+    values: list[Any] = []
+    operators: list[str] = []
+    depth = 0
+    operand_next = True
+
+    def reduce() -> None:
+        sign, b = operators.pop(), values.pop()
+        if sign not in functions:
+            raise ValueError(f"{sign} is not allowed")
+        values.append(functions[sign](b) if sign.startswith("unary") else functions[sign](values.pop(), b))
+
+    for token in _TOKEN.findall(text):
+        if operand_next:
+            if token.isdigit():
+                if token[0] == "0" and token.strip("0"):
+                    raise ValueError("leading zero")
+                values.append(number(int(token)))
+                operand_next = False
+            elif token in "+-":
+                operators.append(f"unary {token}")
+            elif token == "(" and depth < _MAX_DEPTH:
+                operators.append(token)
+                depth += 1
+            else:
+                raise ValueError("operand expected, or brackets too deep")
+        elif token == ")" and depth:
+            while operators[-1] != "(":
+                reduce()
+            operators.pop()
+            depth -= 1
+        elif token in _PRECEDENCE:
+            # `**` groups from the right: an equal operator on the stack waits
+            bound = _PRECEDENCE[token] + (token == "**")
+            while operators and operators[-1] != "(" and _PRECEDENCE[operators[-1]] >= bound:
+                reduce()
+            operators.append(token)
+            operand_next = True
+        else:
+            raise ValueError("operator expected")
+    if operand_next or depth:
+        raise ValueError("unfinished expression")
+    while operators:
+        reduce()
+    return values[0]
 
 
 def _bounded_power(a: float, b: float) -> float:
@@ -583,14 +615,8 @@ def _bounded_power(a: float, b: float) -> float:
     return power
 
 
-_EXACT = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.USub: operator.neg,
-}
-_PYTHON = _EXACT | {ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos, ast.Pow: _bounded_power}
+_EXACT = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "unary -": operator.neg}
+_PYTHON = _EXACT | {"//": operator.floordiv, "unary +": operator.pos, "**": _bounded_power}
 
 
 def _meets(value: Fraction, goal: Fraction) -> bool:

@@ -277,6 +277,10 @@ _SYMBOLS = st.text("0123456789+-*/() ", max_size=12).filter(lambda text: "**" no
 @given(_EXPRESSION | _SYMBOLS, st.sampled_from(["", "\n", "\n\n"]), st.sampled_from([0, 0, 5e-6, -5e-6, 2e-5, 1]))
 @example("()", "", 0)
 @example("3(4)", "", 0)
+@example("1 2", "", 0)
+@example("7/ /2", "", 0)
+@example("07 - 2", "", 0)
+@example("+-+3", "", 0)
 @example(" ", "\n", 0)
 def test_answers_equal_the_references_on_safe_strings(text, ending, shift):
     numbers = [int(n) for n in re.findall(r"\d+", text)]
@@ -306,9 +310,12 @@ def test_the_last_answer_block_is_that_of_the_published_expression(response):
 @pytest.mark.parametrize(
     ("text", "value"),
     (
-        {"2**3": 8, "-2**2": -4, "2**-1": 0.5, "2**3**2": 512, "4**(1/2)": 2, "7//2": 3, "-7//2": -4, "7/2//1": 3}
-        | {"0**9**9": 0, "1**9**9": 1, "0 * 9 ** 8192": 0, "0 * 9 ** 8193": None}
-        | dict.fromkeys(["2* *3", "2**3**", "(2**3", "0**-1", "(-8)**(1/3)", "9**9**9", "(-8)**(1/3)*0"])
+        {"2**3": 8, "-2**2": -4, "(-2)**2": 4, "2**-1": 0.5, "2**+1": 2, "2**3**2": 512, "(2**3)**2": 64}
+        | {"2**-2**2": 0.0625, "2**2*3": 12, "3*2**2": 12, "-2**-2": -0.25, "4**(1/2)": 2, "2 ** 3": 8}
+        | {"7//2": 3, "-7//2": -4, "7//2*2": 6, "7/2//1": 3, "8//3/2": 1, "0**9**9": 0, "1**9**9": 1}
+        | {"0 * 9 ** 8192": 0, "0 * 9 ** 8193": None}
+        | dict.fromkeys(["2* *3", "2***3", "2**", "**2", "2//", "2**3**", "(2**3", "2**3)", "0**-1"])
+        | dict.fromkeys(["(-8)**(1/3)", "9**9**9", "(-8)**(1/3)*0"])
     ).items(),
 )
 def test_powers_and_floor_division_count_under_released_only(text, value):
