@@ -1,5 +1,7 @@
 """Hand-built records of Countdown runs, and the judgement of declared claims by them."""
 
+from collections.abc import Iterable
+
 from evoalign_study import claims
 from evoalign_study.records import pack_bits, pack_counts
 
@@ -37,20 +39,29 @@ def results(right: int, sampled: int = 0) -> dict:
     return {"n": PROBLEMS, "greedy_bits": pack_bits(bits), "t1_counts": pack_counts(counts)}
 
 
+def trained(arm: str, right: int, base: str = "A0", seed: int = 0, **spec: object) -> dict:
+    """A run that solves `right` problems, whatever else is in its record."""
+    score, es = right / PROBLEMS, family(arm) == "es"
+    spent = [0, 10, 1_000, 100_000] if es else [0, 100, 1_000, 10_000]
+    curve = {"step": [0, 1, 2, 4], "completions": spent, "forward_flops": spent}
+    curve |= dict.fromkeys(("validation_greedy", "validation_t1"), [0.1, 0.2, 0.25, score])
+    found = {"status": "finished", "digest": f"{arm} {base} {seed}", "test": results(right)}
+    return {"spec": run_spec(arm, base, seed, **spec), "curve": curve} | found
+
+
 def runs_of(arm: str, right: int, base: str = "A0", seeds: int = 16, jitter: int = 1, **spec: object) -> list[dict]:
-    """Runs that solve `right` problems on average, whatever else is in their records."""
-    curve = {
-        "step": [0, 1, 2, 4],
-        "completions": [0, 10, 1_000, 100_000] if family(arm) == "es" else [0, 100, 1_000, 10_000],
-        "forward_flops": [0, 10, 1_000, 100_000] if family(arm) == "es" else [0, 100, 1_000, 10_000],
-    }
+    """Runs that solve `right` problems on average."""
+    shifts = enumerate(JITTER[:seeds])
+    return [trained(arm, right + jitter * shift, base, seed, **spec) for seed, shift in shifts]
+
+
+def falling(arm: str, falls: Iterable[float], right: int = 60) -> list[dict]:
+    """Runs whose curves fall by so much on their way to the end."""
     records = []
-    for seed, shift in zip(range(seeds), JITTER, strict=False):
-        score = (right + jitter * shift) / PROBLEMS
-        validation = [0.1, 0.2, 0.25, score]
-        shape = {"validation_greedy": validation, "validation_t1": validation}
-        found = {"status": "finished", "digest": f"{arm} {base} {seed}", "test": results(right + jitter * shift)}
-        records.append({"spec": run_spec(arm, base, seed, **spec), "curve": curve | shape} | found)
+    for seed, fall in enumerate(falls):
+        record = trained(arm, right, seed=seed)
+        curve = [0.1, 0.3, 0.3 - fall, 0.3 - fall / 2, 0.4]
+        records.append(record | {"curve": record["curve"] | {"validation_greedy": curve, "validation_t1": curve}})
     return records
 
 
@@ -64,8 +75,8 @@ def sweep_of(arm: str, base: str = "A0", best: dict | None = None, choices: list
     return records
 
 
-def base_record(base: str, right: int) -> dict:
-    spec = {"kind": "base", "base": base, "base_digest": f"digest of {base}", "scale": "tiny"}
+def base_record(base: str, right: int, **more: object) -> dict:
+    spec = {"kind": "base", "base": base, "base_digest": f"digest of {base}", "scale": "tiny"} | more
     return {"spec": spec, "status": "finished", "test": results(right)}
 
 

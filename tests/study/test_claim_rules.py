@@ -14,6 +14,7 @@ from claim_worlds import (
     TUNED,
     base_record,
     evaluate,
+    falling,
     judge,
     runs_of,
     sweep_of,
@@ -29,13 +30,6 @@ def _countdown(es: int = 60, grpo: int = 40, seeds: int = 8) -> list[dict]:
     records = [*SWEEPS, *(base_record(base, 20) for base in ("A0", "A1", "A2"))]
     for base in ("A0", "A1", "A2"):
         records += runs_of("es", es, base, seeds) + runs_of("grpo", grpo, base, seeds)
-    return records
-
-
-def _drawdowns(arm: str, falls: list[float]) -> list[dict]:
-    records = runs_of(arm, 60, seeds=len(falls))
-    for record, fall in zip(records, falls, strict=True):
-        record["curve"] = record["curve"] | {"validation_greedy": [0.1, 0.3, 0.3 - fall, 0.3 - fall / 2, 0.4]}
     return records
 
 
@@ -86,8 +80,8 @@ WORLDS: list[tuple[str, Callable[[], list[dict]], str, dict[str, float]]] = [
     ("C2", lambda: [*SWEEPS, *runs_of("es", 60), *runs_of("grpo", 59)], "underpowered", {EQUAL: 4 / PROBLEMS}),
     ("C8", lambda: _spreads(1, 6), "supported", {"ES over GRPO, test greedy": log(1 / 6)}),
     ("C8", lambda: _spreads(0, 1), "underpowered", {}),
-    ("C33", lambda: [*SWEEPS, *_drawdowns("es", STEADY), *_drawdowns("grpo", FALLING)], "supported", {FALL: 0.045}),
-    ("C33", lambda: [*SWEEPS, *_drawdowns("es", FALLING), *_drawdowns("grpo", STEADY)], "contradicted", {}),
+    ("C33", lambda: [*SWEEPS, *falling("es", STEADY), *falling("grpo", FALLING)], "supported", {FALL: 0.045}),
+    ("C33", lambda: [*SWEEPS, *falling("es", FALLING), *falling("grpo", STEADY)], "contradicted", {}),
     ("C31", lambda: [*SWEEPS, *runs_of("es", 50), *runs_of("es_sampled", 50, seeds=8)], "within margin", {}),
     ("C3", lambda: _concise("es", KEEPS) + _concise("grpo", HACKS), "supported", {"GRPO - ES, hacked runs greedy": 1}),
     ("C3", lambda: _concise("es", HACKS) + _concise("grpo", KEEPS), "contradicted", {}),
@@ -172,9 +166,9 @@ def test_holm_within_a_notebook() -> None:
     ]
     del family[0]["primary"]
     falls = np.linspace(0, 0.02, 16)  # the difference of two such means has a standard error of .0022
-    records = _drawdowns("es", list(falls))
+    records = falling("es", list(falls))
     for name, by in (("V", 0.0048), ("W", 0.0048), ("X", 0.0046), ("Y", 0.05)):
-        records += _drawdowns(arms_of[name], list(falls + by))
+        records += falling(arms_of[name], list(falls + by))
     raw = {c["id"]: evaluate(c, records, declared=[], resamples=4_000) for c in family}
     assert [raw[name].verdict for name in "VWXYZ"] == ["supported"] * 4 + ["open"]
     assert 0.025 < raw["W"].p < raw["X"].p < 0.05 and raw["Y"].p < 1e-6 and raw["Z"].p is None

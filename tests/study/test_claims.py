@@ -6,48 +6,35 @@ from pathlib import Path
 
 import pytest
 import yaml
+from claim_worlds import DECLARED, base_record, runs_of, trained
 from evoalign_study import claims, cli, paths
 from evoalign_study.claims import evaluate
 from evoalign_study.claims.findings import Finding
-from evoalign_study.records import index, pack_bits, pack_counts, spec_hash
+from evoalign_study.records import index, spec_hash
 from typer.testing import CliRunner
 
 from evoalign_lib.analysis.stats import Interval
 
-PROBLEMS = 40
-DECLARED = {claim["id"]: claim for claim in claims.load_claims()}
+
+def _run(base: str, right: int, seed: int = 0, arm: str = "es", **spec: object) -> dict:
+    return trained(arm, right, base, seed, **{"steps": 100} | spec)
 
 
-def _run(base: str, right: int, arm: str | None = "es", seed: int | None = 0, **spec: object) -> dict:
-    """A record whose model solves the first `right` of the problems greedily, and none when sampled."""
-    bits = [1] * right + [0] * (PROBLEMS - right)
-    spec = {"base": base, "base_digest": f"digest of {base}", "scale": "tiny", "sigma": 0.003, "alpha": 0.003} | spec
-    spec |= (
-        {"kind": "base"}
-        if arm is None
-        else {"kind": "train", "task": "countdown", "arm": arm, "seed": seed, "steps": 100}
-    )
-    test = {"n": PROBLEMS, "greedy_bits": pack_bits(bits), "t1_counts": pack_counts([0] * PROBLEMS)}
-    return {"spec": spec, "status": "finished", "test": test}
-
-
-def _world(gains: dict[str, int], seeds: int = 8) -> list[dict]:
-    """Bases and shuffled runs that solve 10 problems, ES runs that solve 10 + gain, one more or less by seed."""
+def _world(*bases: str, seeds: int = 8) -> list[dict]:
+    """Bases and shuffled runs that solve a quarter of the problems, ES runs that solve more, by seed."""
     records = []
-    for base, gain in gains.items():
-        records.append(_run(base, 10, arm=None))
-        for seed in range(seeds):
-            records.append(_run(base, 10 + gain + seed % 3 - 1, seed=seed))
-            records.append(_run(base, 10, "es_shuffled", seed))
+    for base in bases:
+        records += [base_record(base, 50), *runs_of("es", 110, base, seeds, jitter=5, steps=100)]
+        records += runs_of("es_shuffled", 50, base, seeds, jitter=0, steps=100)
     return records
 
 
 def test_a_missing_cell_is_underpowered_and_no_cell_at_all_is_open() -> None:
-    verdict = evaluate(DECLARED["E1"], _world({"A0": 12}))
+    verdict = evaluate(DECLARED["E1"], _world("A0"))
     assert (verdict.verdict, verdict.n) == ("underpowered", 0)
     assert "A1: 0 of ES, 0 of base" in verdict.text
     assert evaluate(DECLARED["E1"], []).verdict == "open"
-    incomplete = [record | {"status": "incomplete"} for record in _world({"A0": 12})]
+    incomplete = [record | {"status": "incomplete"} for record in _world("A0")]
     assert evaluate(DECLARED["E1"], incomplete).verdict == "open"
 
 
@@ -89,15 +76,15 @@ def test_decide_lets_the_worst_finding_speak() -> None:
 
 
 def test_cells_refuse_records_that_do_not_belong_together() -> None:
-    world = _world({"A0": 12, "A1": 12, "A2": 12})
+    world = _world("A0", "A1", "A2")
     with pytest.raises(ValueError, match="two records of one seed"):
         evaluate(DECLARED["E1"], [*world, _run("A0", 20, seed=3)])
     with pytest.raises(ValueError, match="runs differ in sigma"):
         evaluate(DECLARED["E1"], [*world, _run("A0", 20, seed=9, sigma=0.1)])
     with pytest.raises(ValueError, match="2 records without 'seed'"):
-        evaluate(DECLARED["E1"], [*world, _run("A0", 11, arm=None)])
+        evaluate(DECLARED["E1"], [*world, base_record("A0", 51)])
     with pytest.raises(ValueError, match="different bases"):
-        evaluate(DECLARED["E1"], [*world[1:], _run("A0", 10, arm=None, base_digest="another")])
+        evaluate(DECLARED["E1"], [*world[1:], base_record("A0", 50, base_digest="another")])
 
 
 def test_decide_with_findings_that_have_no_value_or_decide_nothing() -> None:
@@ -210,19 +197,19 @@ def test_a_line_of_the_lock_that_was_replaced_is_found_by_the_history_of_git(rep
 def test_a_rule_is_declared_before_its_runs_or_the_log_says_why(repository: Path) -> None:
     rule = {"C1": {"rule": DECLARED["C1"]["rule"]}}
     # a measured base is no run of the claim, and neither is a run of another length
-    _record(repository, _run("A0", 10, arm=None), _run("A0", 10))
+    _record(repository, base_record("A0", 50), _run("A0", 10))
     _declare(repository, **rule)
     (problem,) = claims.lock_problems()
     assert "claim C1 has a rule and no line in claims.lock" in problem
     before = (repository / "paper/claims.lock").read_text()
-    run = _run("A1", 10)
-    _record(repository, run | {"spec": run["spec"] | {"steps": 208}})
+    run = _run("A1", 10, steps=208)
+    _record(repository, run)
     with pytest.raises(ValueError, match="claim C1 has runs already: say in LOG.md why"):
         claims.lock("2026-01-02")
-    _record(repository, _run("A0", 10, arm=None), _run("A0", 10))
+    _record(repository, base_record("A0", 50), _run("A0", 10))
     assert [line.split()[0] for line in claims.lock("2026-01-02")] == ["C1"]
     (repository / "paper/claims.lock").write_text(before)
-    _record(repository, run | {"spec": run["spec"] | {"steps": 208}})
+    _record(repository, run)
     _log(repository, "C1")
     assert [line.split()[0] for line in claims.lock("2026-01-02")] == ["C1"]
 
@@ -231,7 +218,7 @@ def test_a_rule_is_declared_before_its_runs_or_the_log_says_why(repository: Path
 
 
 def test_the_command_prints_verdicts_and_locks(repository: Path) -> None:
-    _record(repository, *_world({"A0": 12, "A1": 12, "A2": 12}))
+    _record(repository, *_world("A0", "A1", "A2"))
 
     def said(*arguments: str) -> tuple[int, str]:
         result = CliRunner().invoke(cli.app, ["claims", *arguments], env={"COLUMNS": "200"})
@@ -250,7 +237,7 @@ def test_the_command_prints_verdicts_and_locks(repository: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [[], ["--lock"]])
 def test_the_command_names_damaged_records_and_judges_nothing(repository: Path, arguments: list[str]) -> None:
-    _record(repository, *_world({"A0": 12}))
+    _record(repository, *_world("A0"))
     file = repository / "paper/results/01_toy/tiny.jsonl"
     whole = file.read_bytes()
     for old, new in ((b'"finished"', b'"incomplete"'), (b'"greedy_bits"', b'"bits"'), (b'{"', b'{"\xff'), (b"}", b"")):
@@ -261,7 +248,7 @@ def test_the_command_names_damaged_records_and_judges_nothing(repository: Path, 
 
 
 def test_claims_are_judged_by_name_with_their_families() -> None:
-    records = _world({"A0": 12, "A1": 12, "A2": 12})
+    records = _world("A0", "A1", "A2")
     named = claims.evaluate_named(["E2", "E1"], records)
     assert [verdict.id for verdict in named] == ["E2", "E1"]
     assert named == [claims.evaluate(DECLARED[name], records) for name in ("E2", "E1")]
@@ -270,7 +257,7 @@ def test_claims_are_judged_by_name_with_their_families() -> None:
 
 
 def test_verdicts_as_tables() -> None:
-    verdicts = claims.evaluate_named(["E1b", "E2", "C17"], _world({"A0": 12, "A1": 12, "A2": 12}))
+    verdicts = claims.evaluate_named(["E1b", "E2", "C17"], _world("A0", "A1", "A2"))
     assert list(claims.table_of_verdicts(verdicts)["closest comparison"]) == [v.key for v in verdicts]
     rows = claims.table_of_comparisons(verdicts)
     first = rows[rows["claim"] == "E1b"]

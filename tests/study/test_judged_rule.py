@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from evoalign_study.claims.decision import decide
-from evoalign_study.claims.rules import RULES, check_rule
+from evoalign_study.claims.rules import check_rule, find
 from evoalign_study.claims.selection import Evidence
 
 from evoalign_lib.analysis import overoptimisation
@@ -58,7 +58,7 @@ def _evidence(es, grpo, *more, seeds=8):
 
 def _verdict(claim, evidence):
     check_rule(claim)
-    findings = RULES[claim["rule"]["kind"]].find(claim, evidence)
+    findings = find(claim, evidence)
     return decide(findings, claim["margin"], claim["min_seeds"])[0], findings
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from evoalign_study.claims import placebos
 from evoalign_study.claims.decision import decide
-from evoalign_study.claims.rules import RULES, check_rule
+from evoalign_study.claims.rules import check_rule, find
 from evoalign_study.claims.selection import Evidence
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,7 +43,7 @@ def _claim(**rule):
 
 def _verdict(claim, evidence):
     check_rule(claim)
-    return decide(RULES["optimum"].find(claim, evidence), claim["margin"], claim["min_seeds"])[0]
+    return decide(find(claim, evidence), claim["margin"], claim["min_seeds"])[0]
 
 
 def test_an_optimum_inside_supports_and_one_outside_contradicts():

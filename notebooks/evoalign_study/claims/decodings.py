@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from evoalign_study.claims.findings import MISSING, Finding, decoding_words
-from evoalign_study.claims.rules import RULES
+from evoalign_study.claims.rules import RULES, find
 from evoalign_study.claims.selection import DECODINGS, Claim, Evidence
 
 
@@ -22,9 +22,9 @@ def ask(claim: Claim, evidence: Evidence) -> list[Finding]:
 
     Raises ValueError as the rule does.
     """
-    rule = RULES[claim["rule"]["kind"]]
-    others = [rule.under(claim, decoding) for decoding in DECODINGS]
-    found = [finding for other in others if other is not None for finding in rule.find(other, evidence)]
+    under = RULES[claim["rule"]["kind"]].under
+    others = [under(claim, decoding) for decoding in DECODINGS]
+    found = [finding for other in others if other is not None for finding in find(other, evidence)]
     return [replace(finding, decisive=False) for finding in found if finding.compared]
 
 

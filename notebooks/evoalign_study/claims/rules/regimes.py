@@ -10,56 +10,40 @@ at most.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evoalign_lib import arms
 from evoalign_lib.analysis import hacking, regimes, stats
+from evoalign_lib.analysis.stats import Interval
 from evoalign_study import collapse, path_points
 from evoalign_study.claims.findings import Finding, Measured, Undecided, decoding_words, defined, hold
 from evoalign_study.claims.rules.rule import Rule
-from evoalign_study.claims.selection import BASE, Claim, Evidence, Record, lacking
+from evoalign_study.claims.selection import BASE, Case, Record, Runs
 
 AGREE = 0.5
 """The adjusted Rand index, beyond chance, that clusters and labels must have: half of the way to being the same."""
 
 
-def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
-    if evidence.null == BASE:  # it is where all lines begin, and no end of them
+def _find(case: Case) -> list[Finding]:
+    if case.null == BASE:  # it is where all lines begin, and no end of them
         return []
-    favoured = claim["rule"]["favours"]
-    selected = {name: evidence.select(claim, name, {}) for name in claim["arms"]}
-    broken: set[str] = set()
-    if evidence.null:
-        family = arms.get(evidence.null).family
-        for name in favoured:
-            own = claim["arms"][name]
-            if arms.get(own["arm"]).family == family:
-                beside = [selected[name].records] * 2
-                selected[name] = evidence.stand_in(beside, claim["unit"], *([own["seeds"]] if "seeds" in own else []))
-                broken = {record["digest"] for record in selected[name].records}
-            else:
-                del selected[name]
-    have = ", ".join(found.have for found in selected.values())
-    runs = [record for found in selected.values() for record in found.records]
-    lacks = lacking(selected.values())
-    complete = all(found.records for found in selected.values())
-    findings = []
-    for decoding in claim["rule"]["decodings"]:
-        if complete and all(f"right_{decoding}" in record["curve"] for record in runs):
-            kinds = ["hacked" if r["digest"] in broken else _kind(r, decoding) for r in runs]
-            taken = [record for record, kind in zip(runs, kinds, strict=True) if kind != "worse"]
-            hacked = np.array([kind == "hacked" for kind in kinds if kind != "worse"])
-            findings += _of_decoding(evidence, taken, hacked, decoding)
-        else:
-            words = {name: f"{quantity} {decoding_words(decoding)}" for name, quantity in _QUANTITIES.items()}
-            findings += [Finding(each, 0, f"{each}: {have}", None, lacks=lacks) for each in words.values()]
-    return findings
+    declared, favoured = case.claim["arms"], case.rule["favours"]
+    names = [*declared]
+    if case.null:  # a null takes the place of the runs of its family
+        family = arms.get(case.null).family
+        names = [n for n in names if n not in favoured or arms.get(declared[n]["arm"]).family == family]
+    selected = case.select(names, favoured=favoured)
+    broken = {run["digest"] for name in favoured if case.null and name in selected for run in selected[name].records}
+    return [
+        finding
+        for decoding in case.rule["decodings"]
+        for finding in _of_decoding(case, [*selected.values()], broken, decoding)
+    ]
 
 
 def _kind(record: Record, decoding: str) -> str:
@@ -70,51 +54,52 @@ def _kind(record: Record, decoding: str) -> str:
     return "worse" if hacking.fell(right[-1], right[0]) else "unhacked"
 
 
-_QUANTITIES = {
-    "separate": "two clusters, silhouette over that of one",
-    "agree": "two clusters v hacked and unhacked, adjusted Rand index",
-    "basin": "barrier hacked to unhacked - hacked to hacked",
-    "near": "KL from the base, hacked - unhacked",
-}
-
-
-def _of_decoding(evidence: Evidence, runs: Sequence[Record], hacked: NDArray[np.bool_], decoding: str) -> list[Finding]:
-    counted = f"{int(hacked.sum())} hacked v {int((~hacked).sum())} unhacked"
-    n, resamples = min(int(hacked.sum()), int((~hacked).sum())), min(200, evidence.resamples)
-    kl = np.array([record["curve"]["kl"][-1] for record in runs])
+def _of_decoding(case: Case, arms: Sequence[Runs], broken: Collection[str], decoding: str) -> Iterator[Finding]:
+    """Find the four comparisons under one decoding; runs with the digests of broken models count as hacked."""
+    runs = [run for each in arms for run in each.records]
+    complete = all(each.records for each in arms) and all(f"right_{decoding}" in run["curve"] for run in runs)
+    kinds = [(run, "hacked" if run["digest"] in broken else _kind(run, decoding)) for run in runs if complete]
+    taken, resamples = [run for run, kind in kinds if kind != "worse"], min(200, case.evidence.resamples)
+    hacked = np.array([kind == "hacked" for _, kind in kinds if kind != "worse"], bool)
+    counts = int(hacked.sum()), int((~hacked).sum())
     try:
-        measured, missing = path_points.barriers(evidence.having("kind", "path"), runs, decoding, resamples), ""
+        barriers, missing = path_points.barriers(case.evidence.having("kind", "path"), taken, decoding, resamples), ""
     except ValueError as error:
-        measured, missing = None, str(error)
+        barriers, missing = None, str(error)
 
-    def separate() -> tuple[Any, ...]:
-        return regimes.separation(*measured, regimes.regimes(measured[0], n_resamples=resamples)), ""
+    def separate() -> tuple[Interval]:
+        return (regimes.separation(*barriers, regimes.regimes(barriers[0], n_resamples=resamples)),)
 
-    def agree() -> tuple[Any, ...]:
-        return regimes.agreement(*measured, hacked), ""
+    def basin() -> tuple[Interval, float]:
+        p = regimes.within_between(barriers[0], list(hacked), only=True, n_resamples=2000).p
+        return regimes.basin(*barriers, hacked), p
 
-    def basin() -> tuple[Any, ...]:
-        p = regimes.within_between(measured[0], list(hacked), only=True, n_resamples=2000).p
-        return regimes.basin(*measured, hacked), " points", p
+    def near() -> tuple[Interval]:
+        kl = np.array([run["curve"]["kl"][-1] for run in taken])
+        return (stats.stratified_bootstrap([kl[hacked]], [kl[~hacked]], **case.resampled),)
 
-    def near() -> tuple[Any, ...]:
-        found = stats.stratified_bootstrap([kl[hacked]], [kl[~hacked]], n_resamples=evidence.resamples)
-        return found, " nats a completion"
-
-    def measure(find: Callable[[], tuple[Any, ...]]) -> Measured:
-        if measured is None:
+    def measure(find: Callable[[], tuple[Any, ...]], unit: str, _: Sequence[Runs]) -> Measured:
+        if barriers is None:
             raise Undecided(missing)
-        interval, unit, *p = defined(find)
-        points = unit == " points"
-        return interval, interval.format(percent=points, digits=1 if points else 2) + unit, f"(n = {counted})", *p
+        interval, *p = defined(find)
+        text = interval.format() if unit == " points" else interval.format(percent=False, digits=2)
+        return interval, text + unit, f"(n = {counts[0]} hacked v {counts[1]} unhacked)", *p
 
-    findings = []
-    for find in (separate, agree, basin, near):
-        label = f"{_QUANTITIES[find.__name__]} {decoding_words(decoding)}"
-        kept = {"decoding": decoding, "bound": AGREE if find is agree else 0.0}
-        found = hold(label, 1, f"{label}: {counted}", partial(measure, find), **kept)
-        findings.append(replace(found, n=n if measured else 0))
-    return findings
+    for words, bound, unit, find in (
+        ("two clusters, silhouette over that of one", 0.0, "", separate),
+        (
+            "two clusters v hacked and unhacked, adjusted Rand index",
+            AGREE,
+            "",
+            lambda: (regimes.agreement(*barriers, hacked),),
+        ),
+        ("barrier hacked to unhacked - hacked to hacked", 0.0, " points", basin),
+        ("KL from the base, hacked - unhacked", 0.0, " nats a completion", near),
+    ):
+        label, kept = f"{words} {decoding_words(decoding)}", {"decoding": decoding, "bound": bound}
+        have = f"{label}: {counts[0]} hacked v {counts[1]} unhacked" if complete else ""
+        finding = hold(label, arms, partial(measure, find, unit), n=int(complete), have=have, **kept)
+        yield replace(finding, n=min(counts) if barriers else 0)
 
 
 REGIMES = Rule(_find, lambda arm: {"decodings": list, "favours": [arm]})
