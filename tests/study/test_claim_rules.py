@@ -3,22 +3,10 @@
 from collections.abc import Callable
 from math import log
 
+import claim_worlds as worlds
 import numpy as np
 import pytest
-from claim_worlds import (
-    DECLARED,
-    JITTER,
-    OTHER,
-    PROBLEMS,
-    SWEEPS,
-    TUNED,
-    base_record,
-    evaluate,
-    falling,
-    judge,
-    runs_of,
-    sweep_of,
-)
+from claim_worlds import DECLARED, PROBLEMS, SWEEPS, base_record, evaluate, falling, judge, runs_of, sweep_of
 from evoalign_study import claims
 from evoalign_study.claims.findings import Finding
 from evoalign_study.records import pack_bits
@@ -38,8 +26,8 @@ def _transfer(shared: dict[str, int], best: dict[str, int], seeds: int = 8) -> l
     records = list(SWEEPS)
     for arm in ("es", "grpo"):
         choices = DECLARED["C9"]["rule"]["best"]["among"][arm]
-        records += sweep_of(arm, "A1", OTHER[arm], choices) + sweep_of(arm, "A2", TUNED[arm], choices)
-        records += runs_of(arm, shared[arm], "A1", seeds) + runs_of(arm, best[arm], "A1", seeds, **OTHER[arm])
+        records += sweep_of(arm, "A1", worlds.OTHER[arm], choices) + sweep_of(arm, "A2", worlds.TUNED[arm], choices)
+        records += runs_of(arm, shared[arm], "A1", seeds) + runs_of(arm, best[arm], "A1", seeds, **worlds.OTHER[arm])
         records += runs_of(arm, 50, "A2", seeds)
     return records
 
@@ -48,7 +36,7 @@ def _concise(arm: str, right: tuple[int, int], proxy: float = -1.0, seeds: int =
     """Runs that are right on so many of 200 questions at a proxy of -4 and at their end; the base is right on all."""
     fields = {k: v for k, v in DECLARED["C3"]["arms"][arm].items() if k != "measure"}
     records = []
-    for seed, shift in zip(range(seeds), JITTER, strict=False):
+    for seed, shift in zip(range(seeds), worlds.JITTER, strict=False):
         solved = [PROBLEMS, PROBLEMS, right[0] + shift, right[1] + shift]
         bits = [[1] * n + [0] * (PROBLEMS - n) for n in solved]
         curve = {"step": [0, 1, 2, 4], "kl": [0.0, 0.1, 0.3, kl]}

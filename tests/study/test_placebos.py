@@ -63,10 +63,8 @@ def test_random_fitness_spends_nothing_and_wins_nothing_at_equal_budgets(warm: i
         record["curve"]["completions"] = [warm and warm + i] * 4
     at_equal = {"kind": "compare", "comparisons": [DECLARED["C1"]["rule"]["comparisons"][2]]}
     verdict = judge("C1", [*SWEEPS, *runs_of("es", 60), *runs_of("grpo", 40), *random], rule=at_equal)
-    assert (verdict.verdict, asked(verdict)) == (
-        "underpowered",
-        "failed by ES with random fitness (n = 8)",
-    )  # A1, A2: no runs
+    failed = "failed by ES with random fitness (n = 8)"
+    assert (verdict.verdict, asked(verdict)) == ("underpowered", failed)  # A1, A2: no runs
 
 
 # ---- which runs stand in

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from statistics import NormalDist
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study.claims.selection import Runs, lacking
@@ -94,6 +98,15 @@ def defined(statistic: Callable[..., Any], *scores: Any, **options: Any) -> Any:
         raise Undecided(str(error)) from error
 
 
+def there(values: Iterable[Any], least: int, who: str) -> NDArray[np.float64]:
+    """Return the values of the runs that get somewhere; None: one does not. Raises Undecided where too few do."""
+    values = list(values)
+    known = [value for value in values if value is not None]
+    if len(known) < least:
+        raise Undecided(f"{len(known)} of {len(values)} runs of {who}")
+    return np.array(known, np.float64)
+
+
 Measured = tuple[Interval, str, str] | tuple[Interval, str, str, float | None]
 """A quantity with its interval, value and context in words, and the p-value of the rule's own test, if it has one."""
 
@@ -180,7 +193,6 @@ def reversals(findings: Iterable[Finding]) -> list[tuple[Finding, Finding]]:
     signed = [finding for finding in findings if finding.compared and finding.sign()]
     return [
         (first, second)
-        for i, first in enumerate(signed)
-        for second in signed[i + 1 :]
+        for first, second in combinations(signed, 2)
         if first.compared == second.compared and first.sign() == -second.sign()
     ]

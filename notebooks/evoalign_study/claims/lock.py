@@ -22,10 +22,10 @@ def read_lock() -> dict[str, list[str]]:
     path = paths.PAPER / "claims.lock"
     locked: dict[str, list[str]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), 1):
-        found = _LINE.fullmatch(line)
-        if not found:
+        match = _LINE.fullmatch(line)
+        if not match:
             raise ValueError(f"claims.lock, line {number} is not 'id date hash': {line[:100]!r}; write it by --lock")
-        locked.setdefault(found[1], []).append(found[2])
+        locked.setdefault(match[1], []).append(match[2])
     return locked
 
 
@@ -65,7 +65,7 @@ def once_locked() -> list[tuple[str, str]] | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     added = (_LINE.fullmatch(line[1:]) for line in done.stdout.splitlines() if line.startswith("+"))
-    return [(found[1], found[2]) for found in added if found]
+    return [(match[1], match[2]) for match in added if match]
 
 
 def lock(date: str) -> list[str]:

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +32,7 @@ Array = NDArray[np.float64]
 
 
 class Side(NamedTuple):
-    """One side of a comparison."""
+    """One side of a comparison, with the runs that it is made of."""
 
     arm: str
     """Of the claim."""
@@ -41,6 +40,12 @@ class Side(NamedTuple):
     """Runs whose mean a model is: those of the arm in the order of their seeds, each in one mean."""
     shrunk: int = 0
     """Runs as short as whose mean each run is made; 0: it keeps its length."""
+    runs: Sequence[Record] = ()
+    """Sorted by seed."""
+    evidence: Evidence | None = None
+    """In which the runs were measured."""
+    decoding: str = ""
+    """Under which they are compared."""
 
     @property
     def words(self) -> str:
@@ -49,29 +54,19 @@ class Side(NamedTuple):
             return f"shrunk to the mean of {self.shrunk}"
         return f"mean of {self.mean}" if self.mean > 1 else ""
 
-
-class Chosen(NamedTuple):
-    """A side with the runs that it is made of, sorted by seed, and the records and decoding that it is measured by."""
-
-    side: Side
-    runs: Sequence[Record]
-    evidence: Evidence
-    decoding: str = ""
-
     def models(self) -> list[Model | None]:
         """Return the models of the side, in the order of the seeds; None: the untrained base, in the place of runs."""
-        digests = [run["digest"] for run in self.runs]
+        digests, size = [run["digest"] for run in self.runs], max(self.mean, self.shrunk)
         if None in digests:
             return [None] * len(digests)
-        size = max(self.side.mean, self.side.shrunk)
         means = [tuple(digests[i : i + size]) for i in range(0, len(digests) - size + 1, size)]
-        if self.side.shrunk:
+        if self.shrunk:
             return [Model((digest,), mean) for digest, mean in zip(digests, means, strict=False)]
         return [Model(mean) for mean in means]
 
 
 def side_of(declared: str | Mapping[str, Any]) -> Side:
-    """Return a side as a claim declares it: the name of an arm, or a mapping of the fields of `Side`."""
+    """Return a side as a claim declares it: the name of an arm, or a mapping with `mean` or `shrunk` besides."""
     return Side(declared) if isinstance(declared, str) else Side(**declared)
 
 
@@ -88,8 +83,8 @@ def check_side(arm: tuple[str, ...], where: str, declared: str | Mapping[str, An
 
 _Read = Callable[[Sequence[Record], str], Any]
 """Reads one number per model from its records, (models,), or right answers, (models, problems), under a decoding."""
-_Find = Callable[[Sequence[Chosen]], Interval]
-_Count = Callable[[Chosen], Sequence[Any]]
+_Find = Callable[[Sequence[Side]], Interval]
+_Count = Callable[[Side], Sequence[Any]]
 
 
 def _measured_alike(evidence: Evidence, kind: str) -> list[Record]:
@@ -99,20 +94,19 @@ def _measured_alike(evidence: Evidence, kind: str) -> list[Record]:
         return records
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
-        settings = {name: value for name, value in record["spec"].items() if name != "end"}
-        groups[canonical_json(settings)].append(record)
+        groups[canonical_json(record["spec"] | {"end": None})].append(record)
     return max(groups.values(), key=len, default=[])
 
 
-def _records(kind: str, side: Chosen) -> list[Record]:
+def _records(kind: str, side: Side) -> list[Record]:
     """Return the records of a kind of those models of a side that have one."""
 
     def by_model() -> dict[Model | None, Record]:
         specs = [(record["spec"], record) for record in _measured_alike(side.evidence, kind)]
         return {model_of(spec if kind == "merge" else spec.get("end")): record for spec, record in specs}
 
-    found = side.evidence.once(kind, by_model)
-    return [found[model] for model in side.models() if model in found]
+    known = side.evidence.once(kind, by_model)
+    return [known[model] for model in side.models() if model in known]
 
 
 _merged, _noisy, covered = (partial(_records, kind) for kind in ("merge", "noise", "coverage"))
@@ -121,14 +115,14 @@ _merged, _noisy, covered = (partial(_records, kind) for kind in ("merge", "noise
 # ---- displacements
 
 
-def _displaced(side: Chosen) -> list[Record]:
+def _displaced(side: Side) -> list[Record]:
     """Return the runs of a side that have products."""
     blocks = [r["spec"][block]["digests"] for r in side.evidence.having("kind", "products") for block in ("a", "b")]
     known = {digest for digests in blocks for digest in digests}
     return [run for run in side.runs if run.get("digest") in known]
 
 
-def _displacements(*sides: Chosen) -> geometry.Displacements:
+def _displacements(*sides: Side) -> geometry.Displacements:
     """Return the products of all runs of the sides, by layer, in their order."""
     runs = [run for side in sides for run in side.runs]
     return defined(gram_matrix.gram, sides[0].evidence.having("kind", "products"), runs)
@@ -158,45 +152,40 @@ def _unmoved(dtype: str) -> Callable[[geometry.Displacements, Sequence[Record]],
     return lambda moved, runs: (moved.unmoved(dtype) * moved.entries[:, None]).sum(0) / moved.d
 
 
-def _rows(*sides: Chosen) -> list[list[int]]:
-    ends = np.cumsum([0, *(len(side.runs) for side in sides)]).tolist()
-    return [list(range(first, last)) for first, last in pairwise(ends)]
+def _joint(sides: Sequence[Side]) -> tuple[Array, Array, Array]:
+    """Return the products of the runs of two sides, and the rows of each."""
+    gram = _displacements(*sides).total
+    return gram, *np.split(np.arange(len(gram)), [len(sides[0].runs)])
 
 
-def _cosine(sides: Sequence[Chosen]) -> Interval:
-    gram, (a, b) = _displacements(*sides).total, _rows(*sides)
+def _cosine(sides: Sequence[Side]) -> Interval:
+    gram, a, b = _joint(sides)
     norms = np.sqrt(np.diagonal(gram))
     return stats.crossed_bootstrap((gram / np.outer(norms, norms))[np.ix_(a, b)], **_resampled(sides))
 
 
-def _corrected_cosine(sides: Sequence[Chosen]) -> Interval:
-    found = attenuation.corrected_cosine(_displacements(*sides).total, *_rows(*sides)).value
-    return _unless_nan(found, "an arm's runs have nothing in common that can be told from 0")
+def _corrected_cosine(sides: Sequence[Side]) -> Interval:
+    cosine = attenuation.corrected_cosine(*_joint(sides)).value
+    return _unless_nan(cosine, "an arm's runs have nothing in common that can be told from 0")
 
 
-def _common_share(sides: Sequence[Chosen]) -> Interval:
+def _common_share(sides: Sequence[Side]) -> Interval:
     return attenuation.signal(_displacements(*sides).total).share
 
 
 # ---- lines
 
 
-def _lines(evidence: Evidence, first: Sequence[Model | None], last: Sequence[Model]) -> list[tuple[Record, bool]]:
-    """Return the path records between models, pair by pair, where there are any, and whether they run backwards."""
-    found = evidence.once("path", lambda: path_points.by_ends(evidence.having("kind", "path")))
-    pairs = list(zip(first, last, strict=False))
-    return [
-        (found[key], key != pair) for pair in pairs for key in (pair, pair[::-1]) if key in found and pair[0] != pair[1]
-    ]
+def _lines(first: Side | None, last: Side) -> list[tuple[Record, bool]]:
+    """Return the path records between models, pair by pair, where there are any, and whether they run backwards.
 
-
-def _lines_between(sides: Sequence[Chosen]) -> list[tuple[Record, bool]]:
-    return _lines(sides[0].evidence, *(side.models() for side in sides))
-
-
-def _lines_from_base(side: Chosen) -> list[tuple[Record, bool]]:
-    models = side.models()
-    return _lines(side.evidence, [None] * len(models), models)
+    first: None: the lines begin at the base.
+    """
+    records, ends = last.evidence.having("kind", "path"), last.models()
+    known = last.evidence.once("path", lambda: path_points.by_ends(records))
+    begins = first.models() if first else [None] * len(ends)
+    pairs = [pair for pair in zip(begins, ends, strict=False) if pair[0] != pair[1]]
+    return [(known[key], key != pair) for pair in pairs for key in (pair, pair[::-1]) if key in known]
 
 
 def _errors(lines: Iterable[tuple[Record, bool]], decoding: str) -> Array:
@@ -205,21 +194,21 @@ def _errors(lines: Iterable[tuple[Record, bool]], decoding: str) -> Array:
     return np.concatenate(every)
 
 
-def _barrier(sides: Sequence[Chosen]) -> Interval:
+def _barrier(sides: Sequence[Side]) -> Interval:
     """Return the height of the mean curve over the line between its ends, its upper end that of `upper_bound`."""
-    errors = _errors(_lines_between(sides), sides[0].decoding)
+    errors = _errors(_lines(*sides), sides[0].decoding)
     outcomes = np.full((len(errors), len(errors), *errors.shape[1:]), np.nan)
     outcomes[np.arange(len(errors)), np.arange(len(errors))] = errors
-    found = connectivity.estimate_barrier(outcomes, across="curve", **_resampled(sides, 1000))
-    return replace(found.interval, high=max(found.interval.high, connectivity.upper_bound(found)), n=len(errors))
+    barrier = connectivity.estimate_barrier(outcomes, across="curve", **_resampled(sides, 1000))
+    return replace(barrier.interval, high=max(barrier.interval.high, connectivity.upper_bound(barrier)), n=len(errors))
 
 
-def _half_gain(sides: Sequence[Chosen]) -> Interval:
+def _half_gain(sides: Sequence[Side]) -> Interval:
     """Return where on the line from the base half of the gain lies, or the difference of two sides."""
-    rewards, *baseline = [1 - _errors(_lines_from_base(side), side.decoding) for side in sides]
+    rewards, *baseline = [1 - _errors(_lines(None, side), side.decoding) for side in sides]
     other = baseline[0] if baseline else None
-    found = connectivity.half_gain_interval(rewards, baseline=other, monotone=True, **_resampled(sides, 1000))
-    return _unless_nan(found, "an arm has no gain along its lines")
+    place = connectivity.half_gain_interval(rewards, baseline=other, monotone=True, **_resampled(sides, 1000))
+    return _unless_nan(place, "an arm has no gain along its lines")
 
 
 # ---- numbers of merged models, and of models under noise
@@ -280,15 +269,15 @@ def chances(records: Sequence[Record], decoding: str) -> Array:
     return _greedy(records) if decoding == "greedy" else np.array([_reached(record, decoding) for record in records])
 
 
-def _support_change(sides: Sequence[Chosen]) -> Interval:
+def _support_change(sides: Sequence[Side]) -> Interval:
     """Return the net change of support against the base, the mean over runs, or the difference of two sides."""
     base = base_chances(sides[0].evidence, sides[0].decoding)
     runs, *other = [np.array([_reached(record, side.decoding) for record in covered(side)]) for side in sides]
-    found = coverage.support_change(base, runs, coverage.SOLVED_WITHIN, *other, **_resampled(sides))
-    return _unless_nan(found, "neither the base nor a run solves a problem")
+    change = coverage.support_change(base, runs, coverage.SOLVED_WITHIN, *other, **_resampled(sides))
+    return _unless_nan(change, "neither the base nor a run solves a problem")
 
 
-def _gain(sides: Sequence[Chosen]) -> Interval:
+def _gain(sides: Sequence[Side]) -> Interval:
     """Return the greedy accuracy of runs - that of their base, on the same problems."""
     runs, start = _greedy(covered(sides[0])), _greedy([_base_of(sides[0].evidence)])
     return stats.crossed_bootstrap(runs, np.repeat(start, len(runs), 0), **_resampled(sides))
@@ -302,7 +291,7 @@ def _solved(within: int) -> _Read:
 # ---- the registry
 
 
-def _resampled(sides: Sequence[Chosen], most: int = 10**9) -> dict[str, int]:
+def _resampled(sides: Sequence[Side], most: int = 10**9) -> dict[str, int]:
     return {"n_resamples": min(most, sides[0].evidence.resamples)}
 
 
@@ -312,7 +301,7 @@ def _unless_nan(interval: Interval, why: str) -> Interval:
     return interval
 
 
-def _compare(values: Sequence[Array], sides: Sequence[Chosen]) -> Interval:
+def _compare(values: Sequence[Array], sides: Sequence[Side]) -> Interval:
     """Return the mean over the models of a side, or the difference of two sides, of what was read of each."""
     if np.ndim(values[0]) == 2:
         return stats.crossed_bootstrap(*values, **_resampled(sides))
@@ -340,10 +329,10 @@ class Quantity:
     unit: str = ""
     """"points", "ratio" (of a difference of logarithms), or empty."""
 
-    def units(self, sides: Sequence[Chosen]) -> list[int]:
+    def units(self, sides: Sequence[Side]) -> list[int]:
         """Return how many models were measured of each side, or lines of both together."""
         if self.measured is None:
-            return [len(_lines_between(sides))]
+            return [len(_lines(*sides))]
         return [len(self.measured(side)) for side in sides]
 
     @property
@@ -355,7 +344,7 @@ class Quantity:
 def _of_each(words: str, measured: _Count, read: _Read, **options: Any) -> Quantity:
     """Make a quantity of what is read from the record of each model."""
 
-    def find(sides: Sequence[Chosen]) -> Interval:
+    def find(sides: Sequence[Side]) -> Interval:
         return _compare([read(measured(side), side.decoding) for side in sides], sides)
 
     return Quantity(words, measured, find, **options)
@@ -364,7 +353,7 @@ def _of_each(words: str, measured: _Count, read: _Read, **options: Any) -> Quant
 def _of_runs(words: str, read: Callable[[geometry.Displacements, Sequence[Record]], Any], **options: Any) -> Quantity:
     """Make a quantity of one number per run, read from the products of a side."""
 
-    def find(sides: Sequence[Chosen]) -> Interval:
+    def find(sides: Sequence[Side]) -> Interval:
         return _compare([read(_displacements(side), side.runs) for side in sides], sides)
 
     return Quantity(words, _displaced, find, **options)
@@ -391,7 +380,7 @@ QUANTITIES: dict[str, Quantity] = {
     "skills_kl": _of_each("KL on other skills", _merged, _kl),
     "skills_kl_ratio": _of_each("KL on other skills", _merged, lambda *read: np.log(_kl(*read)), **_RATIO),
     "barrier": Quantity("barrier of the error", None, _barrier, **_TWO, **_RIGHT),
-    "clean": _of_each("accuracy without noise", _noisy, lambda found, d: [r["clean"][d] for r in found], **_RIGHT),
+    "clean": _of_each("accuracy without noise", _noisy, lambda records, d: [r["clean"][d] for r in records], **_RIGHT),
     "kept_isotropic": _of_each("accuracy kept under isotropic noise", _noisy, _kept("isotropic"), **_RIGHT),
     "kept_relative": _of_each("accuracy kept under relative noise", _noisy, _kept("relative"), **_RIGHT),
     "support_change": Quantity("net change of support", covered, _support_change, **_DECODED),
@@ -399,6 +388,6 @@ QUANTITIES: dict[str, Quantity] = {
     "gain": Quantity("gain of greedy accuracy", covered, _gain, (1,), **_POINTS),
     "right": _of_each("right answers", covered, _solved(1), **_RIGHT),
     "solved": _of_each(f"solved within {_WITHIN} samples", covered, _solved(_WITHIN), sampled=True, **_RIGHT),
-    "half_gain": Quantity("place of half the gain", _lines_from_base, _half_gain, **_DECODED),
+    "half_gain": Quantity("place of half the gain", partial(_lines, None), _half_gain, **_DECODED),
 }
 """What a rule of kind "weights" may ask, by the name that declares it."""

@@ -17,7 +17,7 @@ from evoalign_lib.analysis import curves, hacking
 from evoalign_lib.analysis.arrays import require
 from evoalign_study import collapse
 from evoalign_study.claims.checks import check, some
-from evoalign_study.claims.findings import Undecided, decoding_words
+from evoalign_study.claims.findings import Undecided, decoding_words, there
 from evoalign_study.claims.selection import BUDGETS, DECODINGS, Case, Record
 from evoalign_study.records import accuracy_matrix
 
@@ -103,20 +103,20 @@ def _key(decoding: str) -> str:
 
 def _validation(case: Case, taken: Taken, arms: _Arms) -> _Arrays:
     """Read validation accuracy where the arms' means first reach a level, or at the largest budget both reached."""
-    found = curves_of(arms, f"validation_{taken.decoding}")
+    accuracies = curves_of(arms, f"validation_{taken.decoding}")
     if "at_mean" in taken.at:
-        level, reached = taken.at["at_mean"], [np.mean(arm, axis=0).max() for arm in found]
+        level, reached = taken.at["at_mean"], [np.mean(arm, axis=0).max() for arm in accuracies]
         if min(reached) < level:
             most = " and ".join(f"{100 * r:.1f} %" for r in reached)
             raise Undecided(f"an arm's mean stays below it, at most {most}")
-        return [curves.scores_at_mean(arm, level)[1] for arm in found]
+        return [curves.scores_at_mean(arm, level)[1] for arm in accuracies]
     spent = curves_of(arms, taken.at["at_equal"])
     budget = _smallest_budget(spent)
     if not budget > max(axis[0] for arm in spent for axis in arm):  # of which a warm start may be all that it costs
         raise Undecided("a run spent no more than another one had before its first step")
     return [
         np.array([curves.score_at(*line, budget) for line in zip(axes, scores, strict=True)])
-        for axes, scores in zip(spent, found, strict=True)
+        for axes, scores in zip(spent, accuracies, strict=True)
     ]
 
 
@@ -174,14 +174,8 @@ def _right_at(case: Case, taken: Taken, arms: _Arms) -> _Arrays:
 
     Runs that never get there are censored; raises Undecided where fewer than the claim's seeds do.
     """
-    matrices = []
-    for arm in arms:
-        found = [collapse.right_at(record, taken.decoding, **taken.at) for record in arm]
-        rows = [row for row in found if row is not None]
-        if len(rows) < case.claim["min_seeds"]:
-            raise Undecided(f"{len(rows)} of {len(arm)} runs of an arm get there")
-        matrices.append(np.array(rows, np.float64))
-    return matrices
+    rows = [[collapse.right_at(record, taken.decoding, **taken.at) for record in arm] for arm in arms]
+    return [there(arm, case.claim["min_seeds"], "an arm get there") for arm in rows]
 
 
 def _each_run(read: Callable[[Record, str], float]) -> Callable[[Case, Taken, _Arms], _Arrays]:

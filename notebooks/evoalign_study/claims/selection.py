@@ -7,7 +7,7 @@ favours; `placebos` says why.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, NamedTuple
@@ -173,8 +173,9 @@ class Case:
         varied, blocks = {"arm", unit, *tuned, *apart}, {"test", "curve", "jensen"} & runs[0].keys()
         by_setting: dict[tuple, list[Record]] = defaultdict(list)
         for record in evidence.having("arm", self.null):
-            like = any(not _differing(record["spec"], run["spec"], varied) for run in alike)
-            if like and judges(record, seeds) and blocks <= record.keys():
+            if not (judges(record, seeds) and blocks <= record.keys()):
+                continue
+            if any(not any(_differing(record["spec"], run["spec"], varied)) for run in alike):
                 by_setting[tuple(record["spec"][name] for name in tuned)].append(record)
         chosen = max((by_setting[setting] for setting in sorted(by_setting)), key=len, default=[])
         return _replicates(chosen, unit, self.null, self.null)
@@ -266,7 +267,7 @@ def check_one_base(label: str, records: Iterable[Record]) -> None:
 
 def lacking(selected: Iterable[Runs]) -> str:
     """Return in words what the sweeps of these runs lack."""
-    return "; ".join(dict.fromkeys(found.lacks for found in selected if found.lacks))
+    return "; ".join(dict.fromkeys(runs.lacks for runs in selected if runs.lacks))
 
 
 def join_decodings(records: Iterable[Record]) -> list[Record]:
@@ -293,9 +294,9 @@ def join_decodings(records: Iterable[Record]) -> list[Record]:
     return models
 
 
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any], apart: Iterable[str]) -> list[str]:
-    """Return the settings in which two specs differ, but for some."""
-    return sorted(name for name in (one.keys() | other.keys()) - set(apart) if one.get(name) != other.get(name))
+def _differing(one: Fields, other: Fields, apart: Iterable[str]) -> Iterator[str]:
+    """Yield the settings in which two specs differ, but for some."""
+    return (name for name in (one.keys() | other.keys()) - {*apart} if one.get(name) != other.get(name))
 
 
 def _family(record: Record) -> str:
@@ -307,21 +308,21 @@ def _run_of(record: Record) -> str:
     return canonical_json({name: value for name, value in record["spec"].items() if name not in _OF_DECODING})
 
 
-def _joined(record: Record, found: Record) -> Record:
-    spec, digest = found["spec"], record.get("digest", record["spec"]["base_digest"])
-    made = f"the decoding record {found['spec_hash']} has"
+def _joined(record: Record, again: Record) -> Record:
+    spec, digest = again["spec"], record.get("digest", record["spec"]["base_digest"])
+    made = f"the decoding record {again['spec_hash']} has"
     own = spec["digest"] == digest and spec["samples"] == _SAMPLES
     wanted = f"its run ended with {digest}: it needs {_SAMPLES} samples of the run's own weights, make it again"
     require(own, f"{made} {spec['samples']} samples of weights {spec['digest']}, {wanted}")
     known = record.get("decoded", {"validation": {}, "validation_at": {}})
-    at = {spec["at_step"]: found["validation_at_step"]} if "at_step" in spec else {}
-    validation = known["validation"] | found.get("validation", {})
+    at = {spec["at_step"]: again["validation_at_step"]} if "at_step" in spec else {}
+    validation = known["validation"] | again.get("validation", {})
     decoded = {"validation": validation, "validation_at": known["validation_at"] | at}
-    joined = {"test": record["test"] | found["test"], "decoded": decoded}
-    if "curve" in found:
-        same = found["curve"]["step"] == record["curve"]["step"]
+    joined = {"test": record["test"] | again["test"], "decoded": decoded}
+    if "curve" in again:
+        same = again["curve"]["step"] == record["curve"]["step"]
         require(same, f"{made} a curve at other steps than its run: make it again")
-        joined["curve"] = record["curve"] | found["curve"]
+        joined["curve"] = record["curve"] | again["curve"]
     return record | joined
 
 
@@ -355,7 +356,7 @@ def _replicates(chosen: list[Record], unit: str, name: str, context: str) -> Run
 def check_alike(label: str, records: Sequence[Record], apart: Iterable[str]) -> None:
     """Raise ValueError, naming the settings, where the specs of runs differ in others than these."""
     for record in records:
-        differing = _differing(_settings_of(record), _settings_of(records[0]), apart)
+        differing = sorted(_differing(_settings_of(record), _settings_of(records[0]), apart))
         require(not differing, f"{label}: runs differ in {', '.join(differing)}: name its value in the claim's arms")
 
 
@@ -379,18 +380,18 @@ def _tuned(records: Sequence[Record], run: Mapping[str, Any], setting: Mapping[s
     own = arms.get(run["arm"])
     of_sweep |= dict.fromkeys({*own.settings, *own.optional} - {*arms.get(arm).settings, *apart})
     made = [record for record in records if matches(record, of_sweep)]
-    found = {tuple(record["spec"][name] for name in names): record for record in made}
+    by_setting = {tuple(record["spec"][name] for name in names): record for record in made}
     sweep, best_of = f"the sweep of {arm_words(arm)} on {base}", setting["best_of"]
-    counted = f"{sweep} has {len(made)} runs of {len(found)} settings where {best_of} were declared, one run each"
-    require(len(made) == len(found) <= best_of, f"{counted}: the best of more is another rule")
+    counted = f"{sweep} has {len(made)} runs of {len(by_setting)} settings where {best_of} were declared, one run each"
+    require(len(made) == len(by_setting) <= best_of, f"{counted}: the best of more is another rule")
     declared = [tuple(choice[name] for name in names) for choice in setting.get("among", {}).get(arm, ())]
-    others = sorted(found.keys() - set(declared)) if declared else []
+    others = sorted(by_setting.keys() - set(declared)) if declared else []
     has = f"{sweep} has {' and '.join(names)} {', '.join(map(str, others))}"
     require(not others, f"{has}, which the claim does not declare among its settings: take them out, or declare them")
     if len(made) < best_of:
         return f"{sweep} has {len(made)} of {best_of} settings"
     # in the order of the settings: of equal scores the first wins
-    return arms.ranked([found[values] for values in sorted(found)])[0][1]
+    return arms.ranked([by_setting[values] for values in sorted(by_setting)])[0][1]
 
 
 def committed_records(scale: str = "tiny") -> list[Record]:

@@ -130,8 +130,8 @@ def evaluate_named(ids: Sequence[str], records: Iterable[Record], scale: str = "
             )
     families = {declared[name]["primary"] for name in ids if "primary" in declared[name]}
     judged = [c for c in declared.values() if c["id"] in ids or c.get("primary") in families]
-    found = {verdict.id: verdict for verdict in evaluate_together(judged, records, scale)}
-    return [found[name] for name in ids]
+    by_id = {verdict.id: verdict for verdict in evaluate_together(judged, records, scale)}
+    return [by_id[name] for name in ids]
 
 
 def evaluate_all(scale: str = "tiny") -> list[Verdict]:
@@ -220,6 +220,6 @@ def _with_placebos(by_itself: str, nulls: list[Placebo]) -> tuple[str, list[str]
     passed = [null for null in nulls if null.passed]
     if not passed or by_itself not in ("supported", "within margin", "underpowered"):
         return by_itself, []
-    found = "; ".join(finding.text for null in passed for finding in null.findings)
-    holds = f"the rule holds as well for {', '.join(null.words for null in passed)} ({found})"
+    won = "; ".join(finding.text for null in passed for finding in null.findings)
+    holds = f"the rule holds as well for {', '.join(null.words for null in passed)} ({won})"
     return "not evidence", [f"{holds}; by itself {by_itself}"]

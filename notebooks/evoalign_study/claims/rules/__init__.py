@@ -8,7 +8,7 @@ from __future__ import annotations
 from evoalign_lib.analysis.arrays import require
 from evoalign_study.claims import checks
 from evoalign_study.claims.findings import Finding
-from evoalign_study.claims.rules import comparisons, factorial, judged, maps, over_cells, recorded, regimes, weights
+from evoalign_study.claims.rules import comparisons, ends, factorial, judged, over_cells, recorded, weights
 from evoalign_study.claims.rules.rule import Rule
 from evoalign_study.claims.selection import DECODINGS, Case, Claim, Evidence
 
@@ -19,13 +19,13 @@ RULES: dict[str, Rule] = {
     "regrets": over_cells.REGRETS,
     "interaction": over_cells.INTERACTION,
     "optimum": over_cells.OPTIMUM,
-    "gaps": maps.GAPS,
-    "collapse": maps.COLLAPSE,
+    "gaps": ends.GAPS,
+    "collapse": ends.COLLAPSE,
     "weights": weights.WEIGHTS,
     "factorial": factorial.FACTORIAL,
     "judged": judged.JUDGED,
     "laws": judged.LAWS,
-    "regimes": regimes.REGIMES,
+    "regimes": ends.REGIMES,
     "memory": recorded.MEMORY,
     "open": Rule(lambda case: []),
 }
@@ -35,7 +35,7 @@ RULES |= dict.fromkeys(("estimator_bounds", "ledger_bounds", "kl_bounds"), recor
 
 def find(claim: Claim, evidence: Evidence) -> list[Finding]:
     """Return the findings that a claim's verdict rests on. Raises ValueError for records that do not fit together."""
-    return RULES[claim["rule"]["kind"]].find(Case(claim, evidence))
+    return list(RULES[claim["rule"]["kind"]].find(Case(claim, evidence)))
 
 
 def check_rule(claim: Claim) -> None:

@@ -7,7 +7,7 @@ and decides nothing. "interval_above" is one comparison, of test accuracy, and n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import exp, inf
@@ -29,16 +29,15 @@ from evoalign_study.claims.selection import DECODINGS, Case, Claim, Runs, cells,
 _Arrays = Sequence[NDArray[np.float64]]
 
 
-def _find(case: Case) -> list[Finding]:
+def _find(case: Case) -> Iterator[Finding]:
     """Find, in each cell, every declared comparison, and those that are only reported."""
-    findings, rule = [], case.rule
+    rule = case.rule
     for cell, where in cells(case.claim):
         for comparison, decisive, winner in asked(case, favoured):
             for each in _under(comparison, rule.get("decodings", ()) if decisive else ()):
-                findings.append(_compare(case, each, cell, where, decisive, winner))
+                yield _compare(case, each, cell, where, decisive, winner)
         if "trend" in rule and not case.null:
-            findings += _trend(case, where)
-    return findings
+            yield from _trend(case, where)
 
 
 def favoured(comparison: Comparison) -> str | None:
@@ -72,9 +71,8 @@ def _under_other(claim: Claim, decoding: str) -> Claim | None:
     rule = claim["rule"]
     comparisons = [comparison for comparison, decisive in declared_comparisons(rule) if decisive]
     known = [each for comparison in comparisons for each in _under(comparison, rule.get("decodings", ()))]
-    others: list[Comparison] = []
-    for comparison in comparisons:
-        others += [each for each in _under(comparison, (decoding,)) if each not in [*known, *others]]
+    under = [each for comparison in comparisons for each in _under(comparison, (decoding,))]
+    others = [each for i, each in enumerate(under) if each not in known + under[:i]]
     return claim | {"rule": {"kind": rule["kind"], "comparisons": others, "decodings": (decoding,)}} if others else None
 
 
@@ -128,13 +126,13 @@ def _equivalence(case: Case, comparison: Comparison, arrays: _Arrays, scores: _A
     """Compare means by two one-sided tests, within the margin of the claim; seeds and problems as in `_difference`."""
     margin = case.claim["margin"]
     if arrays[0].ndim == 2:
-        found = defined(stats.equivalence, *arrays, margin, **case.resampled)
+        test = defined(stats.equivalence, *arrays, margin, **case.resampled)
     else:
-        found = defined(stats.welch_equivalence, *scores, margin)
-    value = f"{found.interval.format()} points (90 % interval)"
-    if abs(found.interval.value) >= margin:
-        value += f", {comparison['of' if found.interval.value > 0 else 'to']} ahead"
-    return found.interval, value, *_level(comparison, found.interval, scores), found.p
+        test = defined(stats.welch_equivalence, *scores, margin)
+    value = f"{test.interval.format()} points (90 % interval)"
+    if abs(test.interval.value) >= margin:
+        value += f", {comparison['of' if test.interval.value > 0 else 'to']} ahead"
+    return test.interval, value, *_level(comparison, test.interval, scores), test.p
 
 
 def _level(comparison: Comparison, interval: Interval, scores: _Arrays) -> tuple[str, str]:
@@ -145,8 +143,8 @@ def _level(comparison: Comparison, interval: Interval, scores: _Arrays) -> tuple
 def _rate(case: Case, comparison: Comparison, arrays: _Arrays, scores: _Arrays) -> _Compared:
     """Compare shares of runs: their difference with Newcombe's interval, and Fisher's test."""
     counts = [count for values in scores for count in (int(values.sum()), len(values))]
-    interval, (of, n, to, other_n) = stats.rate_difference(*counts), counts
-    before, beside = f"from {to} of {other_n} to {of} of {n}", f"detectable {100 * interval.detectable():.0f}"
+    interval, (hits, n, other_hits, other_n) = stats.rate_difference(*counts), counts
+    before, beside = f"from {other_hits} of {other_n} to {hits} of {n}", f"detectable {100 * interval.detectable():.0f}"
     return interval, f"{interval.format()} points", before, beside, stats.fisher(*counts)
 
 
@@ -157,9 +155,9 @@ def _spread(case: Case, comparison: Comparison, arrays: _Arrays, scores: _Arrays
         return Interval(-inf, -inf, -inf, min(map(len, scores))), "0", "", "no spread at all"
     interval = defined(stats.log_std_ratio, *scores)
     ratio, low, high = (f"{exp(x):.2f}" for x in (interval.value, interval.low, interval.high))
-    of, to = (f"{100 * values.std(ddof=1):.2f}" for values in scores)
+    spread, other = (f"{100 * values.std(ddof=1):.2f}" for values in scores)
     beside = f"detectable {exp(-interval.detectable()):.2f}"
-    return interval, f"{ratio} [{low}, {high}]", f"from {to} to {of} points", beside
+    return interval, f"{ratio} [{low}, {high}]", f"from {other} to {spread} points", beside
 
 
 COMPARED: dict[str, Callable[[Case, Comparison, _Arrays, _Arrays], _Compared]] = {
@@ -171,18 +169,18 @@ COMPARED: dict[str, Callable[[Case, Comparison, _Arrays, _Arrays], _Compared]] =
 """How two arms may be compared, by what was read of them and one score a run."""
 
 
-def _trend(case: Case, where: Mapping[str, Any]) -> list[Finding]:
+def _trend(case: Case, where: Mapping[str, Any]) -> Iterator[Finding]:
     """Report the trend of greedy test accuracy over arms in their declared order; nothing where one has no runs."""
     arms = {name: runs.records for name, runs in case.select(case.rule["trend"], where).items()}
     n = min(map(len, arms.values()))
     if n < 2:
-        return []
+        return
     scores = [matrix.mean(axis=1) for matrix in Taken("test", "greedy", {}).read(case, [*arms.values()])]
     drawn = 2 * case.evidence.resamples
     rise, fall = (stats.jonckheere(each, n_resamples=drawn) for each in (scores, scores[::-1]))
     means = ", ".join(f"{name} {100 * values.mean():.1f} %" for name, values in zip(arms, scores, strict=True))
     value = f"{means}; Jonckheere's p {rise:.2g} of a rise, {fall:.2g} of a fall"
-    return [Finding("trend", n, "", None, value=value, decisive=False)]
+    yield Finding("trend", n, "", None, value=value, decisive=False)
 
 
 def _schema(arm: tuple[str, ...]) -> dict[str, Schema]:

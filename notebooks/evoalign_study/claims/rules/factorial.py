@@ -12,7 +12,7 @@ often right: half way to where the cell that gains least ends up, if all gain mo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from operator import attrgetter
@@ -23,8 +23,8 @@ import numpy as np
 from evoalign_lib.analysis import coverage
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study.claims.checks import Schema
-from evoalign_study.claims.findings import Finding, Measured, Undecided, decoding_words, hold
-from evoalign_study.claims.quantities import Chosen, base_chances, chances, covered, side_of
+from evoalign_study.claims.findings import Finding, Measured, Undecided, decoding_words, hold, there
+from evoalign_study.claims.quantities import Side, base_chances, chances, covered
 from evoalign_study.claims.rules.rule import Asks, Rule
 from evoalign_study.claims.selection import DECODINGS, Case, Claim, Runs
 
@@ -40,24 +40,23 @@ QUANTITIES = {
 """What factors may change: its words, and the samples within which a problem counts as solved."""
 
 
-def _find(case: Case) -> list[Finding]:
+def _find(case: Case) -> Iterator[Finding]:
     if case.null:
-        return []
-    rule, findings = case.rule, []
+        return
+    rule = case.rule
     arms = case.select(arm for row in rule["cells"] for arm in row)
     for quantity in (rule["quantity"], *rule.get("also", ())):
         decisive = quantity == rule["quantity"]
         for decoding in rule["decodings"] if decisive else ("greedy", *rule["decodings"]):
             if quantity == "right" or decoding != "greedy":
-                findings += _effects(case, arms, quantity, decoding, decisive)
-    return findings
+                yield from _effects(case, arms, quantity, decoding, decisive)
 
 
-def _effects(case: Case, arms: dict[str, Runs], quantity: str, decoding: str, decisive: bool) -> list[Finding]:
+def _effects(case: Case, arms: dict[str, Runs], quantity: str, decoding: str, decisive: bool) -> Iterator[Finding]:
     """Find the effects on one quantity under one decoding."""
     rule, (words, within) = case.rule, QUANTITIES[quantity]
     share = quantity in ("right", "solved")
-    chosen = [Chosen(side_of(arm), runs.records, case.evidence, decoding) for arm, runs in arms.items()]
+    chosen = [Side(arm, runs=runs.records, evidence=case.evidence) for arm, runs in arms.items()]
     n = min(len(side.runs if quantity == MATCHED else covered(side)) for side in chosen)
     have = ", ".join(runs.have for runs in arms.values()) + ("" if n else ", 0 measured")
 
@@ -71,14 +70,14 @@ def _effects(case: Case, arms: dict[str, Runs], quantity: str, decoding: str, de
         return coverage.effects([cells[:2], cells[2:]], base, within, **case.resampled), f"(n = {n})"
 
     def measure(read: Callable[[coverage.Effects], Interval], _: Sequence[Runs]) -> Measured:
-        found, context = effects()
-        if math.isnan(found.larger.low):
+        both, context = effects()
+        if math.isnan(both.larger.low):
             raise Undecided("neither the base nor a run solves a problem")
-        interval = read(found)
+        interval = read(both)
         return interval, f"{interval.format()} points" if share else interval.format(percent=False, digits=3), context
 
-    def larger(found: coverage.Effects) -> Interval:
-        size = found.larger
+    def larger(both: coverage.Effects) -> Interval:
+        size = both.larger
         turned = replace(size, value=-size.value, low=-size.high, high=-size.low)
         return size if rule["larger"] == rule["rows"] else turned
 
@@ -89,10 +88,11 @@ def _effects(case: Case, arms: dict[str, Runs], quantity: str, decoding: str, de
 
     what = f"size of the effect of the {rule['larger']} - that of the {rule['smaller']}"
     first = finding(what, larger, decisive=decisive)
-    if not decisive or first.interval is None:
-        return [first]
-    told = {f"effect of the {rule[name]}": name for name in ("rows", "columns")} | {"interaction": "interaction"}
-    return [first, *(finding(what, attrgetter(name), decisive=False) for what, name in told.items())]
+    yield first
+    if decisive and first.interval is not None:
+        for name in ("rows", "columns"):
+            yield finding(f"effect of the {rule[name]}", attrgetter(name), decisive=False)
+        yield finding("interaction", attrgetter("interaction"), decisive=False)
 
 
 def _matched(arms: dict[str, Runs], decoding: str, least: int) -> tuple[list[np.ndarray], str]:
@@ -113,11 +113,8 @@ def _matched(arms: dict[str, Runs], decoding: str, least: int) -> tuple[list[np.
     level = next(iter(reached.values()))[0][0] + gain / 2
     cells = []
     for arm, of_arm in curves.items():
-        values = [_at(level, *(np.array(curve[field]) for field in fields)) for curve in of_arm]
-        there = np.array([value for value in values if value is not None])
-        if len(there) < max(2, least):
-            raise Undecided(f"{len(there)} of {len(values)} runs of {arm} are right so often")
-        cells.append(there)
+        values = (_at(level, *(np.array(curve[field]) for field in fields)) for curve in of_arm)
+        cells.append(there(values, max(2, least), f"{arm} are right so often"))
     counts = " v ".join(str(len(cell)) for cell in cells)
     return cells, f"(where {100 * level:.1f} % of single samples are right, n = {counts})"
 

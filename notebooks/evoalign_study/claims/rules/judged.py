@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from evoalign_lib.analysis import overoptimisation, stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study.claims.checks import Schema
-from evoalign_study.claims.findings import Finding, Measured, Undecided, decoding_words, defined, hold
+from evoalign_study.claims.findings import Finding, Measured, Undecided, decoding_words, defined, hold, there
 from evoalign_study.claims.rules.rule import Asks, Comparison, Rule, asked, declared_comparisons
 from evoalign_study.claims.run_scores import curve
 from evoalign_study.claims.selection import Case, Claim, Evidence, Record, Runs, cells, have_in_cells
@@ -43,15 +43,15 @@ LAW = {"true": "true reward", "proxy": "score of the training judge"}
 Array = NDArray[np.float64]
 
 
-def _find(case: Case) -> list[Finding]:
+def _find(case: Case) -> Iterator[Finding]:
     """Find every comparison under each decoding, those that are only reported, and the floor."""
-    rule, favoured = case.rule, case.rule.get("favours")
-    findings = [
-        _compare(case, comparison, decoding, decisive)
-        for comparison, decisive, _ in asked(case, lambda comparison: favoured)
-        for decoding in (("greedy",) if comparison["quantity"] == "template" else rule["decodings"])
-    ]
-    return [*findings, *(_floor(case) if "floor" in rule else ())]
+    rule = case.rule
+    for comparison, decisive, _ in asked(case, lambda comparison: rule.get("favours")):
+        selected = _selected(case, (comparison["of"], comparison["to"]))
+        for decoding in ("greedy",) if comparison["quantity"] == "template" else rule["decodings"]:
+            yield _compare(case, comparison, decoding, decisive, *selected)
+    if "floor" in rule:
+        yield from _floor(case)
 
 
 def _selected(case: Case, names: Sequence[str]) -> tuple[list[list[Runs]], str]:
@@ -61,10 +61,12 @@ def _selected(case: Case, names: Sequence[str]) -> tuple[list[list[Runs]], str]:
     return arms, have_in_cells([label for label, _ in where], arms)
 
 
-def _compare(case: Case, comparison: Comparison, decoding: str, decisive: bool) -> Finding:
-    rule, (words, share), gain = case.rule, QUANTITIES[comparison["quantity"]], _gain(case, comparison)
-    names = comparison["of"], comparison["to"]
-    arms, have = _selected(case, names)
+def _compare(
+    case: Case, comparison: Comparison, decoding: str, decisive: bool, arms: list[list[Runs]], have: str
+) -> Finding:
+    rule, (words, share) = case.rule, QUANTITIES[comparison["quantity"]]
+    comparison = {"gain": rule.get("gain")} | comparison
+    names, gain = (comparison["of"], comparison["to"]), comparison["gain"]
     place = "at the end" if gain is None else f"where the training judge has gained {gain:g} spreads"
     told = " - ".join(case.name(name, name == rule.get("favours")) for name in names)
     compared = f"{told}, {words}{_under(comparison)} {place}"
@@ -77,19 +79,14 @@ def _compare(case: Case, comparison: Comparison, decoding: str, decisive: bool) 
             strata = [[2 * of_cells[-1], -2 * of_cells[0]] for of_cells in values]
         interval = defined(stats.stratified_bootstrap, *strata, **case.resampled)
         text = f"{interval.format()} points" if share else interval.format(percent=False, digits=2)
-        there = " v ".join(str(sum(map(len, each))) for each in values)
+        counts = " v ".join(str(sum(map(len, each))) for each in values)
         means = [np.mean([x.mean() for x in each]) for each in values]
         told = " v ".join(f"{100 * mean:.1f}" if share else f"{mean:.2f}" for mean in means)
-        return interval, text, f"({told}; {there} runs)"
+        return interval, text, f"({told}; {counts} runs)"
 
     label, bound = f"{compared}, {decoding_words(decoding)}", float(comparison.get("above", 0))
     kept = {"decisive": decisive, "decoding": decoding, "compared": compared, "bound": bound}
     return hold(label, sum(arms, []), measure, have=have, **kept)
-
-
-def _gain(case: Case, comparison: Comparison) -> float | None:
-    """Return the gain of the training judge at which runs are compared; None: at their ends."""
-    return comparison.get("gain", case.rule.get("gain"))
 
 
 def _under(comparison: Comparison) -> str:
@@ -104,17 +101,14 @@ def _values(case: Case, runs: list[Record], comparison: Comparison, decoding: st
 
     Raises Undecided where fewer do than the rule asks for.
     """
-    gain = _gain(case, comparison)
-    found = [_value(case.evidence, run, comparison, decoding, gain) for run in runs]
-    there = [value for value in found if value is not None]
-    if len(there) < (case.claim["min_seeds"] if gain is None else min(case.rule["there"], case.claim["min_seeds"])):
-        arm, judge = runs[0]["spec"].get("arm"), runs[0]["spec"]["judge"]
-        raise Undecided(f"{len(there)} of {len(runs)} runs of {arm} on {judge} get there")
-    return np.array(there)
+    spec, least = runs[0]["spec"], case.claim["min_seeds"]
+    least = least if comparison["gain"] is None else min(case.rule["there"], least)
+    values = (_value(case.evidence, run, comparison, decoding) for run in runs)
+    return there(values, least, f"{spec.get('arm')} on {spec['judge']} get there")
 
 
-def _value(evidence: Evidence, run: Record, comparison: Comparison, decoding: str, gain: float | None) -> float | None:
-    own, quantity = run["spec"]["judge"], comparison["quantity"]
+def _value(evidence: Evidence, run: Record, comparison: Comparison, decoding: str) -> float | None:
+    own, quantity, gain = run["spec"]["judge"], comparison["quantity"], comparison["gain"]
     if quantity == "win":
         quantity = own if comparison["judge"] == TRAINING else comparison["judge"]
     values = curve(run, f"{quantity}_{decoding}")
@@ -145,8 +139,8 @@ def _floor(case: Case) -> Iterator[Finding]:
     runs = arms[0][0].records
 
     def measure(decoding: str, _: Sequence[Runs]) -> Measured:
-        there = _values(case, runs, {"quantity": "true"}, decoding)
-        gained = there - np.mean([curve(run, f"true_{decoding}")[0] for run in runs])
+        start = np.mean([curve(run, f"true_{decoding}")[0] for run in runs])
+        gained = _values(case, runs, {"quantity": "true", "gain": rule.get("gain")}, decoding) - start
         interval = defined(stats.stratified_bootstrap, [gained], **case.resampled)
         return interval, interval.format(percent=False, digits=2), f"(n = {len(gained)})"
 
@@ -174,13 +168,13 @@ def _asks(claim: Claim) -> Asks:
 # ---- laws
 
 
-def _find_laws(case: Case) -> list[Finding]:
+def _find_laws(case: Case) -> Iterator[Finding]:
     """Find how much of held-out runs the law explains, and how much more than a straight line does.
 
     The law is fitted to the runs of even seeds of a cell, and asked of those of odd seeds, which are resampled. What it
     explains of the other arm is reported.
     """
-    rule, findings = case.rule, []
+    rule = case.rule
     arms, have = _selected(case, (rule["of"], rule["beside"]))
     sides = [(rule["of"], arms[0], True), (rule["beside"], arms[1], False)][: 1 if case.null else 2]
     for (arm, runs, decisive), quantity in product(sides, (quantity for quantity in LAW if quantity in rule["about"])):
@@ -189,8 +183,7 @@ def _find_laws(case: Case) -> list[Finding]:
             label = f"{case.name(arm, decisive)}, {what}"
             kept: dict[str, Any] = {"decoding": "t1", "bound": float(bound), "compared": label, "decisive": decisive}
             laws = (rule["law"], less) if less else (rule["law"],)
-            findings.append(hold(label, runs, partial(_explained, case.evidence, quantity, laws), have=have, **kept))
-    return findings
+            yield hold(label, runs, partial(_explained, case.evidence, quantity, laws), have=have, **kept)
 
 
 def _explained(evidence: Evidence, quantity: str, laws: Sequence[str], cells: Sequence[Runs]) -> Measured:

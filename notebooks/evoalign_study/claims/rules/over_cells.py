@@ -15,8 +15,9 @@ learned, too: they gain more than `gain` in greedy validation accuracy from thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from numbers import Real
 from typing import Any
 
@@ -36,20 +37,26 @@ from evoalign_study.records import accuracy_matrix
 Array = NDArray[np.float64]
 
 
-def _terms(claim: Claim) -> tuple[list[tuple[str, Fields]], Sequence[float], Sequence[float]]:
-    """Return the cells of a weighted sum, labels and fields of specs, and their weights in it and in a floor.
+Weights = Mapping[str, float]
+"""Of cells, by their labels."""
+
+
+def _terms(claim: Claim) -> tuple[dict[str, Fields], Weights, Weights]:
+    """Return the cells of a weighted sum, by label the fields of specs, and their weights in it and in a floor.
 
     Regret is the accuracy of the best setting - that of the shared one, mean of cells. Runs of one seed belong
     together; where the best setting is the shared one, they are the same runs.
     """
-    rule, found = claim["rule"], cells(claim)
+    rule, declared = claim["rule"], dict(cells(claim))
     if "contrast" in rule:
-        levels = [value for _, where in found for value in where.values()]
-        return found, CONTRASTS[rule["contrast"]](levels), [1 / len(levels)] * len(levels)
-    signs = {"best": 1, "shared": -1}
-    both = [(f"{label} {name}", where | {"setting": rule[name]}) for label, where in found for name in signs]
-    weights = np.tile([*signs.values()], len(found)) / len(found)
-    return both, weights, np.where(weights < 0, -weights, 0)
+        levels = [value for where in declared.values() for value in where.values()]
+        weights = dict(zip(declared, CONTRASTS[rule["contrast"]](levels), strict=True))
+        return declared, weights, dict.fromkeys(declared, 1 / len(declared))
+    terms, weights = {}, {}
+    for (label, where), (name, sign) in product(declared.items(), (("best", 1), ("shared", -1))):
+        terms[f"{label} {name}"] = where | {"setting": rule[name]}
+        weights[f"{label} {name}"] = sign / len(declared)
+    return terms, weights, {label: -weight for label, weight in weights.items() if weight < 0}
 
 
 def _slope(levels: Sequence[float]) -> list[float]:
@@ -66,26 +73,22 @@ CONTRASTS: dict[str, Callable[[Sequence[float]], list[float]]] = {
 """What a rule "interaction" may take of each arm over the cells: the weight of each cell's accuracy."""
 
 
-def _find(case: Case) -> list[Finding]:
+def _find(case: Case) -> Iterator[Finding]:
     """Find the difference of two arms' sums, or that of each arm, under each decoding, and the floor."""
     rule, winners, (terms, weights, in_floor) = case.rule, _winners(case.claim), _terms(case.claim)
     bounds = [((arm,), *bound) for arm, declared in rule.get("bounds", {}).items() for bound in declared.items()]
     compared = bounds or [((rule["of"], rule["to"]), "above", rule["above"])]
     floor = [rule["floor"]["of"]] if "floor" in rule else []
-    selected = case.in_cells([*(name for arms, *_ in compared for name in arms), *floor], terms, winners)
-    labels = [label for label, _ in terms]
-    findings = [
-        _sum(case, {arm: selected[arm] for arm in arms}, labels, weights, decoding, bound=float(bound), side=side)
-        for arms, side, bound in compared
-        if not case.null or set(arms) & set(winners)
-        for decoding in rule.get("decodings", (rule["decoding"],))
-    ]
+    selected = case.in_cells([*(name for arms, *_ in compared for name in arms), *floor], terms.items(), winners)
+    for arms, side, bound in compared:
+        for decoding in rule.get("decodings", (rule["decoding"],)):
+            if not case.null or set(arms) & set(winners):
+                of_arms = {arm: selected[arm] for arm in arms}
+                yield _sum(case, of_arms, weights, decoding, bound=float(bound), side=side)
     for arm in floor:
         if not case.null or arm in winners:
-            kept = [i for i, weight in enumerate(in_floor) if weight]
-            runs, weights = [selected[arm][i] for i in kept], [in_floor[i] for i in kept]
-            findings.append(_floor(case, arm, runs, [labels[i] for i in kept], weights))
-    return findings
+            runs = [runs for label, runs in zip(terms, selected[arm], strict=True) if label in in_floor]
+            yield _floor(case, arm, runs, in_floor)
 
 
 def _by_seed(of_cells: Sequence[Runs], unit: str) -> Runs:
@@ -101,27 +104,24 @@ def _right(rows: Sequence[Sequence[Record]], decoding: str) -> Array:
     return right.reshape(len(rows[0]), len(rows), -1)
 
 
-def _sum(
-    case: Case,
-    selected: dict[str, list[Runs]],
-    labels: Sequence[str],
-    weights: Sequence[float],
-    decoding: str,
-    **kept: Any,
-) -> Finding:
+def _weighted(weights: Weights, right: Array) -> Array:
+    return np.tensordot([*weights.values()], right, axes=1)
+
+
+def _sum(case: Case, selected: dict[str, list[Runs]], weights: Weights, decoding: str, **kept: Any) -> Finding:
     """Find a weighted sum of accuracies over cells, or its difference between two arms, each seed's in one row."""
     names = [case.name(arm, arm in _winners(case.claim)) for arm in selected]
     label = compared = f"{case.rule.get('contrast', 'regret')}, {' - '.join(names)}"
 
     def measure(arms: Sequence[Runs]) -> Measured:
         of_cells = zip(*(row for arm in arms for row in arm.records), strict=True)
-        for cell, records in zip(labels, of_cells, strict=True):
+        for cell, records in zip(weights, of_cells, strict=True):
             selection.check_one_base(cell, records)
         right = [_right(arm.records, decoding) for arm in arms]
-        interval = stats.crossed_bootstrap(*(np.tensordot(weights, each, axes=1) for each in right), **case.resampled)
+        interval = stats.crossed_bootstrap(*(_weighted(weights, each) for each in right), **case.resampled)
         told = []
         for name, each in zip(names, right, strict=True):
-            means = zip(labels, each.mean(axis=(1, 2)), strict=True)
+            means = zip(weights, each.mean(axis=(1, 2)), strict=True)
             words = ", ".join(f"{cell} {100 * accuracy:.1f} %" for cell, accuracy in means)
             told.append(f"{name} {words}" if len(names) > 1 else words)
         return interval, f"{interval.format()} points", f"({_counted(interval)}); {'; '.join(told)}"
@@ -130,20 +130,20 @@ def _sum(
         label, has = f"{compared}, {decoding_words(decoding)}", MEASURES["test"].has
         kept |= {"decoded": lambda row: all(has(run, decoding) for run in row), "least": case.claim["min_seeds"]}
     arms = [_by_seed(runs, case.claim["unit"]) for runs in selected.values()]
-    have = have_in_cells(labels, selected.values())
+    have = have_in_cells(weights, selected.values())
     return hold(label, arms, measure, have=have, decoding=decoding, compared=compared, **kept)
 
 
-def _floor(case: Case, name: str, runs: list[Runs], labels: Sequence[str], weights: Sequence[float]) -> Finding:
+def _floor(case: Case, name: str, runs: list[Runs], weights: Weights) -> Finding:
     """Find what an arm has learned, mean of cells, above the untrained base."""
     floor, decoding = case.rule["floor"], case.rule["decoding"]
     bases = [base for cell in runs if cell.records and (base := case.evidence.base_of(cell.records[0]))]
-    arm, have = _by_seed(runs, case.claim["unit"]), have_in_cells(labels, [runs])
+    arm, have = _by_seed(runs, case.claim["unit"]), have_in_cells(weights, [runs])
     n = len(arm.records) if len(bases) == len(runs) else 0
 
     def measure(arms: Sequence[Runs]) -> Measured:
         right = _right(arm.records, decoding), _right([bases], decoding)
-        summed, (baseline,) = (np.tensordot(weights, each, axes=1) for each in right)
+        summed, (baseline,) = (_weighted(weights, each) for each in right)
         interval = stats.crossed_bootstrap(summed, baseline, **case.resampled)
         return interval, f"{interval.format()} points", f"from {100 * baseline.mean():.1f} % ({_counted(interval)})"
 
@@ -216,7 +216,7 @@ def _find_optimum(case: Case) -> list[Finding]:
     if not n:
         return [] if case.null else [Finding("optimum", 0, have, None)]
     selection.check_one_base("all levels", [record for records in groups for record in records])
-    scores, spent = curves_of(groups, "validation_greedy"), curves_of(groups, "completions")
+    scores = curves_of(groups, "validation_greedy")
 
     def learned(arms: Sequence[Runs]) -> Measured:
         gains = [np.array([score[-1] - score[0] for score in level]) for level in scores]
@@ -227,19 +227,18 @@ def _find_optimum(case: Case) -> list[Finding]:
         target = rule["share"] * max(np.mean([score[-1] for score in level]) for level in scores)
         needed = [
             np.array([curves.spent_until(*each, target) for each in zip(*level, strict=True)])
-            for level in zip(spent, scores, strict=True)
+            for level in zip(curves_of(groups, "completions"), scores, strict=True)
         ]
-        found = curves.minimum_interval(np.array([level for level, _ in tried], float), needed, case.evidence.resamples)
+        best = curves.minimum_interval(np.array([level for level, _ in tried], float), needed, case.evidence.resamples)
         never = [score.max() < target for level in scores for score in level]
         told = f"n = {n} a level, {sum(never)} of {len(never)} runs never get there"
-        value = f"{found.value:.0f} [{found.low:.0f}, {found.high:.0f}]"
-        return found, value, f"(target {100 * target:.1f} %, {told})"
+        value = f"{best.value:.0f} [{best.low:.0f}, {best.high:.0f}]"
+        return best, value, f"(target {100 * target:.1f} %, {told})"
 
     arms = [runs for _, runs in tried]
     gain = hold("gain", arms, learned, have=have, bound=float(rule["gain"]))
     if case.null:
         return [gain]
-    least, most = rule["between"]
     least, most = rule["between"]
     above = hold(f"optimum above {least:g}", arms, optimum, have=have, bound=float(least))
     below = {"label": f"optimum below {most:g}", "bound": float(most), "side": "below", "context": f"(n = {n})"}

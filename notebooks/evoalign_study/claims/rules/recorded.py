@@ -10,17 +10,17 @@ the bytes of the arm whose place it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from numbers import Real
 
 from evoalign_lib.analysis import stats
+from evoalign_lib.analysis.arrays import require
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study.claims import checks
 from evoalign_study.claims.checks import Schema
-from evoalign_study.claims.findings import Finding, Measured, hold, significant
+from evoalign_study.claims.findings import Finding, Measured, Undecided, hold, significant
 from evoalign_study.claims.rules.rule import Asks, Rule
 from evoalign_study.claims.selection import Case, Claim, Record, Runs, cells
 
@@ -64,38 +64,36 @@ BOUNDS = Rule(_find_means, lambda arm: {"below": _BOUNDS, "above?": _BOUNDS}, ar
 # ---- memory
 
 
-def _find_memory(case: Case) -> list[Finding]:
+def _find_memory(case: Case) -> Iterator[Finding]:
     """Find the ratio of every method's bytes to those of the one that should need less, for each size."""
-    rule, (low, high), findings = case.rule, case.rule["between"], []
+    rule, (low, high) = case.rule, case.rule["between"]
     chosen = case.select([rule["of"], *rule["against"]])
     error = max((_error(record) for runs in chosen.values() for record in runs.records), default=0.0)
-    missed = f"the formula misses a step by {100 * error:.1f} %, at most {100 * rule['error']:g} % is asked"
     for more, size in product(rule["against"], rule["sizes"]):
         pair, label = [chosen[more], chosen[rule["of"]]], f"{more} over {rule['of']} at {size}".replace("_", " ")
         n = min(sum(len(record["cells"]) for record in runs.records) for runs in pair)
         for bound, side in ((low, "above"), (high, "below")):
-            measure, have = partial(_ratio, size, error, n), f"{label}: {n} measured steps"
-            finding = hold(f"{label}, {side} {bound:g}", pair, measure, n=n, have=have, bound=bound, side=side)
-            if n and error > rule["error"]:
-                ratio, why = f"{finding.interval.value:.3g}", f"(not decided: {missed})"
-                finding = replace(finding, interval=None, value=ratio, context=why)
-            findings.append(finding)
-    return findings
+            measure, have = partial(_ratio, size, error, rule["error"], n), f"{label}: {n} measured steps"
+            yield hold(f"{label}, {side} {bound:g}", pair, measure, n=n, have=have, bound=bound, side=side)
 
 
-def _ratio(size: str, error: float, n: int, pair: Sequence[Runs]) -> Measured:
+def _ratio(size: str, error: float, most: float, n: int, pair: Sequence[Runs]) -> Measured:
+    """Return the ratio by the formula. Raises Undecided where that misses a step by more than `most`."""
     more, less = (_published(runs, size) for runs in pair)
     ratio, spread = more / less, (1 + error) / (1 - error)
+    if error > most:
+        missed = f"the formula misses a step by {100 * error:.1f} %, at most {100 * most:g} % is asked"
+        raise Undecided(f"{ratio:.3g} by the formula; not decided: {missed}")
     interval = Interval(ratio, ratio / spread, ratio * spread, n)
     return interval, significant(interval), f"(formula within {100 * error:.1f} % of every step, n = {n})"
 
 
 def _published(runs: Runs, size: str) -> float:
     """Return the bytes that the formula gives. Raises ValueError where records of one method disagree."""
-    found = {sum(record["published"][size]["bytes"].values()) for record in runs.records}
-    if len(found) > 1:
-        raise ValueError(f"records of one method give {sorted(found)} bytes for {size}: make them again by one formula")
-    return found.pop()
+    given = {sum(record["published"][size]["bytes"].values()) for record in runs.records}
+    why = f"records of one method give {sorted(given)} bytes for {size}: make them again by one formula"
+    require(len(given) == 1, why)
+    return given.pop()
 
 
 def _error(record: Record) -> float:

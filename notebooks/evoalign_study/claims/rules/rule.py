@@ -18,7 +18,7 @@ Asks = Iterable[tuple[Any, str]]
 class Rule:
     """A kind of rule. Each brings its own check of the declaration."""
 
-    find: Callable[[Case], list[Finding]]
+    find: Callable[[Case], Iterable[Finding]]
     """Makes the findings that the verdict rests on. Where the evidence has a null, it stands in the place of what is
     favoured, and findings that favour no arm are left out."""
     schema: Callable[[tuple[str, ...]], dict[str, Schema]] = lambda arm: {}

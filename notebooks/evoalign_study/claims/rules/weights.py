@@ -6,7 +6,7 @@ rule names the arm that it favours, in whose place the nulls are put.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import exp
@@ -16,16 +16,16 @@ from typing import Any
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study.claims.checks import Schema
 from evoalign_study.claims.findings import Finding, Measured, decoding_words, hold, significant, versus
-from evoalign_study.claims.quantities import QUANTITIES, Chosen, Side, check_side, side_of
+from evoalign_study.claims.quantities import QUANTITIES, Side, check_side, side_of
 from evoalign_study.claims.rules.rule import Asks, Comparison, Rule, asked, declared_comparisons
 from evoalign_study.claims.selection import BASE, Case, Claim, Runs
 
 
-def _find(case: Case) -> list[Finding]:
+def _find(case: Case) -> Iterator[Finding]:
     """Find every comparison, and those that are only reported."""
-    rule, findings = case.rule, []
+    rule = case.rule
     if case.null == BASE and not all(QUANTITIES[each["quantity"]].of_base for each in rule["comparisons"]):
-        return []  # it has no displacement
+        return  # it has no displacement
 
     def winner(comparison: Comparison) -> str | None:
         return rule.get("favours") if rule.get("favours") in (side.arm for side in _sides(comparison)) else None
@@ -39,8 +39,7 @@ def _find(case: Case) -> list[Finding]:
             finding = _compare(case, comparison, decoding, favoured, decisive)
             for side in bounds:
                 label = f"{finding.label}, {side} {comparison[side]:g}" if len(bounds) > 1 else finding.label
-                findings.append(replace(finding, label=label, bound=float(comparison[side]), side=side))
-    return findings
+                yield replace(finding, label=label, bound=float(comparison[side]), side=side)
 
 
 def _sides(comparison: Comparison) -> list[Side]:
@@ -54,8 +53,9 @@ def _compare(case: Case, comparison: Comparison, decoding: str, favoured: str | 
     if case.null == BASE:
         frozen = [run | {"digest": None} for run in arms[favoured].records]
         arms[favoured] = Runs(frozen, f"{len(frozen)} of {BASE}")
-    chosen = [Chosen(side, arms[side.arm].records, case.evidence, decoding) for side in sides]
-    units = quantity.units(chosen)
+    shared = {"evidence": case.evidence, "decoding": decoding}
+    sides = [side._replace(runs=arms[side.arm].records, **shared) for side in sides]
+    units = quantity.units(sides)
     joint = " over " if quantity.unit == "ratio" else " to " if quantity.sides == (2,) else " - "
     named = [f"{case.name(side.arm, side.arm == favoured)} {side.words}".strip() for side in sides]
     compared = f"{joint.join(named)}, {quantity.words}"
@@ -68,7 +68,7 @@ def _compare(case: Case, comparison: Comparison, decoding: str, favoured: str | 
         have += f", {versus(units)} measured"
 
     def measure(_: Sequence[Runs]) -> Measured:
-        interval = quantity.find(chosen)
+        interval = quantity.find(sides)
         return interval, _words(interval, quantity.unit), f"(n = {versus(units)})"
 
     return hold(label, [*arms.values()], measure, n=min(units), have=have, **kept)
