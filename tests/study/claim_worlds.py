@@ -1,13 +1,18 @@
 """Hand-built records of Countdown runs, and the judgement of declared claims by them."""
 
+from collections.abc import Iterable
+
+import numpy as np
 from evoalign_study import claims
+from evoalign_study.claims.findings import Finding
+from evoalign_study.claims.rules import check_rule, find
+from evoalign_study.claims.selection import DECODINGS, Evidence
 from evoalign_study.records import pack_bits, pack_counts
 
 from evoalign_lib import arms
 
 PROBLEMS = 200
 DECLARED = {claim["id"]: claim for claim in claims.load_claims()}
-FAMILY = list(DECLARED.values())
 TUNED = {"es": {"sigma": 0.01, "alpha": 0.005}, "grpo": {"learning_rate": 3e-4, "beta": 0.0}}
 OTHER = {"es": {"sigma": 0.01, "alpha": 0.02}, "grpo": {"learning_rate": 1e-3, "beta": 0.04}}
 GENERAL = {"max_completion_length": 16, "validation_problems": 512, "test_problems": PROBLEMS}
@@ -16,8 +21,8 @@ FIXED = {
     "es": GENERAL | {"steps": 208, "population_size": 30, "prompts_per_step": 128},
     "grpo": GENERAL | {"steps": 250, "num_generations": 16, "prompts_per_step": 16},
 }
-# jitter over seeds, of mean 0 over eight seeds and over sixteen
-JITTER = [1, -1, 2, -2, 0, 0, 1, -1] * 2
+# jitter over seeds, of mean 0 over eight seeds, sixteen and thirty-two
+JITTER = [1, -1, 2, -2, 0, 0, 1, -1] * 4
 
 
 def family(arm: str) -> str:
@@ -31,26 +36,41 @@ def run_spec(arm: str, base: str, seed: int, **more: object) -> dict:
     return general | own | FIXED[family(arm)] | TUNED[family(arm)] | more
 
 
-def results(right: int, sampled: int = 0) -> dict:
-    """The first `right` problems solved greedily, the first `sampled` in all samples."""
-    bits, counts = ([value] * n + [0] * (PROBLEMS - n) for value, n in ((1, right), (16, sampled)))
-    return {"n": PROBLEMS, "greedy_bits": pack_bits(bits), "t1_counts": pack_counts(counts)}
+def results(right: dict[str, int]) -> dict:
+    """Results under decodings, by how many problems are solved: the first ones, in all of 16 samples."""
+    packed: dict[str, object] = {"n": PROBLEMS}
+    for decoding, n in right.items():
+        solved = np.arange(PROBLEMS) < n
+        if decoding == "greedy":
+            packed["greedy_bits"] = pack_bits(solved)
+        else:
+            packed[f"{decoding}_counts"] = pack_counts(16 * solved)
+    return packed
+
+
+def trained(arm: str, right: int, base: str = "A0", seed: int = 0, **spec: object) -> dict:
+    """A run that solves `right` problems, whatever else is in its record."""
+    score, es = right / PROBLEMS, family(arm) == "es"
+    spent = [0, 10, 1_000, 100_000] if es else [0, 100, 1_000, 10_000]
+    curve = {"step": [0, 1, 2, 4], "completions": spent, "forward_flops": spent}
+    curve |= dict.fromkeys(("validation_greedy", "validation_t1"), [0.1, 0.2, 0.25, score])
+    kept = {"status": "finished", "digest": f"{arm} {base} {seed}", "test": results({"greedy": right, "t1": 0})}
+    return {"spec": run_spec(arm, base, seed, **spec), "curve": curve} | kept
 
 
 def runs_of(arm: str, right: int, base: str = "A0", seeds: int = 16, jitter: int = 1, **spec: object) -> list[dict]:
-    """Runs that solve `right` problems on average, whatever else is in their records."""
-    curve = {
-        "step": [0, 1, 2, 4],
-        "completions": [0, 10, 1_000, 100_000] if family(arm) == "es" else [0, 100, 1_000, 10_000],
-        "forward_flops": [0, 10, 1_000, 100_000] if family(arm) == "es" else [0, 100, 1_000, 10_000],
-    }
+    """Runs that solve `right` problems on average."""
+    shifts = enumerate(JITTER[:seeds])
+    return [trained(arm, right + jitter * shift, base, seed, **spec) for seed, shift in shifts]
+
+
+def falling(arm: str, falls: Iterable[float], right: int = 60) -> list[dict]:
+    """Runs whose curves fall by so much on their way to the end."""
     records = []
-    for seed, shift in zip(range(seeds), JITTER, strict=False):
-        score = (right + jitter * shift) / PROBLEMS
-        validation = [0.1, 0.2, 0.25, score]
-        shape = {"validation_greedy": validation, "validation_t1": validation}
-        found = {"status": "finished", "digest": f"{arm} {base} {seed}", "test": results(right + jitter * shift)}
-        records.append({"spec": run_spec(arm, base, seed, **spec), "curve": curve | shape} | found)
+    for seed, fall in enumerate(falls):
+        record = trained(arm, right, seed=seed)
+        curve = [0.1, 0.3, 0.3 - fall, 0.3 - fall / 2, 0.4]
+        records.append(record | {"curve": record["curve"] | {"validation_greedy": curve, "validation_t1": curve}})
     return records
 
 
@@ -64,9 +84,17 @@ def sweep_of(arm: str, base: str = "A0", best: dict | None = None, choices: list
     return records
 
 
-def base_record(base: str, right: int) -> dict:
-    spec = {"kind": "base", "base": base, "base_digest": f"digest of {base}", "scale": "tiny"}
-    return {"spec": spec, "status": "finished", "test": results(right)}
+def base_record(base: str, right: int, **more: object) -> dict:
+    spec = {"kind": "base", "base": base, "base_digest": f"digest of {base}", "scale": "tiny"} | more
+    return {"spec": spec, "status": "finished", "test": results({"greedy": right, "t1": 0})}
+
+
+def path(first: dict, last: dict, bits: list[str], n: int = PROBLEMS) -> dict:
+    """A line between two runs, with the packed right answers of each point, the same under every decoding."""
+    points = {"nll": [0.0] * len(bits)} | {f"{decoding}_bits": bits for decoding in DECODINGS}
+    ends = {"first": first, "last": last}.items()
+    named = {place: {"of": {"digests": [run["digest"]]}, "factor": 1.0} for place, run in ends}
+    return {"spec": {"kind": "path", "scale": "tiny"} | named, "status": "finished", "n": n, "points": points}
 
 
 RESAMPLES = 400  # of every interval: the worlds here are clear cut, and one test judges all records in full
@@ -76,14 +104,17 @@ def evaluate(claim: dict, records: list[dict], **options: object) -> claims.Verd
     return claims.evaluate(claim, records, **{"resamples": RESAMPLES} | options)
 
 
-def evaluate_together(declared: list[dict], records: list[dict]) -> list[claims.Verdict]:
-    return claims.evaluate_together(declared, records, resamples=RESAMPLES)
-
-
 def judge(name: str, records: list[dict], **change: object) -> claims.Verdict:
     """Judge a claim by itself, without its family's correction."""
     claim = {key: value for key, value in (DECLARED[name] | change).items() if key != "superseded"}
     return evaluate(claim, records, declared=[])
+
+
+def decided(claim: dict, records: list[dict], resamples: int = RESAMPLES) -> tuple[str, list[Finding]]:
+    """The verdict of a claim by its findings alone, without nulls and other decodings, and these."""
+    check_rule(claim)
+    findings = find(claim, Evidence.of(records, "tiny", resamples))
+    return claims.decide(findings, claim["margin"], claim["min_seeds"])[0], findings
 
 
 SWEEPS = [*sweep_of("es"), *sweep_of("grpo")]

@@ -4,12 +4,12 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from claim_worlds import DECLARED, evaluate
+from claim_worlds import DECLARED, evaluate, path
 from evoalign_study.claims import Verdict
+from evoalign_study.claims.selection import DECODINGS
 from evoalign_study.records import pack_bits
 
 N, POINTS = 100, 11
-DECODINGS = ("greedy", "t0.6", "t1")
 
 
 def judge(records: list[dict], *decodings: str) -> Verdict:
@@ -38,16 +38,11 @@ def line(first: dict, last: dict, height: float, rng: np.random.Generator) -> di
     bump = height * (1 - np.abs(np.linspace(-1, 1, POINTS)))
     luck = (rng.permutation(N) + 0.5) / N  # every line has the stated height, to a problem
     bits = [pack_bits((luck > 0.2 + b).astype(int)) for b in bump]
-    points = {"nll": [0.0] * POINTS} | {f"{decoding}_bits": bits for decoding in DECODINGS}
-    ends = {
-        place: {"of": {"digests": [end["digest"]]}, "factor": 1.0} for place, end in (("first", first), ("last", last))
-    }
-    spec = {"kind": "path", "base": "B0", "base_digest": "digest of B0", "scale": "tiny"} | ends
-    return {"spec": spec, "status": "finished", "n": N, "points": points}
+    return path(first, last, bits, N)
 
 
-def arms(large: str = "hacked") -> list[dict]:
-    fates = {"es_small": "unhacked", "grpo_small": "unhacked", "es_large": large, "grpo_large": large}
+def arms() -> list[dict]:
+    fates = {"es_small": "unhacked", "grpo_small": "unhacked", "es_large": "hacked", "grpo_large": "hacked"}
     return [run(name, seed, fate) for name, fate in fates.items() for seed in range(16, 20)]
 
 
@@ -73,7 +68,7 @@ def test_two_regimes_are_found_under_every_decoding() -> None:
 
 def test_one_cloud_is_no_two_regimes() -> None:
     runs = arms()
-    verdict = judge(runs + lines(runs, 0.2, 0.2))
+    verdict = judge(runs + lines(runs, 0.2, 0.2), "greedy", "t1")
     assert verdict.verdict in ("underpowered", "contradicted")
     assert verdict.intervals["two clusters, silhouette over that of one greedy"].value < 0
     assert verdict.intervals["two clusters v hacked and unhacked, adjusted Rand index greedy"].value < 0.5

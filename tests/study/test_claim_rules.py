@@ -3,21 +3,10 @@
 from collections.abc import Callable
 from math import log
 
+import claim_worlds as worlds
 import numpy as np
 import pytest
-from claim_worlds import (
-    DECLARED,
-    JITTER,
-    OTHER,
-    PROBLEMS,
-    SWEEPS,
-    TUNED,
-    base_record,
-    evaluate,
-    judge,
-    runs_of,
-    sweep_of,
-)
+from claim_worlds import DECLARED, PROBLEMS, SWEEPS, base_record, evaluate, falling, judge, runs_of, sweep_of
 from evoalign_study import claims
 from evoalign_study.claims.findings import Finding
 from evoalign_study.records import pack_bits
@@ -32,20 +21,13 @@ def _countdown(es: int = 60, grpo: int = 40, seeds: int = 8) -> list[dict]:
     return records
 
 
-def _drawdowns(arm: str, falls: list[float]) -> list[dict]:
-    records = runs_of(arm, 60, seeds=len(falls))
-    for record, fall in zip(records, falls, strict=True):
-        record["curve"] = record["curve"] | {"validation_greedy": [0.1, 0.3, 0.3 - fall, 0.3 - fall / 2, 0.4]}
-    return records
-
-
 def _transfer(shared: dict[str, int], best: dict[str, int], seeds: int = 8) -> list[dict]:
     """Of each arm, problems solved on A1 by the shared and by the best setting; on A2 the shared one is the best."""
     records = list(SWEEPS)
     for arm in ("es", "grpo"):
         choices = DECLARED["C9"]["rule"]["best"]["among"][arm]
-        records += sweep_of(arm, "A1", OTHER[arm], choices) + sweep_of(arm, "A2", TUNED[arm], choices)
-        records += runs_of(arm, shared[arm], "A1", seeds) + runs_of(arm, best[arm], "A1", seeds, **OTHER[arm])
+        records += sweep_of(arm, "A1", worlds.OTHER[arm], choices) + sweep_of(arm, "A2", worlds.TUNED[arm], choices)
+        records += runs_of(arm, shared[arm], "A1", seeds) + runs_of(arm, best[arm], "A1", seeds, **worlds.OTHER[arm])
         records += runs_of(arm, 50, "A2", seeds)
     return records
 
@@ -54,7 +36,7 @@ def _concise(arm: str, right: tuple[int, int], proxy: float = -1.0, seeds: int =
     """Runs that are right on so many of 200 questions at a proxy of -4 and at their end; the base is right on all."""
     fields = {k: v for k, v in DECLARED["C3"]["arms"][arm].items() if k != "measure"}
     records = []
-    for seed, shift in zip(range(seeds), JITTER, strict=False):
+    for seed, shift in zip(range(seeds), worlds.JITTER, strict=False):
         solved = [PROBLEMS, PROBLEMS, right[0] + shift, right[1] + shift]
         bits = [[1] * n + [0] * (PROBLEMS - n) for n in solved]
         curve = {"step": [0, 1, 2, 4], "kl": [0.0, 0.1, 0.3, kl]}
@@ -86,8 +68,8 @@ WORLDS: list[tuple[str, Callable[[], list[dict]], str, dict[str, float]]] = [
     ("C2", lambda: [*SWEEPS, *runs_of("es", 60), *runs_of("grpo", 59)], "underpowered", {EQUAL: 4 / PROBLEMS}),
     ("C8", lambda: _spreads(1, 6), "supported", {"ES over GRPO, test greedy": log(1 / 6)}),
     ("C8", lambda: _spreads(0, 1), "underpowered", {}),
-    ("C33", lambda: [*SWEEPS, *_drawdowns("es", STEADY), *_drawdowns("grpo", FALLING)], "supported", {FALL: 0.045}),
-    ("C33", lambda: [*SWEEPS, *_drawdowns("es", FALLING), *_drawdowns("grpo", STEADY)], "contradicted", {}),
+    ("C33", lambda: [*SWEEPS, *falling("es", STEADY), *falling("grpo", FALLING)], "supported", {FALL: 0.045}),
+    ("C33", lambda: [*SWEEPS, *falling("es", FALLING), *falling("grpo", STEADY)], "contradicted", {}),
     ("C31", lambda: [*SWEEPS, *runs_of("es", 50), *runs_of("es_sampled", 50, seeds=8)], "within margin", {}),
     ("C3", lambda: _concise("es", KEEPS) + _concise("grpo", HACKS), "supported", {"GRPO - ES, hacked runs greedy": 1}),
     ("C3", lambda: _concise("es", HACKS) + _concise("grpo", KEEPS), "contradicted", {}),
@@ -172,9 +154,9 @@ def test_holm_within_a_notebook() -> None:
     ]
     del family[0]["primary"]
     falls = np.linspace(0, 0.02, 16)  # the difference of two such means has a standard error of .0022
-    records = _drawdowns("es", list(falls))
+    records = falling("es", list(falls))
     for name, by in (("V", 0.0048), ("W", 0.0048), ("X", 0.0046), ("Y", 0.05)):
-        records += _drawdowns(arms_of[name], list(falls + by))
+        records += falling(arms_of[name], list(falls + by))
     raw = {c["id"]: evaluate(c, records, declared=[], resamples=4_000) for c in family}
     assert [raw[name].verdict for name in "VWXYZ"] == ["supported"] * 4 + ["open"]
     assert 0.025 < raw["W"].p < raw["X"].p < 0.05 and raw["Y"].p < 1e-6 and raw["Z"].p is None

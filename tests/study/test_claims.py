@@ -2,52 +2,40 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from claim_worlds import DECLARED, base_record, runs_of, trained
 from evoalign_study import claims, cli, paths
 from evoalign_study.claims import evaluate
 from evoalign_study.claims.findings import Finding
-from evoalign_study.records import index, pack_bits, pack_counts, spec_hash
+from evoalign_study.records import index, spec_hash
 from typer.testing import CliRunner
 
 from evoalign_lib.analysis.stats import Interval
 
-PROBLEMS = 40
-DECLARED = {claim["id"]: claim for claim in claims.load_claims()}
+
+def _run(base: str, right: int, seed: int = 0, arm: str = "es", **spec: object) -> dict:
+    return trained(arm, right, base, seed, **{"steps": 100} | spec)
 
 
-def _run(base: str, right: int, arm: str | None = "es", seed: int | None = 0, **spec: object) -> dict:
-    """A record whose model solves the first `right` of the problems greedily, and none when sampled."""
-    bits = [1] * right + [0] * (PROBLEMS - right)
-    spec = {"base": base, "base_digest": f"digest of {base}", "scale": "tiny", "sigma": 0.003, "alpha": 0.003} | spec
-    spec |= (
-        {"kind": "base"}
-        if arm is None
-        else {"kind": "train", "task": "countdown", "arm": arm, "seed": seed, "steps": 100}
-    )
-    test = {"n": PROBLEMS, "greedy_bits": pack_bits(bits), "t1_counts": pack_counts([0] * PROBLEMS)}
-    return {"spec": spec, "status": "finished", "test": test}
-
-
-def _world(gains: dict[str, int], seeds: int = 8) -> list[dict]:
-    """Bases and shuffled runs that solve 10 problems, ES runs that solve 10 + gain, one more or less by seed."""
+def _world(*bases: str, seeds: int = 8) -> list[dict]:
+    """Bases and shuffled runs that solve a quarter of the problems, ES runs that solve more, by seed."""
     records = []
-    for base, gain in gains.items():
-        records.append(_run(base, 10, arm=None))
-        for seed in range(seeds):
-            records.append(_run(base, 10 + gain + seed % 3 - 1, seed=seed))
-            records.append(_run(base, 10, "es_shuffled", seed))
+    for base in bases:
+        records += [base_record(base, 50), *runs_of("es", 110, base, seeds, jitter=5, steps=100)]
+        records += runs_of("es_shuffled", 50, base, seeds, jitter=0, steps=100)
     return records
 
 
 def test_a_missing_cell_is_underpowered_and_no_cell_at_all_is_open() -> None:
-    verdict = evaluate(DECLARED["E1"], _world({"A0": 12}))
+    verdict = evaluate(DECLARED["E1"], _world("A0"))
     assert (verdict.verdict, verdict.n) == ("underpowered", 0)
     assert "A1: 0 of ES, 0 of base" in verdict.text
     assert evaluate(DECLARED["E1"], []).verdict == "open"
-    incomplete = [record | {"status": "incomplete"} for record in _world({"A0": 12})]
+    incomplete = [record | {"status": "incomplete"} for record in _world("A0")]
     assert evaluate(DECLARED["E1"], incomplete).verdict == "open"
 
 
@@ -77,45 +65,46 @@ def test_decide_one_finding(low: float, high: float, margin: float, side: str, e
         assert claims.decide([finding], margin, min_seeds=8)[0] == expected
 
 
-def test_decide_lets_the_worst_finding_speak() -> None:
-    def finding(label: str, low: float, high: float) -> Finding:
-        return Finding(label, 8, label, Interval((low + high) / 2, low, high, 8))
-
-    good, tied, unsure, bad = (finding(*f) for f in (("g", 3, 4), ("t", -1, 1), ("u", -1, 4), ("b", -4, -3)))
-    assert claims.decide([good, good], 2, 8) == ("supported", "")
-    assert claims.decide([good, tied], 2, 8)[0] == "within margin"
-    assert claims.decide([good, tied, unsure], 2, 8)[0] == "underpowered"
-    assert claims.decide([good, tied, unsure, bad], 2, 8) == ("contradicted", "contradicted on b")
-
-
 def test_cells_refuse_records_that_do_not_belong_together() -> None:
-    world = _world({"A0": 12, "A1": 12, "A2": 12})
-    with pytest.raises(ValueError, match="two records of one seed"):
-        evaluate(DECLARED["E1"], [*world, _run("A0", 20, seed=3)])
-    with pytest.raises(ValueError, match="runs differ in sigma"):
-        evaluate(DECLARED["E1"], [*world, _run("A0", 20, seed=9, sigma=0.1)])
-    with pytest.raises(ValueError, match="2 records without 'seed'"):
-        evaluate(DECLARED["E1"], [*world, _run("A0", 11, arm=None)])
+    world = _world("A0", "A1", "A2")
+    for more, names in (
+        (_run("A0", 20, seed=3), "two records of one seed"),
+        (_run("A0", 20, seed=9, sigma=0.1), "runs differ in sigma"),
+        (base_record("A0", 51), "2 records without 'seed'"),
+    ):
+        with pytest.raises(ValueError, match=names):
+            evaluate(DECLARED["E1"], [*world, more])
     with pytest.raises(ValueError, match="different bases"):
-        evaluate(DECLARED["E1"], [*world[1:], _run("A0", 10, arm=None, base_digest="another")])
+        evaluate(DECLARED["E1"], [*world[1:], base_record("A0", 50, base_digest="another")])
 
 
-def test_decide_with_findings_that_have_no_value_or_decide_nothing() -> None:
-    good = Finding("g", 8, "g: 8", Interval(3.0, 2.0, 4.0, 8))
-    undefined = Finding("u", 8, "u: 8", None, value="not defined")
-    aside = Finding("a", 2, "a: 2", Interval(-3.0, -4.0, -2.0, 2), decisive=False)
-    assert claims.decide([good, undefined], 0, 8) == ("underpowered", "the interval does not decide on u")
-    assert claims.decide([good, aside], 0, 8) == ("supported", "")
+GOOD, TIED, UNSURE, BAD = (
+    Finding(label, 8, label, Interval((low + high) / 2, low, high, 8))
+    for label, low, high in (("g", 3, 4), ("t", -1, 1), ("u", -1, 4), ("b", -4, -3))
+)
+UNDEFINED = Finding("u", 8, "u: 8", None, value="not defined")
+HOLM = "supported by itself, but p = 0.05 after Holm's correction, family of 4"
 
 
-def test_decide_after_holms_correction() -> None:
-    good, bad = (Finding(name, 8, name, Interval(x, x - 1, x + 1, 8)) for name, x in (("g", 3), ("b", -3)))
-    assert claims.decide([good], 0, 8, (0.049, 4)) == ("supported", "")
-    words = "supported by itself, but p = 0.05 after Holm's correction, family of 4"
-    assert claims.decide([good], 0, 8, (0.05, 4)) == ("underpowered", words)
-    # nothing else is changed by it
-    assert claims.decide([bad], 0, 8, (1.0, 4))[0] == "contradicted"
-    assert claims.decide([good], 5, 8, (1.0, 4))[0] == "within margin"
+@pytest.mark.parametrize(
+    ("findings", "margin", "correction", "expected"),
+    [
+        ([GOOD, GOOD], 2, None, ("supported", "")),
+        # the worst finding speaks
+        ([GOOD, TIED], 2, None, ("within margin", "within margin on t")),
+        ([GOOD, TIED, UNSURE], 2, None, ("underpowered", "the interval does not decide on u")),
+        ([GOOD, TIED, UNSURE, BAD], 2, None, ("contradicted", "contradicted on b")),
+        ([GOOD, UNDEFINED], 0, None, ("underpowered", "the interval does not decide on u")),
+        ([GOOD, replace(BAD, decisive=False, n=2)], 0, None, ("supported", "")),
+        ([GOOD], 0, (0.049, 4), ("supported", "")),
+        ([GOOD], 0, (0.05, 4), ("underpowered", HOLM)),
+        # Holm's correction changes nothing else
+        ([BAD], 0, (1.0, 4), ("contradicted", "")),
+        ([GOOD], 5, (1.0, 4), ("within margin", "")),
+    ],
+)
+def test_decide_several_findings(findings: list, margin: float, correction: tuple | None, expected: tuple) -> None:
+    assert claims.decide(findings, margin, 8, correction) == expected
 
 
 # ---- the lock
@@ -158,28 +147,27 @@ def _log(repository: Path, name: str) -> None:
 
 
 def test_a_changed_rule_needs_the_log(repository: Path) -> None:
+    lock = repository / "paper/claims.lock"
     _record(repository, _run("A0", 10))
-    before = (repository / "paper/claims.lock").read_text()
+    before = lock.read_text()
     _declare(repository, E1={"margin": 0.01})
     problem = "claim E1 is not what claims.lock holds: it was changed, or the lock was"
     assert claims.lock_problems() == [problem]
     with pytest.raises(ValueError, match="claim E1 was locked with another rule: say in LOG.md why .* and quote"):
         claims.lock("2026-01-02")
-    assert (repository / "paper/claims.lock").read_text() == before
+    assert lock.read_text() == before
 
     _log(repository, "E1")
     (line,) = claims.lock("2026-01-02")
-    assert (repository / "paper/claims.lock").read_text() == f"{before}{line}\n"
-    assert claims.lock_problems() == []
+    assert lock.read_text() == f"{before}{line}\n" and claims.lock_problems() == []
     (repository / "LOG.md").write_text("")
-    assert claims.lock_problems() == [f"claim E1 was changed: LOG.md must say why and quote {line.split()[2][:12]}"]
+    changed = f"claim E1 was changed: LOG.md must say why and quote {line.split()[2][:12]}"
+    assert claims.lock_problems() == [changed]
     # and back: the lock's last line counts, not any
     _declare(repository)
-    changed = f"claim E1 was changed: LOG.md must say why and quote {line.split()[2][:12]}"
     assert claims.lock_problems() == [problem, changed]
     # each line but the first is quoted, not the last alone
-    with open(repository / "paper/claims.lock", "a") as file:
-        file.write(f"E1 2026-01-03 {before.split()[5]}\n")
+    lock.write_text(f"{lock.read_text()}E1 2026-01-03 {before.split()[5]}\n")
     _log(repository, "E1")
     assert claims.lock_problems() == [changed]
 
@@ -208,21 +196,19 @@ def test_a_line_of_the_lock_that_was_replaced_is_found_by_the_history_of_git(rep
 
 
 def test_a_rule_is_declared_before_its_runs_or_the_log_says_why(repository: Path) -> None:
-    rule = {"C1": {"rule": DECLARED["C1"]["rule"]}}
-    # a measured base is no run of the claim, and neither is a run of another length
-    _record(repository, _run("A0", 10, arm=None), _run("A0", 10))
-    _declare(repository, **rule)
+    lock = repository / "paper/claims.lock"
+    before, run = lock.read_text(), _run("A1", 10, steps=208)
+    _declare(repository, C1={"rule": DECLARED["C1"]["rule"]})
     (problem,) = claims.lock_problems()
     assert "claim C1 has a rule and no line in claims.lock" in problem
-    before = (repository / "paper/claims.lock").read_text()
-    run = _run("A1", 10)
-    _record(repository, run | {"spec": run["spec"] | {"steps": 208}})
+    _record(repository, run)
     with pytest.raises(ValueError, match="claim C1 has runs already: say in LOG.md why"):
         claims.lock("2026-01-02")
-    _record(repository, _run("A0", 10, arm=None), _run("A0", 10))
+    # a measured base is no run of the claim, and neither is a run of another length
+    _record(repository, base_record("A0", 50), _run("A0", 10))
     assert [line.split()[0] for line in claims.lock("2026-01-02")] == ["C1"]
-    (repository / "paper/claims.lock").write_text(before)
-    _record(repository, run | {"spec": run["spec"] | {"steps": 208}})
+    lock.write_text(before)
+    _record(repository, run)
     _log(repository, "C1")
     assert [line.split()[0] for line in claims.lock("2026-01-02")] == ["C1"]
 
@@ -231,7 +217,7 @@ def test_a_rule_is_declared_before_its_runs_or_the_log_says_why(repository: Path
 
 
 def test_the_command_prints_verdicts_and_locks(repository: Path) -> None:
-    _record(repository, *_world({"A0": 12, "A1": 12, "A2": 12}))
+    _record(repository, *_world("A0", "A1", "A2"))
 
     def said(*arguments: str) -> tuple[int, str]:
         result = CliRunner().invoke(cli.app, ["claims", *arguments], env={"COLUMNS": "200"})
@@ -250,7 +236,7 @@ def test_the_command_prints_verdicts_and_locks(repository: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [[], ["--lock"]])
 def test_the_command_names_damaged_records_and_judges_nothing(repository: Path, arguments: list[str]) -> None:
-    _record(repository, *_world({"A0": 12}))
+    _record(repository, *_world("A0"))
     file = repository / "paper/results/01_toy/tiny.jsonl"
     whole = file.read_bytes()
     for old, new in ((b'"finished"', b'"incomplete"'), (b'"greedy_bits"', b'"bits"'), (b'{"', b'{"\xff'), (b"}", b"")):
@@ -261,7 +247,7 @@ def test_the_command_names_damaged_records_and_judges_nothing(repository: Path, 
 
 
 def test_claims_are_judged_by_name_with_their_families() -> None:
-    records = _world({"A0": 12, "A1": 12, "A2": 12})
+    records = _world("A0", "A1", "A2")
     named = claims.evaluate_named(["E2", "E1"], records)
     assert [verdict.id for verdict in named] == ["E2", "E1"]
     assert named == [claims.evaluate(DECLARED[name], records) for name in ("E2", "E1")]
@@ -270,7 +256,7 @@ def test_claims_are_judged_by_name_with_their_families() -> None:
 
 
 def test_verdicts_as_tables() -> None:
-    verdicts = claims.evaluate_named(["E1b", "E2", "C17"], _world({"A0": 12, "A1": 12, "A2": 12}))
+    verdicts = claims.evaluate_named(["E1b", "E2", "C17"], _world("A0", "A1", "A2"))
     assert list(claims.table_of_verdicts(verdicts)["closest comparison"]) == [v.key for v in verdicts]
     rows = claims.table_of_comparisons(verdicts)
     first = rows[rows["claim"] == "E1b"]

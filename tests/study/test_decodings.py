@@ -1,34 +1,13 @@
 """Comparisons under several decodings: which records say what was decoded, and verdicts that depend on it."""
 
 import pytest
-from claim_worlds import (
-    DECLARED,
-    PROBLEMS,
-    SWEEPS,
-    judge,
-    results,
-    runs_of,
-)
+from claim_worlds import DECLARED, PROBLEMS, SWEEPS, judge, results, runs_of
 from evoalign_study.claims.rules import RULES
 from evoalign_study.claims.selection import DECODINGS, Evidence
-from evoalign_study.records import accuracy_matrix, pack_counts, spec_hash
+from evoalign_study.records import accuracy_matrix, spec_hash
 
-SAMPLED = ("t0.6", "t1")
 ES = {"greedy": 60, "t0.6": 50, "t1": 40}
 """Problems that ES solves in most of these worlds."""
-
-
-def counts(right: int) -> str:
-    """The first `right` problems solved in all of 16 samples."""
-    return pack_counts([16] * right + [0] * (PROBLEMS - right))
-
-
-def block(right: dict[str, int], *decodings: str) -> dict:
-    """Results under decodings, by how many problems are solved under each."""
-    found = {f"{name}_counts": counts(right[name]) for name in decodings if name != "greedy"}
-    if "greedy" in decodings:
-        found |= {"greedy_bits": results(right["greedy"])["greedy_bits"]}
-    return {"n": PROBLEMS} | found
 
 
 def decoded(arm: str, right: dict[str, int], seeds: int = 16, at: dict | None = None, **spec: object) -> list[dict]:
@@ -36,18 +15,15 @@ def decoded(arm: str, right: dict[str, int], seeds: int = 16, at: dict | None = 
 
     at: problems solved at the step that the decoding records measured besides, and `step`.
     """
-    records = []
+    records, own = [], {"kind": "decoding", "temperatures": [0.4, 0.6], "samples": 16}
     for seed, run in enumerate(runs_of(arm, right["greedy"], seeds=seeds, **spec)):
-        shifted = {name: n + (seed % 3 - 1) for name, n in right.items()}
-        test = results(shifted["greedy"]) | {"t1_counts": counts(shifted["t1"])}
-        run |= {"test": test, "digest": f"{arm} {seed}"}
-        own = {"kind": "decoding", "digest": run["digest"], "temperatures": [0.4, 0.6], "samples": 16}
-        found = {"test": block(shifted, "t0.6"), "validation": block(shifted, "greedy", *SAMPLED)}
+        shifted = {name: n + seed % 3 - 1 for name, n in right.items()}
+        run["test"] = results({name: shifted[name] for name in ("greedy", "t1")})
+        measures = {"test": results({"t0.6": shifted["t0.6"]}), "validation": results(shifted)}
         if at is not None:
             own |= {"at_step": at["step"]}
-            there = {name: at[name] + (seed % 3 - 1) for name in right}
-            found |= {"validation_at_step": block(there, "greedy", *SAMPLED)}
-        records += [run, measured(run, own) | found]
+            measures |= {"validation_at_step": results({name: at[name] + seed % 3 - 1 for name in right})}
+        records += [run, measured(run, own | {"digest": run["digest"]}) | measures]
     return records
 
 
@@ -66,24 +42,20 @@ def without_decodings(records: list[dict], keep: int = 0) -> list[dict]:
 
 
 def test_a_run_finds_its_decoding_record_by_its_spec() -> None:
-    records = decoded(
-        "es", {"greedy": 60, "t0.6": 50, "t1": 40}, seeds=3, at={"step": 2} | dict.fromkeys(("greedy", *SAMPLED), 30)
-    )
+    records = decoded("es", ES, seeds=3, at={"step": 2} | dict.fromkeys(ES, 30))
     evidence = Evidence.of(records[::-1], "tiny")
-    found = sorted(evidence.records, key=lambda r: r["spec"]["seed"])
-    assert [r["spec"]["kind"] for r in found] == ["train"] * 3
+    joined = sorted(evidence.records, key=lambda r: r["spec"]["seed"])
+    assert [r["spec"]["kind"] for r in joined] == ["train"] * 3
     # seeds solve one problem less, as many, and one more
     for decoding, right in ES.items():
-        assert accuracy_matrix(found, decoding).sum(axis=1).tolist() == [right - 1, right, right + 1]
-    assert found[0]["decoded"]["validation_at"] == {2: records[1]["validation_at_step"]}
-    assert found[0]["decoded"]["validation"] == records[1]["validation"]
+        assert accuracy_matrix(joined, decoding).sum(axis=1).tolist() == [right - 1, right, right + 1]
+    assert joined[0]["decoded"]["validation_at"] == {2: records[1]["validation_at_step"]}
+    assert joined[0]["decoded"]["validation"] == records[1]["validation"]
     # a run of another seed is none of theirs
     other = runs_of("es", 60, seeds=5)[4]
     assert "decoded" not in Evidence.of([*records, other], "tiny").records[-1]
-    with pytest.raises(
-        ValueError, match=r"unknown decoding 't0.6': 1 of 4 records have no 't0.6_counts'; use one of greedy, t1"
-    ):
-        accuracy_matrix([*found, other], "t0.6")
+    with pytest.raises(ValueError, match=r"unknown decoding 't0.6': 1 of 4 records have no 't0.6_counts'; use one of "):
+        accuracy_matrix([*joined, other], "t0.6")
 
 
 def test_a_decoding_record_of_something_else_is_refused() -> None:
@@ -96,9 +68,9 @@ def test_a_decoding_record_of_something_else_is_refused() -> None:
 # ---- verdicts
 
 
-def rule(**more: object) -> dict:
-    comparison = {"measure": {"test": "greedy"}, "of": "grpo", "to": "es", "above": 0}
-    return {"rule": {"kind": "compare", "decodings": ["greedy", "t0.6", "t1"], "comparisons": [comparison | more]}}
+COMPARISON = {"measure": {"test": "greedy"}, "of": "grpo", "to": "es", "above": 0}
+GREEDILY = {"kind": "compare", "comparisons": [COMPARISON]}
+THREE = GREEDILY | {"decodings": list(DECODINGS)}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +84,7 @@ def rule(**more: object) -> dict:
     ],
 )
 def test_a_comparison_under_three_decodings(grpo: dict, expected: str) -> None:
-    verdict = judge("C2b", [*SWEEPS, *decoded("es", ES), *decoded("grpo", grpo)], **rule())
+    verdict = judge("C2b", [*SWEEPS, *decoded("es", ES), *decoded("grpo", grpo)], rule=THREE)
     assert (verdict.verdict, verdict.n, len(verdict.intervals)) == (expected, 16, 3), verdict.text
     for decoding, words in {"greedy": "greedy", "t0.6": "temperature 0.6", "t1": "temperature 1"}.items():
         difference = (grpo[decoding] - ES[decoding]) / PROBLEMS
@@ -123,19 +95,16 @@ def test_a_decoding_that_few_runs_have_is_named_and_decides_nothing() -> None:
     # it would turn the verdict
     grpo = decoded("grpo", {"greedy": 80, "t0.6": 30, "t1": 60})
     records = [*SWEEPS, *decoded("es", ES), *without_decodings(grpo, 15)]
-    verdict = judge("C2b", records, **rule())
+    verdict = judge("C2b", records, rule=THREE)
     assert (verdict.verdict, verdict.n) == ("supported", 16)
     assert list(verdict.intervals) == ["GRPO - ES, test greedy", "GRPO - ES, test temperature 1"]
     # with as many as the claim needs it decides, on the runs that have it
-    verdict = judge("C2b", records, min_seeds=8, **rule())
+    verdict = judge("C2b", records, min_seeds=8, rule=THREE)
     assert verdict.verdict == "depends on decoding"
     assert verdict.intervals["GRPO - ES, test temperature 0.6"].n == 15
 
 
 # ---- decodings that a claim does not declare
-
-
-GREEDILY = {"kind": "compare", "comparisons": rule()["rule"]["comparisons"]}
 
 
 @pytest.mark.parametrize(
@@ -171,12 +140,12 @@ def test_every_rule_that_compares_arms_is_asked_under_other_decodings() -> None:
 
 
 def test_a_curve_that_was_measured_again_joins_that_of_its_run() -> None:
-    run = runs_of("es", 60, seeds=1)[0] | {"digest": "es 0"}
-    own = {"kind": "decoding", "digest": "es 0", "temperatures": [0.6], "samples": 16, "curve_temperature": 0.6}
+    run = runs_of("es", 60, seeds=1)[0]
+    own = {"kind": "decoding", "digest": run["digest"], "temperatures": [0.6], "samples": 16, "curve_temperature": 0.6}
     again = {"step": run["curve"]["step"], "validation_t0.6": [0.1, 0.3, 0.2, 0.2]}
-    record = measured(run, own) | {"test": block({"t0.6": 50}, "t0.6"), "curve": again}
-    (found,) = Evidence.of([run, record], "tiny").records
-    assert found["curve"] == run["curve"] | again and found["decoded"] == {"validation": {}, "validation_at": {}}
+    record = measured(run, own) | {"test": results({"t0.6": 50}), "curve": again}
+    (joined,) = Evidence.of([run, record], "tiny").records
+    assert joined["curve"] == run["curve"] | again and joined["decoded"] == {"validation": {}, "validation_at": {}}
     with pytest.raises(ValueError, match="has a curve at other steps than its run"):
         Evidence.of([run, record | {"curve": again | {"step": [0, 1, 2]}}], "tiny")
 
@@ -184,14 +153,14 @@ def test_a_curve_that_was_measured_again_joins_that_of_its_run() -> None:
 # ---- problem by problem at an equal budget
 
 
-def at_equal(grpo: dict[str, int], there: dict[str, int], step: int = 2, last: int = 100_000, seeds: int = 16) -> list:
-    """Runs of GRPO decoded at their end, and of ES at a step after which they have spent 1,000 (2) or all (4)."""
-    es = decoded("es", ES, at={"step": step} | there)
-    spent = {"forward_flops": [0, 10, 1_000, last]}
-    es = [r | ({"curve": r["curve"] | spent} if "curve" in r else {}) for r in es]
-    grpo = decoded("grpo", grpo, seeds=seeds)
-    spent = {"forward_flops": [0, 100, 500, 1_020]}
-    return [*SWEEPS, *es, *(r | ({"curve": r["curve"] | spent} if "curve" in r else {}) for r in grpo)]
+def at_equal(grpo: dict[str, int], there: dict[str, int], last: int = 100_000) -> list[dict]:
+    """Runs of GRPO decoded at their end, and of ES at a step after which they have spent 1,000."""
+    records = [*decoded("es", ES, at={"step": 2} | there), *decoded("grpo", grpo)]
+    spent = {"es": [0, 10, 1_000, last], "grpo": [0, 100, 500, 1_020]}
+    for record in records:
+        if "curve" in record:
+            record["curve"]["forward_flops"] = spent[record["spec"]["arm"]]
+    return [*SWEEPS, *records]
 
 
 @pytest.mark.parametrize(
@@ -213,10 +182,5 @@ def test_not_worse_at_equal_budget(grpo: dict[str, int], expected: str) -> None:
 
 def test_an_arm_that_ends_with_the_budget_is_taken_at_its_end() -> None:
     records = at_equal(dict.fromkeys(ES, 60), dict.fromkeys(ES, 10), last=1_030)
-    verdict = judge("C2b", records)
-    assert verdict.intervals[
-        "GRPO - ES, validation problems temperature 1 at equal forward flops"
-    ].value == pytest.approx(0.1)
-
-
-# ---- sums over cells, and rates of runs
+    label = "GRPO - ES, validation problems temperature 1 at equal forward flops"
+    assert judge("C2b", records).intervals[label].value == pytest.approx(0.1)

@@ -52,10 +52,10 @@ RULE = """
 from evoalign_lib.analysis import stats
 from evoalign_study.claims.findings import Finding
 from evoalign_study.claims.rules.rule import Rule
-def _find(claim, evidence):
-    found, number, _ = evidence.select(claim, "treatment", {})
+def _find(case):
+    found, number, *_ = case.select(["treatment"])["treatment"]
     interval = stats.bootstrap_mean([record["tokens"] for record in found])
-    bound, value = float(claim["rule"]["above"]), f"{interval.value:.1f} tokens"
+    bound, value = float(case.rule["above"]), f"{interval.value:.1f} tokens"
     return [Finding("length", interval.n, number, interval, bound, "above", value=value)]
 LONGER = Rule(_find, lambda arm: {"above": int}, arms=("treatment",))
 """

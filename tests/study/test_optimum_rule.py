@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
+from claim_worlds import DECLARED, decided
 from evoalign_study.claims import placebos
-from evoalign_study.claims.decision import decide
-from evoalign_study.claims.rules import RULES, check_rule
 from evoalign_study.claims.selection import Evidence
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +21,7 @@ def _run(population, seed, needed, arm="essa", end=0.24, points=12):
     spec = {"kind": "train", "task": "countdown", "base": "A0", "scale": "tiny", "base_digest": "b", "arm": arm}
     spec |= {"population_size": population, "seed": seed, "sigma": 0.1, "leading_share": 1.0, "curve_points": points}
     curve = {"completions": list(drawn), "validation_greedy": list(0.14 + (end - 0.14) * np.minimum(climb, 1))}
-    return {"spec": spec, "status": "finished", "curve": curve, "spec_hash": f"{arm} {population} {seed}"}
+    return {"spec": spec, "status": "finished", "curve": curve}
 
 
 def _world(best, seeds=8, end=0.24, nulls=0, null_end=0.14):
@@ -31,41 +30,34 @@ def _world(best, seeds=8, end=0.24, nulls=0, null_end=0.14):
     runs = [_run(n, seed, needed[n], end=end) for n in LEVELS for seed in range(seeds)]
     runs += [_run(n, seed, 8_000, "essa_random", null_end, 3) for n in LEVELS for seed in range(nulls)]
     base = {"kind": "base", "task": "countdown", "base": "A0", "scale": "tiny", "base_digest": "b"}
-    return Evidence.of([{"spec": base, "status": "finished", "test": {}}, *runs], "tiny", resamples=300)
+    return [{"spec": base, "status": "finished", "test": {}}, *runs]
 
 
 def _claim(**rule):
     searched = {"kind": "train", "task": "countdown", "base": "A0", "arm": "essa"}
-    kept = {"kind": "optimum", "share": 0.95, "between": [96, 384], "gain": 0.02}
-    found = {"id": "X", "arms": {"searched": searched}, "unit": "seed", "margin": 0, "min_seeds": 8}
-    return found | {"cells": {"population_size": LEVELS}, "rule": kept | rule}
-
-
-def _verdict(claim, evidence):
-    check_rule(claim)
-    return decide(RULES["optimum"].find(claim, evidence), claim["margin"], claim["min_seeds"])[0]
+    return DECLARED["C12"] | {"arms": {"searched": searched}, "rule": DECLARED["C12"]["rule"] | rule}
 
 
 def test_an_optimum_inside_supports_and_one_outside_contradicts():
-    assert _verdict(_claim(), _world(192)) == "supported"
-    assert _verdict(_claim(), _world(24)) == "contradicted"
-    assert _verdict(_claim(between=[8, 64]), _world(192)) == "contradicted"
+    assert decided(_claim(), _world(192))[0] == "supported"
+    assert decided(_claim(), _world(24))[0] == "contradicted"
+    assert decided(_claim(between=[8, 64]), _world(192))[0] == "contradicted"
 
 
 def test_too_few_seeds_and_none_do_not_either():
-    assert _verdict(_claim(), _world(192, seeds=5)) == "underpowered"
-    assert _verdict(_claim(), _world(192, seeds=0)) == "open"
+    assert decided(_claim(), _world(192, seeds=5))[0] == "underpowered"
+    assert decided(_claim(), _world(192, seeds=0))[0] == "open"
 
 
 def test_what_was_not_learned_has_no_optimum():
-    assert _verdict(_claim(), _world(192, end=0.15)) == "contradicted"
+    assert decided(_claim(), _world(192, end=0.15))[0] == "contradicted"
 
 
 def test_random_fitness_is_asked_and_fails_unless_it_learns():
-    (failed,) = [p for p in placebos.ask(_claim(), _world(192, nulls=4)) if p.null == "essa_random"]
-    assert not failed.passed
-    (passed,) = [p for p in placebos.ask(_claim(), _world(192, nulls=4, null_end=0.3)) if p.null == "essa_random"]
-    assert passed.passed
+    for end, passes in ((0.14, False), (0.3, True)):
+        evidence = Evidence.of(_world(192, nulls=4, null_end=end), "tiny", resamples=300)
+        (asked,) = (placebo for placebo in placebos.ask(_claim(), evidence) if placebo.null == "essa_random")
+        assert asked.passed == passes
 
 
 @settings(max_examples=20)

@@ -1,19 +1,16 @@
 """Rules that a dead arm cannot win: nulls in the place of the favoured arm, and floors on what was learned."""
 
+from dataclasses import replace
+
 import pytest
-from claim_worlds import DECLARED, SWEEPS, base_record, judge, runs_of
+from claim_worlds import DECLARED, SWEEPS, base_record, falling, judge, runs_of
 from evoalign_study import claims
-from evoalign_study.claims.selection import Evidence
+from evoalign_study.claims.selection import Case, Evidence
 
 
-def falling(arm: str, right: int, fall: float, seeds: int = 16) -> list[dict]:
-    """Runs whose curve falls by so much, a little more or less, on its way to the end."""
-    records = runs_of(arm, right, seeds=seeds)
-    for i, record in enumerate(records):
-        by = fall * (1 + 0.2 * (i % 2))
-        curve = [0.1, 0.3, 0.3 - by, 0.3 - by / 2, 0.4]
-        record["curve"] = record["curve"] | {"validation_greedy": curve, "validation_t1": curve}
-    return records
+def about(fall: float, seeds: int = 16) -> list[float]:
+    """Falls of so much, a little more or less."""
+    return [fall * (1 + 0.2 * (i % 2)) for i in range(seeds)]
 
 
 def asked(verdict: claims.Verdict) -> str:
@@ -25,12 +22,12 @@ def asked(verdict: claims.Verdict) -> str:
 
 
 def test_steadier_curves_are_won_by_arms_that_never_move() -> None:
-    records = [*SWEEPS, base_record("A0", 20), *falling("es", 60, 0.02), *falling("grpo", 80, 0.06)]
+    records = [*SWEEPS, base_record("A0", 20), *falling("es", about(0.02), 60), *falling("grpo", about(0.06), 80)]
     alone = judge("C33", records)
     assert alone.verdict == "not evidence"
     nulls = "ES with shuffled fitness, ES with random fitness, GRPO with random reward"
     assert alone.placebo == f"passed by the untrained base; no runs of {nulls}"
-    verdict = judge("C33", [*records, *falling("es_random", 22, 0.01, seeds=8)])
+    verdict = judge("C33", [*records, *falling("es_random", about(0.01, 8), 22)])
     assert asked(verdict) == "passed by ES with random fitness (n = 8), the untrained base"
     assert verdict.text.startswith(
         "the rule holds as well for ES with random fitness (n = 8), the untrained base "
@@ -49,10 +46,10 @@ def test_steadier_curves_are_won_by_arms_that_never_move() -> None:
 
 def test_a_rule_that_a_null_passes_contradicts_all_the_same() -> None:
     world = [*SWEEPS, base_record("A0", 20)]
-    worse = [*world, *falling("es", 60, 0.06), *falling("grpo", 80, 0.02)]
+    worse = [*world, *falling("es", about(0.06), 60), *falling("grpo", about(0.02), 80)]
     verdict = judge("C33", worse)
     assert (verdict.verdict, asked(verdict)) == ("contradicted", "passed by the untrained base")
-    alike = [*world, *falling("es", 60, 0.02), *falling("grpo", 80, 0.02)]
+    alike = [*world, *falling("es", about(0.02), 60), *falling("grpo", about(0.02), 80)]
     verdict = judge("C33", alike)
     assert verdict.verdict == "not evidence" and "; by itself underpowered. " in verdict.text
 
@@ -66,17 +63,15 @@ def test_random_fitness_spends_nothing_and_wins_nothing_at_equal_budgets(warm: i
         record["curve"]["completions"] = [warm and warm + i] * 4
     at_equal = {"kind": "compare", "comparisons": [DECLARED["C1"]["rule"]["comparisons"][2]]}
     verdict = judge("C1", [*SWEEPS, *runs_of("es", 60), *runs_of("grpo", 40), *random], rule=at_equal)
-    assert (verdict.verdict, asked(verdict)) == (
-        "underpowered",
-        "failed by ES with random fitness (n = 8)",
-    )  # A1, A2: no runs
+    failed = "failed by ES with random fitness (n = 8)"
+    assert (verdict.verdict, asked(verdict)) == ("underpowered", failed)  # A1, A2: no runs
 
 
 # ---- which runs stand in
 
 
 def steady(arm: str = "es_random", seeds: int = 8, **spec: object) -> list[dict]:
-    return [r | {"spec": r["spec"] | spec} for r in falling(arm, 22, 0.0, seeds)]
+    return [r | {"spec": r["spec"] | spec} for r in falling(arm, about(0.0, seeds), 22)]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +93,7 @@ def steady(arm: str = "es_random", seeds: int = 8, **spec: object) -> list[dict]
     ],
 )
 def test_a_null_is_taken_as_it_is_where_the_favoured_arm_was(nulls: list[dict], expected: str) -> None:
-    records = [*SWEEPS, *falling("es", 60, 0.02), *falling("grpo", 80, 0.06)]
+    records = [*SWEEPS, *falling("es", about(0.02), 60), *falling("grpo", about(0.06), 80)]
     assert asked(judge("C33", records + nulls)) == expected
 
 
@@ -107,9 +102,10 @@ def test_the_untrained_base_spends_what_a_run_spent_and_stays_at_its_start() -> 
     base = base_record("A0", 20)
     elsewhere = base | {"spec": base["spec"] | {"base_digest": "another"}}
     evidence = Evidence.of([run, elsewhere, base], "tiny")
-    ((frozen,), have, _) = Evidence(evidence.records, null="base").stand_in([[run]], "seed")
+    ((frozen,), have, *_) = Case(DECLARED["C33"], replace(evidence, null="base")).stand_in("es", {"es": [run]})
     assert have == "1 of base" and frozen["spec"] == run["spec"] | {"arm": "base"}
     assert frozen["test"] == base["test"]
     assert frozen["curve"]["completions"] == run["curve"]["completions"]
     assert frozen["curve"]["validation_greedy"] == [0.1, 0.1, 0.1, 0.1] != run["curve"]["validation_greedy"]
-    assert Evidence([run, elsewhere], null="base").stand_in([[run]], "seed").records == []
+    without = Case(DECLARED["C33"], Evidence([run, elsewhere], null="base"))
+    assert without.stand_in("es", {"es": [run]}).records == []

@@ -42,7 +42,7 @@ def decide(
         return "depends on decoding", f"the order of the arms changes with the decoding: {'; '.join(reversed_)}"
     outcomes = {finding.label: outcome(finding, margin) for finding in findings}
     for name in ("contradicted", "underpowered", "within margin"):
-        labels = [label for label, found in outcomes.items() if found == name]
+        labels = [label for label, each in outcomes.items() if each == name]
         if labels:
             reason = "the interval does not decide" if name == "underpowered" else name
             return name, f"{reason} on {', '.join(labels)}" if len(findings) > 1 else ""

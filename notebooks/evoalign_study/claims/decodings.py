@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from evoalign_study.claims.findings import MISSING, Finding, decoding_words
-from evoalign_study.claims.rules import RULES
+from evoalign_study.claims.rules import RULES, find
 from evoalign_study.claims.selection import DECODINGS, Claim, Evidence
 
 
@@ -22,10 +22,10 @@ def ask(claim: Claim, evidence: Evidence) -> list[Finding]:
 
     Raises ValueError as the rule does.
     """
-    rule = RULES[claim["rule"]["kind"]]
-    others = [rule.under(claim, decoding) for decoding in DECODINGS]
-    found = [finding for other in others if other is not None for finding in rule.find(other, evidence)]
-    return [replace(finding, decisive=False) for finding in found if finding.compared]
+    under = RULES[claim["rule"]["kind"]].under
+    others = [under(claim, decoding) for decoding in DECODINGS]
+    findings = [finding for other in others if other is not None for finding in find(other, evidence)]
+    return [replace(finding, decisive=False) for finding in findings if finding.compared]
 
 
 def summary(findings: Sequence[Finding], elsewhere: Sequence[Finding]) -> str:
@@ -36,11 +36,9 @@ def summary(findings: Sequence[Finding], elsewhere: Sequence[Finding]) -> str:
     parts = []
     for decoding in DECODINGS:
         outcomes = Counter(_outcome(findings, other) for other in elsewhere if other.decoding == decoding)
-        if len(outcomes) == 1:
-            parts.append(f"{decoding_words(decoding)}: {next(iter(outcomes))}")
-        elif outcomes:
-            counted = ", ".join(f"{n} {outcome}" for outcome, n in sorted(outcomes.items()))
-            parts.append(f"{decoding_words(decoding)}: {counted}")
+        counted = [f"{n} {outcome}" if len(outcomes) > 1 else outcome for outcome, n in sorted(outcomes.items())]
+        if counted:
+            parts.append(f"{decoding_words(decoding)}: {', '.join(counted)}")
     return "; ".join(parts)
 
 

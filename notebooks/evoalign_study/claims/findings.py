@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from statistics import NormalDist
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from evoalign_lib.analysis.stats import Interval
+from evoalign_study.claims.selection import Runs, lacking
 
 MISSING = "missing"
 """The value of a finding under a decoding that too few runs were measured under."""
@@ -93,29 +98,82 @@ def defined(statistic: Callable[..., Any], *scores: Any, **options: Any) -> Any:
         raise Undecided(str(error)) from error
 
 
+def there(values: Iterable[Any], least: int, who: str) -> NDArray[np.float64]:
+    """Return the values of the runs that get somewhere; None: one does not. Raises Undecided where too few do."""
+    values = list(values)
+    known = [value for value in values if value is not None]
+    if len(known) < least:
+        raise Undecided(f"{len(known)} of {len(values)} runs of {who}")
+    return np.array(known, np.float64)
+
+
 Measured = tuple[Interval, str, str] | tuple[Interval, str, str, float | None]
 """A quantity with its interval, value and context in words, and the p-value of the rule's own test, if it has one."""
 
 
-def hold(label: str, n: int, have: str, measure: Callable[[], Measured], **kept: Any) -> Finding:
+def hold(
+    label: str,
+    arms: Sequence[Runs],
+    measure: Callable[[Sequence[Runs]], Measured],
+    *,
+    n: int | None = None,
+    have: str = "",
+    decoded: Callable[[Any], bool] | None = None,
+    least: int = 0,
+    **kept: Any,
+) -> Finding:
     """Measure a quantity and hold it against a bound: the one rule of which every kind is made.
 
     Args:
         label: what is measured.
-        n: units in the smaller arm. Without any nothing is measured.
+        arms: the runs that it is measured on. Where one of them has none nothing is measured.
+        measure: measures it on such runs, or raises Undecided.
+        n: units in the smaller arm; by default runs. Without any nothing is measured.
         have: the runs found, in words.
-        measure: measures it, or raises Undecided.
+        decoded: whether a run was measured under the decoding, where that is asked. Only such runs count, and where an
+            arm has fewer than `least` nothing is decided; of a fixed model one is enough.
         kept: further fields of the finding: bound, side, decoding and the like.
     """
-    if not n:
-        return Finding(label, 0, have, None, **kept)
-    kept.pop("lacks", None)
+    have = have or f"{label.replace('_', ' ')}: {', '.join(runs.have for runs in arms)}"
+    if n == 0 or not all(runs.records for runs in arms):
+        return Finding(label, 0, have, None, lacks=lacking(arms), **kept)
+    if decoded is not None:
+        measured = [runs._replace(records=[run for run in runs.records if decoded(run)]) for runs in arms]
+        if any(len(runs.records) < (1 if runs.fixed else least) for runs in measured):
+            have = " v ".join(f"{len(runs.records)} of {runs.have}" for runs in measured)
+            kept |= {"decisive": False, "value": MISSING, "context": f"({have} were decoded so)"}
+            return Finding(label, 0, have, None, **kept)
+        arms = measured
+    n = n or min(sizes(arms))
     try:
-        interval, value, context, *test = measure()
+        interval, value, context, *test = measure(arms)
     except Undecided as error:
         return Finding(label, n, have, None, value="not defined", context=f"({error})", **kept)
-    p = test[0] if test else None
-    return Finding(label, n, have, interval, test=p, value=value, context=context, **kept)
+    return Finding(label, n, have, interval, test=test[0] if test else None, value=value, context=context, **kept)
+
+
+def sizes(arms: Iterable[Runs]) -> list[int]:
+    """Return how many runs arms have, without those that are one fixed model, if not all are."""
+    return [len(runs.records) for runs in arms if not runs.fixed] or [1]
+
+
+def versus(numbers: Iterable[int]) -> str:
+    """Return numbers of the sides of a comparison in words, those that are equal once.
+
+    >>> versus([16, 16]), versus([16, 12])
+    ('16', '16 v 12')
+    """
+    return " v ".join(map(str, dict.fromkeys(numbers)))
+
+
+def significant(interval: Interval, digits: int = 3) -> str:
+    """Return an interval in words, in numbers of so many significant digits.
+
+    >>> significant(Interval(1.2345, 1.1, 12.34, 8))
+    '1.23 [1.1, 12.3]'
+    """
+    value, low, high = (f"{end:.{digits}g}" for end in (interval.value, interval.low, interval.high))
+    return f"{value} [{low}, {high}]"
 
 
 def decoding_words(decoding: str) -> str:
@@ -135,7 +193,6 @@ def reversals(findings: Iterable[Finding]) -> list[tuple[Finding, Finding]]:
     signed = [finding for finding in findings if finding.compared and finding.sign()]
     return [
         (first, second)
-        for i, first in enumerate(signed)
-        for second in signed[i + 1 :]
+        for first, second in combinations(signed, 2)
         if first.compared == second.compared and first.sign() == -second.sign()
     ]

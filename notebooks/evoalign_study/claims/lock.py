@@ -22,10 +22,10 @@ def read_lock() -> dict[str, list[str]]:
     path = paths.PAPER / "claims.lock"
     locked: dict[str, list[str]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), 1):
-        found = _LINE.fullmatch(line)
-        if not found:
+        match = _LINE.fullmatch(line)
+        if not match:
             raise ValueError(f"claims.lock, line {number} is not 'id date hash': {line[:100]!r}; write it by --lock")
-        locked.setdefault(found[1], []).append(found[2])
+        locked.setdefault(match[1], []).append(match[2])
     return locked
 
 
@@ -36,46 +36,36 @@ def lock_problems() -> list[str]:
     is no more (`once_locked`), is quoted in LOG.md by the first 12 digits of its hash.
     """
     locked, log, problems = read_lock(), _log(), []
-    declared = load_claims()
-    for claim in declared:
-        name, present = claim["id"], rule_hash(claim)
-        hashes = locked.get(name, [])
+    declared = {claim["id"]: claim for claim in load_claims()}
+    for name, claim in declared.items():
+        present, hashes = rule_hash(claim), locked.get(name, [])
         if not hashes and claim["rule"]["kind"] != "open":
-            problems.append(
-                f"claim {name} has a rule and no line in claims.lock: run python -m evoalign_study claims --lock"
-            )
+            why = "has a rule and no line in claims.lock: run python -m evoalign_study claims --lock"
+            problems.append(f"claim {name} {why}")
         elif hashes and hashes[-1] != present:
             problems.append(f"claim {name} is not what claims.lock holds: it was changed, or the lock was")
-        problems += [
-            f"claim {name} was changed: LOG.md must say why and quote {later[:12]}"
-            for later in hashes[1:]
-            if later[:12] not in log
-        ]
+        unquoted = [later[:12] for later in hashes[1:] if later[:12] not in log]
+        problems += [f"claim {name} was changed: LOG.md must say why and quote {digits}" for digits in unquoted]
     for name, old in once_locked() or ():
         if old not in locked.get(name, ()) and old[:12] not in log:
             problems.append(
                 f"claims.lock has lost the rule {old[:12]} of claim {name}, which its history has: restore the line "
                 f"from git, or say in LOG.md why it went, and quote {old[:12]}"
             )
-    gone = sorted(locked.keys() - {claim["id"] for claim in declared})
+    gone = sorted(locked.keys() - declared.keys())
     return problems + [f"claim {name} is in claims.lock and no longer declared: a claim stays" for name in gone]
 
 
 def once_locked() -> list[tuple[str, str]] | None:
     """Return claim and hash of every line that any commit has added to claims.lock; None where there is no git."""
     command = ["git", "log", "--full-history", "--format=", "--patch", "--unified=0", "--no-ext-diff", "--no-color"]
+    command += ["--", str(paths.PAPER / "claims.lock")]
     try:
-        done = subprocess.run(
-            [*command, "--", str(paths.PAPER / "claims.lock")],
-            cwd=paths.ROOT,
-            capture_output=True,
-            encoding="utf-8",
-            check=True,
-        )
+        done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, encoding="utf-8", check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     added = (_LINE.fullmatch(line[1:]) for line in done.stdout.splitlines() if line.startswith("+"))
-    return [(found[1], found[2]) for found in added if found]
+    return [(match[1], match[2]) for match in added if match]
 
 
 def lock(date: str) -> list[str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from evoalign_lib import arms
 from evoalign_study.claims.decision import decide
 from evoalign_study.claims.findings import Finding
-from evoalign_study.claims.rules import RULES
+from evoalign_study.claims.rules import RULES, find
 from evoalign_study.claims.selection import BASE, NULLS, Claim, Evidence, arm_words
 
 FEWEST = 4
@@ -51,26 +51,23 @@ def ask(claim: Claim, evidence: Evidence) -> list[Placebo]:
 
     Raises ValueError as the rule does.
     """
-    if not RULES[claim["rule"]["kind"]].favours(claim):
-        return []
-    found = []
-    for null in NULLS:
+    asked = []
+    for null in NULLS if RULES[claim["rule"]["kind"]].favours(claim) else ():
         # the values themselves do not depend on the number of resamples, and most nulls fail by them
         findings = _findings(claim, replace(evidence, null=null, resamples=min(_QUICK, evidence.resamples)))
-        if not findings:
-            continue
         passed = all(f.interval is not None and f.excess()[0] > claim["margin"] for f in findings)
-        if passed:
+        if findings and passed:
             findings = _findings(claim, replace(evidence, null=null))
             passed = decide(findings, claim["margin"], FEWEST)[0] == "supported"
-        found.append(Placebo(null, tuple(findings), passed))
-    return found
+        if findings:
+            asked.append(Placebo(null, tuple(findings), passed))
+    return asked
 
 
 def _findings(claim: Claim, evidence: Evidence) -> list[Finding]:
     """Return the decisive findings of a claim's rule in the cells in which the null has runs enough."""
-    found = RULES[claim["rule"]["kind"]].find(claim | {"min_seeds": FEWEST}, evidence)
-    return [finding for finding in found if finding.decisive and finding.n >= FEWEST]
+    findings = find(claim | {"min_seeds": FEWEST}, evidence)
+    return [finding for finding in findings if finding.decisive and finding.n >= FEWEST]
 
 
 def summary(claim: Claim, placebos: list[Placebo]) -> str:
@@ -83,24 +80,21 @@ def summary(claim: Claim, placebos: list[Placebo]) -> str:
     parts = {
         "passed by": [placebo.words for placebo in placebos if placebo.passed],
         "failed by": [placebo.words for placebo in placebos if not placebo.passed],
-        "no runs of": [_words(null) for null in _nulls_of(claim) if null not in asked],
+        "no runs of": [_words(null) for null in NULLS if null not in asked and _fits(claim, null)],
     }
     return "; ".join(f"{words} {', '.join(names)}" for words, names in parts.items() if names)
 
 
-def _nulls_of(claim: Claim) -> list[str]:
-    """Return the nulls of the families that a claim's arms are of, and the untrained base.
+def _fits(claim: Claim, null: str) -> bool:
+    """Return whether a null is of the family of an arm of a claim; the untrained base is one of every claim.
 
     A null over an adapter, or of noise of low rank, is one of a claim that has such an arm.
     """
-    compared = [arms.get(arm["arm"]) for arm in claim["arms"].values() if "arm" in arm]
-    families, ranks = {arm.family for arm in compared}, {name for arm in compared for name in arm.settings}
-
-    def fits(null: str) -> bool:
-        arm = arms.get(null)
-        return arm.family in families and _RANKS & {*arm.settings} <= ranks
-
-    return [null for null in NULLS if null == BASE or fits(null)]
+    if null == BASE:
+        return True
+    compared, arm = [arms.get(each["arm"]) for each in claim["arms"].values() if "arm" in each], arms.get(null)
+    ranks = {name for each in compared for name in each.settings}
+    return arm.family in {each.family for each in compared} and _RANKS & {*arm.settings} <= ranks
 
 
 def _words(null: str) -> str:

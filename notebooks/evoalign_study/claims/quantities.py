@@ -1,16 +1,16 @@
 """What a comparison of weights may take: of displacements, of merged models, of lines, of coverage.
 
-A side of a comparison is made of the training runs of an arm: where each run ended, the means of several runs, a run
-shrunk to the length of such a mean, or a random direction of a run's norms. Each model so named has a record of its own
-(kinds "products", "merge", "path", "noise" and "coverage"), found by the digests of the runs' weights. A new quantity
-is an entry in `QUANTITIES`.
+A side of a comparison is made of the training runs of an arm: where each run ended, the means of several runs, or a run
+shrunk to the length of such a mean. Each model so named has a record of its own (kinds "products", "merge", "path",
+"noise" and "coverage"), found by the digests of the runs' weights. A new quantity is an entry in `QUANTITIES`.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ Array = NDArray[np.float64]
 
 
 class Side(NamedTuple):
-    """One side of a comparison."""
+    """One side of a comparison, with the runs that it is made of."""
 
     arm: str
     """Of the claim."""
@@ -40,42 +40,33 @@ class Side(NamedTuple):
     """Runs whose mean a model is: those of the arm in the order of their seeds, each in one mean."""
     shrunk: int = 0
     """Runs as short as whose mean each run is made; 0: it keeps its length."""
-    random: bool = False
-    """A random direction with the run's norm in each tensor instead of the run."""
+    runs: Sequence[Record] = ()
+    """Sorted by seed."""
+    evidence: Evidence | None = None
+    """In which the runs were measured."""
+    decoding: str = ""
+    """Under which they are compared."""
 
     @property
     def words(self) -> str:
         """What is made of the arm's runs; empty where they are taken as they are."""
-        if self.random:
-            return "as a random direction"
         if self.shrunk:
             return f"shrunk to the mean of {self.shrunk}"
         return f"mean of {self.mean}" if self.mean > 1 else ""
 
-
-class Chosen(NamedTuple):
-    """A side with the runs that it is made of, sorted by seed."""
-
-    side: Side
-    runs: Sequence[Record]
-
     def models(self) -> list[Model | None]:
         """Return the models of the side, in the order of the seeds; None: the untrained base, in the place of runs."""
-        digests = [run["digest"] for run in self.runs]
+        digests, size = [run["digest"] for run in self.runs], max(self.mean, self.shrunk)
         if None in digests:
             return [None] * len(digests)
-        each, size = self.side, max(self.side.mean, self.side.shrunk)
         means = [tuple(digests[i : i + size]) for i in range(0, len(digests) - size + 1, size)]
-        if each.shrunk:
+        if self.shrunk:
             return [Model((digest,), mean) for digest, mean in zip(digests, means, strict=False)]
-        if each.random:
-            seeds = [run["spec"]["seed"] for run in self.runs]
-            return [Model((digest,), draw=seed) for digest, seed in zip(digests, seeds, strict=True)]
         return [Model(mean) for mean in means]
 
 
 def side_of(declared: str | Mapping[str, Any]) -> Side:
-    """Return a side as a claim declares it: the name of an arm, or a mapping of the fields of `Side`."""
+    """Return a side as a claim declares it: the name of an arm, or a mapping with `mean` or `shrunk` besides."""
     return Side(declared) if isinstance(declared, str) else Side(**declared)
 
 
@@ -84,30 +75,16 @@ def check_side(arm: tuple[str, ...], where: str, declared: str | Mapping[str, An
     if isinstance(declared, str):
         check(where, declared, arm)
         return
-    check(where, declared, {"arm": arm, "mean?": int, "shrunk?": int, "random?": bool})
+    check(where, declared, {"arm": arm, "mean?": int, "shrunk?": int})
     side = side_of(declared)
-    one = side.mean >= 1 and side.shrunk >= 0 and (side.mean > 1) + bool(side.shrunk) + side.random <= 1
-    require(one, f"{where}: side {dict(declared)}: take a mean of runs, or shrink each, or draw a direction")
+    one = side.mean >= 1 and side.shrunk >= 0 and not (side.mean > 1 and side.shrunk)
+    require(one, f"{where}: side {dict(declared)}: take a mean of runs, or shrink each")
 
 
-_Read = Callable[[Evidence, Chosen, str], Array]
-"""Reads one number per model of a side, under a decoding."""
-_Find = Callable[[Evidence, Sequence[Chosen], str], Interval]
-_Units = Callable[[Evidence, Sequence[Chosen]], list[int]]
-
-
-def _records(kind: str) -> Callable[[Evidence, Chosen], list[Record]]:
-    """Read the records of a kind of those models of a side that have one."""
-
-    def by_model(evidence: Evidence) -> dict[Model | None, Record]:
-        specs = [(record["spec"], record) for record in _measured_alike(evidence, kind)]
-        return {model_of(spec if kind == "merge" else spec.get("end")): record for spec, record in specs}
-
-    def read(evidence: Evidence, side: Chosen) -> list[Record]:
-        found = evidence.once(kind, partial(by_model, evidence))
-        return [found[model] for model in side.models() if model in found]
-
-    return read
+_Read = Callable[[Sequence[Record], str], Any]
+"""Reads one number per model from its records, (models,), or right answers, (models, problems), under a decoding."""
+_Find = Callable[[Sequence[Side]], Interval]
+_Count = Callable[[Side], Sequence[Any]]
 
 
 def _measured_alike(evidence: Evidence, kind: str) -> list[Record]:
@@ -115,116 +92,100 @@ def _measured_alike(evidence: Evidence, kind: str) -> list[Record]:
     records = evidence.having("kind", kind)
     if kind != "coverage":
         return records
-    groups: dict[str, list[Record]] = {}
+    groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
-        settings = {name: value for name, value in record["spec"].items() if name != "end"}
-        groups.setdefault(canonical_json(settings), []).append(record)
+        groups[canonical_json(record["spec"] | {"end": None})].append(record)
     return max(groups.values(), key=len, default=[])
 
 
-def _counted(read: Callable[[Evidence, Chosen], Sequence[Any]]) -> _Units:
-    """Count how many models of each side were measured."""
-    return lambda evidence, sides: [len(read(evidence, side)) for side in sides]
+def _records(kind: str, side: Side) -> list[Record]:
+    """Return the records of a kind of those models of a side that have one."""
+
+    def by_model() -> dict[Model | None, Record]:
+        specs = [(record["spec"], record) for record in _measured_alike(side.evidence, kind)]
+        return {model_of(spec if kind == "merge" else spec.get("end")): record for spec, record in specs}
+
+    known = side.evidence.once(kind, by_model)
+    return [known[model] for model in side.models() if model in known]
 
 
-_merged, _noisy, _covered = map(_records, ("merge", "noise", "coverage"))
-with_coverage = _counted(_covered)
-"""How many models of each side have a record of what they can solve."""
+_merged, _noisy, covered = (partial(_records, kind) for kind in ("merge", "noise", "coverage"))
 
 
 # ---- displacements
 
 
-def _displaced(evidence: Evidence, side: Chosen) -> list[Record]:
+def _displaced(side: Side) -> list[Record]:
     """Return the runs of a side that have products."""
-    blocks = [r["spec"][block]["digests"] for r in evidence.having("kind", "products") for block in ("a", "b")]
+    blocks = [r["spec"][block]["digests"] for r in side.evidence.having("kind", "products") for block in ("a", "b")]
     known = {digest for digests in blocks for digest in digests}
     return [run for run in side.runs if run.get("digest") in known]
 
 
-def _displacements(evidence: Evidence, *sides: Chosen) -> geometry.Displacements:
+def _displacements(*sides: Side) -> geometry.Displacements:
     """Return the products of all runs of the sides, by layer, in their order."""
     runs = [run for side in sides for run in side.runs]
-    return defined(gram_matrix.gram, evidence.having("kind", "products"), runs)
+    return defined(gram_matrix.gram, sides[0].evidence.having("kind", "products"), runs)
 
 
-_Displaced = Callable[[geometry.Displacements, Sequence[Record]], Any]
-"""Reads one number per run from the products of a side."""
-
-
-def _log_norms(found: geometry.Displacements, runs: Sequence[Record]) -> Array:
-    return np.log(np.diagonal(found.total)) / 2
-
-
-def _norms_over_walk(found: geometry.Displacements, runs: Sequence[Record]) -> Array:
+def _norms_over_walk(moved: geometry.Displacements, runs: Sequence[Record]) -> Array:
     walks = []
     for run in runs:
-        spec = run["spec"]
-        steps = spec["steps"] - run["counts"]["tied"]
-        walks.append(geometry.es_norm(spec["alpha"], found.d, steps, spec["population_size"]))
+        spec, tied = run["spec"], run["counts"]["tied"]
+        walks.append(geometry.es_norm(spec["alpha"], moved.d, spec["steps"] - tied, spec["population_size"]))
     with np.errstate(invalid="ignore"):  # a run that stood still: 0 / 0
-        return np.sqrt(np.diagonal(found.total)) / walks
+        return np.sqrt(np.diagonal(moved.total)) / walks
 
 
-def _unevenness(found: geometry.Displacements, runs: Sequence[Record]) -> list[float]:
-    return [geometry.total_variation(shares, found.size_shares) for shares in found.shares.T]
-
-
-def _head(found: geometry.Displacements, runs: Sequence[Record]) -> Array:
-    rows = [row for row, name in enumerate(found.names) if name in ("head", "embedding (tied)")]
+def _head(moved: geometry.Displacements, runs: Sequence[Record]) -> Array:
+    rows = [row for row, name in enumerate(moved.names) if name in ("head", "embedding (tied)")]
     if not rows:
         raise Undecided("there is no head")
-    return found.shares[rows[0]] / found.size_shares[rows[0]]
+    return moved.shares[rows[0]] / moved.size_shares[rows[0]]
 
 
-def _unmoved(dtype: str) -> _Displaced:
-    return lambda found, runs: (found.unmoved(dtype) * found.entries[:, None]).sum(0) / found.d
+def _unevenness(moved: geometry.Displacements, runs: Sequence[Record]) -> list[float]:
+    return [geometry.total_variation(shares, moved.size_shares) for shares in moved.shares.T]
 
 
-def _rows(*sides: Chosen) -> list[list[int]]:
-    ends = np.cumsum([0, *(len(side.runs) for side in sides)]).tolist()
-    return [list(range(first, last)) for first, last in zip(ends, ends[1:], strict=False)]
+def _unmoved(dtype: str) -> Callable[[geometry.Displacements, Sequence[Record]], Array]:
+    return lambda moved, runs: (moved.unmoved(dtype) * moved.entries[:, None]).sum(0) / moved.d
 
 
-def _cosine(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
-    gram, (a, b) = _displacements(evidence, *sides).total, _rows(*sides)
+def _joint(sides: Sequence[Side]) -> tuple[Array, Array, Array]:
+    """Return the products of the runs of two sides, and the rows of each."""
+    gram = _displacements(*sides).total
+    return gram, *np.split(np.arange(len(gram)), [len(sides[0].runs)])
+
+
+def _cosine(sides: Sequence[Side]) -> Interval:
+    gram, a, b = _joint(sides)
     norms = np.sqrt(np.diagonal(gram))
-    return stats.crossed_bootstrap((gram / np.outer(norms, norms))[np.ix_(a, b)], n_resamples=evidence.resamples)
+    return stats.crossed_bootstrap((gram / np.outer(norms, norms))[np.ix_(a, b)], **_resampled(sides))
 
 
-def _corrected_cosine(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
-    found = attenuation.corrected_cosine(_displacements(evidence, *sides).total, *_rows(*sides)).value
-    if math.isnan(found.low):
-        raise Undecided("an arm's runs have nothing in common that can be told from 0")
-    return found
+def _corrected_cosine(sides: Sequence[Side]) -> Interval:
+    cosine = attenuation.corrected_cosine(*_joint(sides)).value
+    return _unless_nan(cosine, "an arm's runs have nothing in common that can be told from 0")
 
 
-def _common_share(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
-    return attenuation.signal(_displacements(evidence, *sides).total).share
-
-
-# ---- merged models
-
-
-def _skills(name: str) -> Callable[[Record], float]:
-    return lambda record: float(np.mean([skill[name] for skill in record["skills"].values()]))
-
-
-def _accuracy(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
-    matrices = [accuracy_matrix(_merged(evidence, side), decoding) for side in sides]
-    return stats.crossed_bootstrap(*matrices, n_resamples=evidence.resamples)
+def _common_share(sides: Sequence[Side]) -> Interval:
+    return attenuation.signal(_displacements(*sides).total).share
 
 
 # ---- lines
 
 
-def _lines(evidence: Evidence, first: Sequence[Model | None], last: Sequence[Model]) -> list[tuple[Record, bool]]:
-    """Return the path records between models, pair by pair, where there are any, and whether they run backwards."""
-    found = evidence.once("path", lambda: path_points.by_ends(evidence.having("kind", "path")))
-    pairs = list(zip(first, last, strict=False))
-    return [
-        (found[key], key != pair) for pair in pairs for key in (pair, pair[::-1]) if key in found and pair[0] != pair[1]
-    ]
+def _lines(first: Side | None, last: Side) -> list[tuple[Record, bool]]:
+    """Return the path records between models, pair by pair, where there are any, and whether they run backwards.
+
+    first: None: the lines begin at the base.
+    """
+    records, ends = last.evidence.having("kind", "path"), last.models()
+    known = last.evidence.once("path", lambda: path_points.by_ends(records))
+    begins = first.models() if first else [None] * len(ends)
+    pairs = [pair for pair in zip(begins, ends, strict=False) if pair[0] != pair[1]]
+    return [(known[key], key != pair) for pair in pairs for key in (pair, pair[::-1]) if key in known]
 
 
 def _errors(lines: Iterable[tuple[Record, bool]], decoding: str) -> Array:
@@ -233,40 +194,35 @@ def _errors(lines: Iterable[tuple[Record, bool]], decoding: str) -> Array:
     return np.concatenate(every)
 
 
-def _barrier(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
+def _barrier(sides: Sequence[Side]) -> Interval:
     """Return the height of the mean curve over the line between its ends, its upper end that of `upper_bound`."""
-    errors = _errors(_lines(evidence, *(side.models() for side in sides)), decoding)
+    errors = _errors(_lines(*sides), sides[0].decoding)
     outcomes = np.full((len(errors), len(errors), *errors.shape[1:]), np.nan)
     outcomes[np.arange(len(errors)), np.arange(len(errors))] = errors
-    resamples = min(1000, evidence.resamples)
-    found = connectivity.estimate_barrier(outcomes, across="curve", n_resamples=resamples)
-    high = max(found.interval.high, connectivity.upper_bound(found))
-    return Interval(found.interval.value, found.interval.low, high, len(errors))
+    barrier = connectivity.estimate_barrier(outcomes, across="curve", **_resampled(sides, 1000))
+    return replace(barrier.interval, high=max(barrier.interval.high, connectivity.upper_bound(barrier)), n=len(errors))
 
 
-def _half_gain(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
+def _half_gain(sides: Sequence[Side]) -> Interval:
     """Return where on the line from the base half of the gain lies, or the difference of two sides."""
-    rewards = [1 - _errors(_from_base(evidence, side), decoding) for side in sides]
-    baseline = rewards[1] if len(rewards) > 1 else None
-    resamples = min(1000, evidence.resamples)
-    found = connectivity.half_gain_interval(rewards[0], baseline=baseline, monotone=True, n_resamples=resamples)
-    if math.isnan(found.low):
-        raise Undecided("an arm has no gain along its lines")
-    return found
+    rewards, *baseline = [1 - _errors(_lines(None, side), side.decoding) for side in sides]
+    other = baseline[0] if baseline else None
+    place = connectivity.half_gain_interval(rewards, baseline=other, monotone=True, **_resampled(sides, 1000))
+    return _unless_nan(place, "an arm has no gain along its lines")
 
 
-# ---- noise on the weights
+# ---- numbers of merged models, and of models under noise
 
 
-def _clean(records: Sequence[Record], decoding: str) -> list[float]:
-    return [record["clean"][decoding] for record in records]
+def _skills(name: str) -> _Read:
+    return lambda records, _: np.array([np.mean([skill[name] for skill in r["skills"].values()]) for r in records])
 
 
-def _kept(part: str) -> Callable[[Sequence[Record], str], Array]:
+def _kept(part: str) -> _Read:
     """Read the share of a model's accuracy that it keeps under noise, the mean over draws and sigmas."""
 
     def read(records: Sequence[Record], decoding: str) -> Array:
-        clean, left = ([np.mean(r[block][decoding]) for r in records] for block in ("clean", part))
+        clean, left = ([np.mean(record[block][decoding]) for record in records] for block in ("clean", part))
         if 0 in clean:
             raise Undecided("a model has no accuracy to keep")
         return np.divide(left, clean)
@@ -288,15 +244,8 @@ def _reached(record: Record, decoding: str) -> Array:
     return unpack_probabilities(record["reach"][at])
 
 
-def _support_change(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
-    """Return the net change of support against the base, the mean over runs, or the difference of two sides."""
-    records = [_covered(evidence, side) for side in sides]
-    base = _reached(_base_of(evidence), decoding)
-    runs = [np.array([_reached(record, decoding) for record in side]) for side in records]
-    found = coverage.support_change(base, runs[0], coverage.SOLVED_WITHIN, *runs[1:], n_resamples=evidence.resamples)
-    if math.isnan(found.low):
-        raise Undecided("neither the base nor a run solves a problem")
-    return found
+def _greedy(records: Iterable[Record]) -> Array:
+    return np.array([unpack_bits(record["greedy_bits"], record["n"]) for record in records], np.float64)
 
 
 def _base_of(evidence: Evidence) -> Record:
@@ -307,66 +256,58 @@ def _base_of(evidence: Evidence) -> Record:
     raise Undecided("the base was not measured in the same way")
 
 
-def _gain(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
-    """Return the greedy accuracy of runs - that of their base, on the same problems."""
-    (records,) = (_covered(evidence, side) for side in sides)
-    runs, start = (
-        np.array([unpack_bits(record["greedy_bits"], record["n"]) for record in found], np.float64)
-        for found in (records, [_base_of(evidence)])
-    )
-    return stats.crossed_bootstrap(runs, np.repeat(start, len(runs), 0), n_resamples=evidence.resamples)
-
-
-def _solved(within: int) -> _Find:
-    """Make a quantity of the share of problems that runs solve within some samples, or of greedy answers."""
-
-    def find(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
-        runs = [chances(evidence, side, decoding) for side in sides]
-        return stats.crossed_bootstrap(
-            *(coverage.pass_at(each, within) for each in runs), n_resamples=evidence.resamples
-        )
-
-    return find
-
-
-def chances(evidence: Evidence, side: Chosen, decoding: str) -> Array:
-    """Return the chance that one answer of each model of a side to each problem is right, (models, problems).
-
-    Greedy answers are right or not. Raises Undecided where a temperature was not measured.
-    """
-    found = _covered(evidence, side)
-    if decoding == "greedy":
-        return np.array([unpack_bits(record["greedy_bits"], record["n"]) for record in found], np.float64)
-    return np.array([_reached(record, decoding) for record in found])
-
-
 def base_chances(evidence: Evidence, decoding: str) -> Array:
     """Return the chance that one sample of the base is right, (problems,). Raises Undecided as `chances`."""
     return _reached(_base_of(evidence), decoding)
 
 
+def chances(records: Sequence[Record], decoding: str) -> Array:
+    """Return the chance that one answer of each model to each problem is right, (models, problems).
+
+    Greedy answers are right or not. Raises Undecided where a temperature was not measured.
+    """
+    return _greedy(records) if decoding == "greedy" else np.array([_reached(record, decoding) for record in records])
+
+
+def _support_change(sides: Sequence[Side]) -> Interval:
+    """Return the net change of support against the base, the mean over runs, or the difference of two sides."""
+    base = base_chances(sides[0].evidence, sides[0].decoding)
+    runs, *other = [np.array([_reached(record, side.decoding) for record in covered(side)]) for side in sides]
+    change = coverage.support_change(base, runs, coverage.SOLVED_WITHIN, *other, **_resampled(sides))
+    return _unless_nan(change, "neither the base nor a run solves a problem")
+
+
+def _gain(sides: Sequence[Side]) -> Interval:
+    """Return the greedy accuracy of runs - that of their base, on the same problems."""
+    runs, start = _greedy(covered(sides[0])), _greedy([_base_of(sides[0].evidence)])
+    return stats.crossed_bootstrap(runs, np.repeat(start, len(runs), 0), **_resampled(sides))
+
+
+def _solved(within: int) -> _Read:
+    """Read the chances that models solve problems within some samples, or of greedy answers."""
+    return lambda records, decoding: coverage.pass_at(chances(records, decoding), within)
+
+
 # ---- the registry
 
 
-def _between(read: _Read) -> _Find:
-    """Make a quantity of one number per model: its mean, or the difference of the means of two sides."""
-
-    def find(evidence: Evidence, sides: Sequence[Chosen], decoding: str) -> Interval:
-        values = [read(evidence, side, decoding) for side in sides]
-        if len(values) == 1:
-            return defined(stats.bootstrap_mean, values[0], n_resamples=evidence.resamples)
-        return defined(stats.stratified_bootstrap, [values[0]], [values[1]], n_resamples=evidence.resamples)
-
-    return find
+def _resampled(sides: Sequence[Side], most: int = 10**9) -> dict[str, int]:
+    return {"n_resamples": min(most, sides[0].evidence.resamples)}
 
 
-def _drawn(evidence: Evidence, sides: Sequence[Chosen]) -> list[int]:
-    return [len(_lines(evidence, *(side.models() for side in sides)))]
+def _unless_nan(interval: Interval, why: str) -> Interval:
+    if math.isnan(interval.low):
+        raise Undecided(why)
+    return interval
 
 
-def _from_base(evidence: Evidence, side: Chosen) -> list[tuple[Record, bool]]:
-    models = side.models()
-    return _lines(evidence, [None] * len(models), models)
+def _compare(values: Sequence[Array], sides: Sequence[Side]) -> Interval:
+    """Return the mean over the models of a side, or the difference of two sides, of what was read of each."""
+    if np.ndim(values[0]) == 2:
+        return stats.crossed_bootstrap(*values, **_resampled(sides))
+    if len(values) == 1:
+        return defined(stats.bootstrap_mean, values[0], **_resampled(sides))
+    return defined(stats.stratified_bootstrap, *([each] for each in values), **_resampled(sides))
 
 
 @dataclass(frozen=True)
@@ -375,10 +316,10 @@ class Quantity:
 
     words: str
     """What it is called in labels."""
+    measured: _Count | None
+    """The models of a side that were measured; None: lines between the models of two sides."""
     find: _Find
     """Its value with its 95 % interval. Raises Undecided where it is not defined."""
-    units: _Units
-    """How many models, or lines, were measured, of each side or of both together."""
     sides: tuple[int, ...] = (1, 2)
     """How many sides it may have."""
     decoded: bool = False
@@ -387,65 +328,66 @@ class Quantity:
     """Whether it is one of samples alone, so that it is not asked of greedy answers."""
     unit: str = ""
     """"points", "ratio" (of a difference of logarithms), or empty."""
-    of_base: bool = False
-    """Whether the untrained base has it, too, so that it is asked as a null."""
+
+    def units(self, sides: Sequence[Side]) -> list[int]:
+        """Return how many models were measured of each side, or lines of both together."""
+        if self.measured is None:
+            return [len(_lines(*sides))]
+        return [len(self.measured(side)) for side in sides]
+
+    @property
+    def of_base(self) -> bool:
+        """Whether the untrained base has it, too, so that it is asked as a null."""
+        return self.measured is covered
 
 
-def _of_runs(words: str, read: _Displaced, **options: Any) -> Quantity:
-    def numbers(evidence: Evidence, side: Chosen, decoding: str) -> Array:
-        return np.array(read(_displacements(evidence, side), side.runs))
+def _of_each(words: str, measured: _Count, read: _Read, **options: Any) -> Quantity:
+    """Make a quantity of what is read from the record of each model."""
 
-    return Quantity(words, _between(numbers), _counted(_displaced), **options)
+    def find(sides: Sequence[Side]) -> Interval:
+        return _compare([read(measured(side), side.decoding) for side in sides], sides)
 
-
-def _of_merges(words: str, read: Callable[[Record], float], **options: Any) -> Quantity:
-    def numbers(evidence: Evidence, side: Chosen, decoding: str) -> Array:
-        return np.array([read(record) for record in _merged(evidence, side)])
-
-    return Quantity(words, _between(numbers), _counted(_merged), **options)
+    return Quantity(words, measured, find, **options)
 
 
-def _of_noise(words: str, read: Callable[[Sequence[Record], str], Any]) -> Quantity:
-    def numbers(evidence: Evidence, side: Chosen, decoding: str) -> Array:
-        return np.array(read(_noisy(evidence, side), decoding))
+def _of_runs(words: str, read: Callable[[geometry.Displacements, Sequence[Record]], Any], **options: Any) -> Quantity:
+    """Make a quantity of one number per run, read from the products of a side."""
 
-    return Quantity(words, _between(numbers), _counted(_noisy), decoded=True, unit="points")
+    def find(sides: Sequence[Side]) -> Interval:
+        return _compare([read(_displacements(side), side.runs) for side in sides], sides)
+
+    return Quantity(words, _displaced, find, **options)
 
 
 _TWO, _POINTS, _RATIO = {"sides": (2,)}, {"unit": "points"}, {"unit": "ratio", "sides": (2,)}
-_COVERED, _DECODED = {"units": with_coverage, "of_base": True}, {"decoded": True}
+_DECODED = {"decoded": True}
+_RIGHT = _DECODED | _POINTS
 _WITHIN = coverage.SOLVED_WITHIN
-_run = _counted(_displaced)
+_kl = _skills("kl")
 
 QUANTITIES: dict[str, Quantity] = {
-    "norm": _of_runs("norm of the displacement", _log_norms, **_RATIO),
+    "norm": _of_runs("norm of the displacement", lambda moved, _: np.log(np.diagonal(moved.total)) / 2, **_RATIO),
     "norm_over_walk": _of_runs("norm over that of a walk", _norms_over_walk),
     "unevenness": _of_runs("distance of the layers' shares from their sizes'", _unevenness),
     "head": _of_runs("the head's share over its size's", _head),
     "unmoved_float32": _of_runs("weights that stay, float32", _unmoved("float32"), **_POINTS),
     "unmoved_bfloat16": _of_runs("weights that stay, rounded to bfloat16", _unmoved("bfloat16"), **_POINTS),
-    "cosine": Quantity("cosine of two runs", _cosine, _run, **_TWO),
-    "corrected_cosine": Quantity("cosine of what runs have in common", _corrected_cosine, _run, **_TWO),
-    "common_share": Quantity("share of a run's squared norm that all have", _common_share, _run, (1,)),
-    "accuracy": Quantity("test", _accuracy, _counted(_merged), **_DECODED, **_POINTS),
-    "skills_accuracy": _of_merges("accuracy on other skills", _skills("greedy"), **_POINTS),
-    "skills_kl": _of_merges("KL on other skills", _skills("kl")),
-    "skills_kl_ratio": _of_merges("KL on other skills", lambda record: math.log(_skills("kl")(record)), **_RATIO),
-    "barrier": Quantity("barrier of the error", _barrier, _drawn, **_TWO, **_DECODED, **_POINTS),
-    "clean": _of_noise("accuracy without noise", _clean),
-    "kept_isotropic": _of_noise("accuracy kept under isotropic noise", _kept("isotropic")),
-    "kept_relative": _of_noise("accuracy kept under relative noise", _kept("relative")),
-    "support_change": Quantity("net change of support", _support_change, **_DECODED, **_COVERED),
-    "support_change_own": Quantity(
-        "net change of support, each at its own temperature",
-        lambda evidence, sides, decoding: _support_change(evidence, sides, ""),
-        **_COVERED,
-    ),
-    "gain": Quantity("gain of greedy accuracy", _gain, sides=(1,), **_POINTS, **_COVERED),
-    "right": Quantity("right answers", _solved(1), **_DECODED, **_POINTS, **_COVERED),
-    "solved": Quantity(
-        f"solved within {_WITHIN} samples", _solved(_WITHIN), sampled=True, **_DECODED, **_POINTS, **_COVERED
-    ),
-    "half_gain": Quantity("place of half the gain", _half_gain, _counted(_from_base), **_DECODED),
+    "cosine": Quantity("cosine of two runs", _displaced, _cosine, **_TWO),
+    "corrected_cosine": Quantity("cosine of what runs have in common", _displaced, _corrected_cosine, **_TWO),
+    "common_share": Quantity("share of a run's squared norm that all have", _displaced, _common_share, (1,)),
+    "accuracy": _of_each("test", _merged, accuracy_matrix, **_RIGHT),
+    "skills_accuracy": _of_each("accuracy on other skills", _merged, _skills("greedy"), **_POINTS),
+    "skills_kl": _of_each("KL on other skills", _merged, _kl),
+    "skills_kl_ratio": _of_each("KL on other skills", _merged, lambda *read: np.log(_kl(*read)), **_RATIO),
+    "barrier": Quantity("barrier of the error", None, _barrier, **_TWO, **_RIGHT),
+    "clean": _of_each("accuracy without noise", _noisy, lambda records, d: [r["clean"][d] for r in records], **_RIGHT),
+    "kept_isotropic": _of_each("accuracy kept under isotropic noise", _noisy, _kept("isotropic"), **_RIGHT),
+    "kept_relative": _of_each("accuracy kept under relative noise", _noisy, _kept("relative"), **_RIGHT),
+    "support_change": Quantity("net change of support", covered, _support_change, **_DECODED),
+    "support_change_own": Quantity("net change of support, each at its own temperature", covered, _support_change),
+    "gain": Quantity("gain of greedy accuracy", covered, _gain, (1,), **_POINTS),
+    "right": _of_each("right answers", covered, _solved(1), **_RIGHT),
+    "solved": _of_each(f"solved within {_WITHIN} samples", covered, _solved(_WITHIN), sampled=True, **_RIGHT),
+    "half_gain": Quantity("place of half the gain", partial(_lines, None), _half_gain, **_DECODED),
 }
 """What a rule of kind "weights" may ask, by the name that declares it."""

@@ -6,8 +6,10 @@ favours; `placebos` says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, NamedTuple
 
 from evoalign_lib import arms
@@ -16,6 +18,8 @@ from evoalign_study.records import canonical_json, read_records, record_files
 
 Record = dict[str, Any]
 Claim = dict[str, Any]
+Fields = Mapping[str, Any]
+_Names = Collection[str | None]
 
 BUDGETS = ("completions", "generated_tokens", "forward_flops", "core_seconds")
 """Axes of a budget that a curve may have."""
@@ -35,11 +39,15 @@ _SAMPLES = 16
 
 
 class Runs(NamedTuple):
-    """The runs of one arm in one cell, sorted by unit, their number in words, and what their sweep lacks."""
+    """The runs of one arm in one cell, sorted by unit."""
 
     records: list[Record]
     have: str
+    """Their number in words."""
     lacks: str = ""
+    """What their sweep lacks."""
+    fixed: bool = False
+    """Whether it is one model without unit, which moves with the problems alone and needs no replicates."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +60,8 @@ class Evidence:
     """Of every bootstrap interval; permutation tests draw twice as many."""
     null: str | None = None
     """One of `NULLS`, to be put in the place of the arm that a rule favours."""
-    _selected: dict[str, Runs] = field(default_factory=dict, repr=False, compare=False)
-    """Selections made before: nulls ask for those of the claim itself again."""
-    _with: dict[str, dict[Any, list[Record]]] = field(default_factory=dict, repr=False, compare=False)
-    """Records by the value of a field of their specs, made when first asked for."""
     _kept: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What rules have made of the records, see `once`."""
+    """What was made of the records, see `once`."""
 
     @classmethod
     def of(cls, records: Iterable[Record], scale: str, resamples: int = 10_000) -> Evidence:
@@ -68,104 +72,22 @@ class Evidence:
         used = [r for r in records if r["status"] == "finished" and r["spec"]["scale"] == scale]
         return cls(join_decodings(used), resamples)
 
-    def name(self, claim: Claim, arm: str, favoured: bool) -> str:
-        """Return what an arm of a claim is called in words, or the null that stands in its place."""
-        if favoured and self.null:
-            return arm_words(self.null)
-        if claim["arms"][arm]["kind"] == "composed":
-            return " then ".join(map(arm_words, arm.split("_then_")))
-        return arm_words(arm, claim["arms"][arm].get("arm"))
-
-    def having(self, name: str, value: str) -> list[Record]:
-        """Return the records whose specs have this value of a field, in their order."""
-        if name not in self._with:
-            self._with[name] = {}
-            for record in self.records:
-                if name in record["spec"]:
-                    self._with[name].setdefault(record["spec"][name], []).append(record)
-        return self._with[name].get(value, [])
-
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what was made of the records under a key, made when first asked for."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
 
-    def select(self, claim: Claim, arm: str, where: Mapping[str, Any]) -> Runs:
-        """Return the runs of one arm of a claim in one cell; they differ in nothing but the unit.
+    def having(self, name: str, value: str) -> list[Record]:
+        """Return the records whose specs have this value of a field, in their order."""
 
-        where: further fields of their specs. Raises ValueError for runs that differ otherwise, and for a sweep that is
-        not the declared one.
-        """
-        wanted = claim["arms"][arm] | where
-        key = canonical_json([wanted, claim["unit"]])
-        if key not in self._selected:
-            self._selected[key] = self._select(claim, arm, wanted)
-        return self._selected[key]
+        def by_value() -> dict[Any, list[Record]]:
+            grouped = defaultdict(list)
+            for record in self.records:
+                grouped[record["spec"].get(name)].append(record)
+            return grouped
 
-    def _select(self, claim: Claim, arm: str, wanted: dict[str, Any]) -> Runs:
-        setting, seeds = wanted.pop("setting", None), wanted.pop("seeds", JUDGED_SEEDS)
-        field, value = ("arm", wanted["arm"]) if wanted.get("arm") else ("kind", wanted["kind"])
-        chosen = [r for r in self.having(field, value) if judges(r, seeds) and matches(r, wanted)]
-        name = arm_words(wanted.get("arm", wanted["kind"]))
-        if setting and chosen:
-            of_sweep = self.having("arm", arms.get(chosen[0]["spec"]["arm"]).sweep)
-            tuned = _tuned(of_sweep, chosen[0]["spec"], setting)
-            if isinstance(tuned, str):
-                return Runs([], f"0 of {name} ({tuned})", tuned)
-            chosen = [r for r in chosen if matches(r, tuned)]
-        return Runs(_replicates(chosen, claim["unit"], f"{arm} {wanted}"), f"{len(chosen)} of {name}")
-
-    def select_pair(
-        self,
-        claim: Claim,
-        pair: Sequence[str],
-        where: Mapping[str, Any],
-        favoured: str | None,
-        apart: Sequence[str] = (),
-    ) -> list[Runs]:
-        """Return the runs of two arms in one cell, the null in the place of the favoured one where there is a null.
-
-        apart: settings in which the null's runs may differ, see `stand_in`.
-        """
-        found = {arm: self.select(claim, arm, where) for arm in pair}
-        if favoured is not None and self.null is not None:
-            beside = [found[arm].records for arm in (favoured, *pair)]
-            found[favoured] = self.stand_in(beside, claim["unit"], apart=apart)
-        return [found[arm] for arm in pair]
-
-    def stand_in(
-        self, beside: Sequence[Sequence[Record]], unit: str, seeds: int = JUDGED_SEEDS, apart: Sequence[str] = ()
-    ) -> Runs:
-        """Return the runs of the null that take the place of a favoured arm's.
-
-        A null arm's runs must have the spec of an arm of its own family, but for the hyper-parameters, which nobody
-        tunes for a null; of several settings that with most runs stands in. The untrained base stands in for as many
-        runs as the favoured arm has: with the results of its own record, and a curve that stays at its first point.
-
-        beside: the runs of the favoured arm, then those of the arms that it is compared with.
-        seeds: those of the favoured arm.
-        apart: further settings in which the null's runs may differ, as a rule may do with a curve of fewer points.
-        """
-        if not beside[0]:
-            return Runs([], f"0 of {arm_words(self.null)}")
-        if self.null == BASE:
-            base = self.base_of(beside[0][0])
-            frozen = [] if base is None else [_frozen(run, base) for run in beside[0]]
-            return Runs(frozen, f"{len(frozen)} of {BASE}")
-        family = arms.get(self.null).family
-        alike = [runs[0] for runs in beside if runs and _family(runs[0]) == family]
-        varied = ("arm", unit, *arms.swept(self.null), *apart)
-        blocks = ({"test", "curve", "jensen"} & beside[0][0].keys()) if alike else set()
-        by_setting: dict[tuple, list[Record]] = {}
-        for record in self.having("arm", self.null) if alike else ():
-            if not judges(record, seeds):
-                continue
-            if blocks <= record.keys() and any(_same(record["spec"], run["spec"], varied) for run in alike):
-                setting = tuple(record["spec"][name] for name in arms.swept(self.null))
-                by_setting.setdefault(setting, []).append(record)
-        chosen = max((by_setting[setting] for setting in sorted(by_setting)), key=len, default=[])
-        return Runs(_replicates(chosen, unit, self.null), f"{len(chosen)} of {self.null}")
+        return self.once(("having", name), by_value).get(value, [])
 
     def base_of(self, run: Record) -> Record | None:
         """Return the record of the untrained model that a run started from; None where there is none."""
@@ -173,6 +95,115 @@ class Evidence:
             if all(run["spec"].get(name) == value for name, value in record["spec"].items() if name != "kind"):
                 return record
         return None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A claim with the evidence that judges it."""
+
+    claim: Claim
+    evidence: Evidence
+
+    @property
+    def rule(self) -> Mapping[str, Any]:
+        """The claim's rule."""
+        return self.claim["rule"]
+
+    @property
+    def null(self) -> str | None:
+        """The null in the place of what the rule favours, if there is one."""
+        return self.evidence.null
+
+    @property
+    def resampled(self) -> dict[str, int]:
+        """The options of a bootstrap."""
+        return {"n_resamples": self.evidence.resamples}
+
+    def name(self, arm: str, favoured: bool = False) -> str:
+        """Return what an arm is called in words, or the null that stands in the place of a favoured one."""
+        if favoured and self.null:
+            return arm_words(self.null)
+        declared = self.claim["arms"][arm]
+        if declared["kind"] == "composed":
+            return " then ".join(map(arm_words, arm.split("_then_")))
+        return arm_words(arm, declared.get("arm"))
+
+    def select(
+        self, names: Iterable[str], where: Fields | None = None, favoured: _Names = (), apart: Sequence[str] = ()
+    ) -> dict[str, Runs]:
+        """Return the runs of arms in one cell, the null in the place of the favoured ones where there is a null.
+
+        Those of one arm differ in nothing but the unit.
+
+        where: further fields of their specs. apart: settings in which the null's runs may differ, see `stand_in`.
+        Raises ValueError for runs that differ otherwise, and for a sweep that is not the declared one.
+        """
+        own = {name: self._runs(name, self.claim["arms"][name] | (where or {})) for name in names}
+        beside = {name: runs.records for name, runs in own.items()}
+        instead = [name for name in own if self.null and name in favoured]
+        return own | {name: self.stand_in(name, beside, apart) for name in instead}
+
+    def in_cells(
+        self, names: Sequence[str], cells: Iterable[tuple[str, Fields]], favoured: _Names, *apart: str
+    ) -> dict[str, list[Runs]]:
+        """Return the runs of arms in each of several cells, as `select`."""
+        by_cell = [self.select(names, where, favoured, apart) for _, where in cells]
+        return {name: [runs[name] for runs in by_cell] for name in names}
+
+    def stand_in(self, favoured: str, beside: Mapping[str, Sequence[Record]], apart: Sequence[str] = ()) -> Runs:
+        """Return the runs of the null that take the place of a favoured arm's.
+
+        A null arm's runs must have the spec of an arm of its own family, but for the hyper-parameters, which nobody
+        tunes for a null; of several settings that with most runs stands in. The untrained base stands in for as many
+        runs as the favoured arm has: with the results of its own record, and a curve that stays at its first point.
+
+        beside: the runs of the arms that are compared.
+        apart: further settings in which the null's runs may differ, as a rule may do with a curve of fewer points.
+        """
+        runs, unit, evidence = beside[favoured], self.claim["unit"], self.evidence
+        if not runs:
+            return Runs([], f"0 of {arm_words(self.null)}")
+        if self.null == BASE:
+            base = evidence.base_of(runs[0])
+            frozen = [] if base is None else [_frozen(run, base) for run in runs]
+            return Runs(frozen, f"{len(frozen)} of {BASE}")
+        family, tuned = arms.get(self.null).family, arms.swept(self.null)
+        seeds = self.claim["arms"][favoured].get("seeds", JUDGED_SEEDS)
+        alike = [each[0] for each in (runs, *beside.values()) if each and _family(each[0]) == family]
+        varied, blocks = {"arm", unit, *tuned, *apart}, {"test", "curve", "jensen"} & runs[0].keys()
+        by_setting: dict[tuple, list[Record]] = defaultdict(list)
+        for record in evidence.having("arm", self.null):
+            if not (judges(record, seeds) and blocks <= record.keys()):
+                continue
+            if any(not any(_differing(record["spec"], run["spec"], varied)) for run in alike):
+                by_setting[tuple(record["spec"][name] for name in tuned)].append(record)
+        chosen = max((by_setting[setting] for setting in sorted(by_setting)), key=len, default=[])
+        return _replicates(chosen, unit, self.null, self.null)
+
+    def _runs(self, arm: str, wanted: dict[str, Any]) -> Runs:
+        unit = self.claim["unit"]
+        return self.evidence.once(canonical_json([wanted, unit]), lambda: _select(self.evidence, arm, wanted, unit))
+
+
+def _select(evidence: Evidence, arm: str, wanted: dict[str, Any], unit: str) -> Runs:
+    """Return the runs of an arm whose specs are as wanted, of the setting that won its sweep."""
+    fields = {name: value for name, value in wanted.items() if name not in ("setting", "seeds")}
+    seeds, name = wanted.get("seeds", JUDGED_SEEDS), arm_words(wanted.get("arm", wanted["kind"]))
+    of_kind = evidence.having("arm", wanted["arm"]) if wanted.get("arm") else evidence.having("kind", wanted["kind"])
+    chosen = [record for record in of_kind if judges(record, seeds) and matches(record, fields)]
+    if wanted.get("setting") and chosen:
+        of_sweep = evidence.having("arm", arms.get(chosen[0]["spec"]["arm"]).sweep)
+        tuned = _tuned(of_sweep, chosen[0]["spec"], wanted["setting"])
+        if isinstance(tuned, str):
+            return Runs([], f"0 of {name} ({tuned})", tuned)
+        chosen = [record for record in chosen if matches(record, tuned)]
+    return _replicates(chosen, unit, name, f"{arm} {fields}")
+
+
+def have_in_cells(labels: Iterable[str], arms: Iterable[Sequence[Runs]]) -> str:
+    """Return in words the runs that arms have in each cell."""
+    by_cell = zip(labels, zip(*arms, strict=True), strict=True)
+    return "; ".join(f"{label}: {', '.join(runs.have for runs in each)}" for label, each in by_cell)
 
 
 def arm_words(name: str, arm: str | None = None) -> str:
@@ -236,7 +267,7 @@ def check_one_base(label: str, records: Iterable[Record]) -> None:
 
 def lacking(selected: Iterable[Runs]) -> str:
     """Return in words what the sweeps of these runs lack."""
-    return "; ".join(dict.fromkeys(found.lacks for found in selected if found.lacks))
+    return "; ".join(dict.fromkeys(runs.lacks for runs in selected if runs.lacks))
 
 
 def join_decodings(records: Iterable[Record]) -> list[Record]:
@@ -249,26 +280,23 @@ def join_decodings(records: Iterable[Record]) -> list[Record]:
     Raises ValueError where a decoding record measured other weights than the run's, other points of its curve, or other
     than 16 samples.
     """
-    records = list(records)
-    by_run: dict[str, list[Record]] = {}
+    by_run, models = defaultdict(list), []
     for record in records:
         if record["spec"]["kind"] == "decoding":
-            by_run.setdefault(_run_of(record), []).append(record)
+            by_run[_run_of(record)].append(record)
+        else:
+            models.append(record)
     if not by_run:
-        return records
-    joined = []
-    for record in records:
+        return models
+    for i, record in enumerate(models):
         if record["spec"]["kind"] in ("train", "base"):
-            for found in sorted(by_run.get(_run_of(record), ()), key=lambda r: r["spec_hash"]):
-                record = _joined(record, found)
-        if record["spec"]["kind"] != "decoding":
-            joined.append(record)
-    return joined
+            models[i] = reduce(_joined, sorted(by_run[_run_of(record)], key=lambda r: r["spec_hash"]), record)
+    return models
 
 
-def _same(one: Mapping[str, Any], other: Mapping[str, Any], apart: Iterable[str]) -> bool:
-    """Return whether two specs are the same but for some settings."""
-    return all(one.get(name) == other.get(name) for name in (one.keys() | other.keys()) - set(apart))
+def _differing(one: Fields, other: Fields, apart: Iterable[str]) -> Iterator[str]:
+    """Yield the settings in which two specs differ, but for some."""
+    return (name for name in (one.keys() | other.keys()) - {*apart} if one.get(name) != other.get(name))
 
 
 def _family(record: Record) -> str:
@@ -280,22 +308,21 @@ def _run_of(record: Record) -> str:
     return canonical_json({name: value for name, value in record["spec"].items() if name not in _OF_DECODING})
 
 
-def _joined(record: Record, found: Record) -> Record:
-    spec, digest = found["spec"], record.get("digest", record["spec"]["base_digest"])
-    made = f"the decoding record {found['spec_hash']} has"
+def _joined(record: Record, again: Record) -> Record:
+    spec, digest = again["spec"], record.get("digest", record["spec"]["base_digest"])
+    made = f"the decoding record {again['spec_hash']} has"
     own = spec["digest"] == digest and spec["samples"] == _SAMPLES
     wanted = f"its run ended with {digest}: it needs {_SAMPLES} samples of the run's own weights, make it again"
     require(own, f"{made} {spec['samples']} samples of weights {spec['digest']}, {wanted}")
-    known = record.get("decoded", {})
-    at = known.get("validation_at", {})
-    if "at_step" in spec:
-        at = at | {spec["at_step"]: found["validation_at_step"]}
-    decoded = {"validation": known.get("validation", {}) | found.get("validation", {}), "validation_at": at}
-    joined = {"test": record["test"] | found["test"], "decoded": decoded}
-    if "curve" in found:
-        same = found["curve"]["step"] == record["curve"]["step"]
+    known = record.get("decoded", {"validation": {}, "validation_at": {}})
+    at = {spec["at_step"]: again["validation_at_step"]} if "at_step" in spec else {}
+    validation = known["validation"] | again.get("validation", {})
+    decoded = {"validation": validation, "validation_at": known["validation_at"] | at}
+    joined = {"test": record["test"] | again["test"], "decoded": decoded}
+    if "curve" in again:
+        same = again["curve"]["step"] == record["curve"]["step"]
         require(same, f"{made} a curve at other steps than its run: make it again")
-        joined["curve"] = record["curve"] | found["curve"]
+        joined["curve"] = record["curve"] | again["curve"]
     return record | joined
 
 
@@ -314,20 +341,23 @@ def _frozen(run: Record, base: Record) -> Record:
     return still
 
 
-def _replicates(chosen: list[Record], unit: str, context: str) -> list[Record]:
+def _replicates(chosen: list[Record], unit: str, name: str, context: str) -> Runs:
     """Return runs sorted by unit. Raises ValueError where they differ in anything else, or have a unit twice."""
-    n, units = len(chosen), [record["spec"].get(unit) for record in chosen]
+    n, units, have = len(chosen), [record["spec"].get(unit) for record in chosen], f"{len(chosen)} of {name}"
     if chosen and all(unit not in record["spec"] for record in chosen):
         require(n == 1, f"{context}: {n} records without {unit!r}: select one by its spec")
-        return chosen
+        return Runs(chosen, have, fixed=True)
     twice = f"two records of one {unit} among {sorted(map(str, units))}"
     require(len(set(units)) == n, f"{context}: {twice}: select by their specs")
-    first = _settings_of(chosen[0]) if chosen else {}
-    for record in chosen:
-        own = _settings_of(record)
-        differing = sorted(f for f in own.keys() | first.keys() if f != unit and own.get(f) != first.get(f))
-        require(not differing, f"{context}: runs differ in {', '.join(differing)}: name its value in the claim's arms")
-    return sorted(chosen, key=lambda record: record["spec"][unit])
+    check_alike(context, chosen, [unit])
+    return Runs(sorted(chosen, key=lambda record: record["spec"][unit]), have)
+
+
+def check_alike(label: str, records: Sequence[Record], apart: Iterable[str]) -> None:
+    """Raise ValueError, naming the settings, where the specs of runs differ in others than these."""
+    for record in records:
+        differing = sorted(_differing(_settings_of(record), _settings_of(records[0]), apart))
+        require(not differing, f"{label}: runs differ in {', '.join(differing)}: name its value in the claim's arms")
 
 
 def _settings_of(record: Record) -> Mapping[str, Any]:
@@ -350,18 +380,18 @@ def _tuned(records: Sequence[Record], run: Mapping[str, Any], setting: Mapping[s
     own = arms.get(run["arm"])
     of_sweep |= dict.fromkeys({*own.settings, *own.optional} - {*arms.get(arm).settings, *apart})
     made = [record for record in records if matches(record, of_sweep)]
-    found = {tuple(record["spec"][name] for name in names): record for record in made}
+    by_setting = {tuple(record["spec"][name] for name in names): record for record in made}
     sweep, best_of = f"the sweep of {arm_words(arm)} on {base}", setting["best_of"]
-    counted = f"{sweep} has {len(made)} runs of {len(found)} settings where {best_of} were declared, one run each"
-    require(len(made) == len(found) <= best_of, f"{counted}: the best of more is another rule")
+    counted = f"{sweep} has {len(made)} runs of {len(by_setting)} settings where {best_of} were declared, one run each"
+    require(len(made) == len(by_setting) <= best_of, f"{counted}: the best of more is another rule")
     declared = [tuple(choice[name] for name in names) for choice in setting.get("among", {}).get(arm, ())]
-    others = sorted(found.keys() - set(declared)) if declared else []
+    others = sorted(by_setting.keys() - set(declared)) if declared else []
     has = f"{sweep} has {' and '.join(names)} {', '.join(map(str, others))}"
     require(not others, f"{has}, which the claim does not declare among its settings: take them out, or declare them")
     if len(made) < best_of:
         return f"{sweep} has {len(made)} of {best_of} settings"
     # in the order of the settings: of equal scores the first wins
-    return arms.ranked([found[values] for values in sorted(found)])[0][1]
+    return arms.ranked([by_setting[values] for values in sorted(by_setting)])[0][1]
 
 
 def committed_records(scale: str = "tiny") -> list[Record]:

@@ -6,8 +6,10 @@ judgement; what an arm that learned nothing would win by the same rule is no evi
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from evoalign_lib.analysis import stats
 from evoalign_lib.analysis.stats import Interval
@@ -17,7 +19,7 @@ from evoalign_study.claims.decision import decide, nearness, p_value
 from evoalign_study.claims.declarations import check_claim, load_claims, rule_hash
 from evoalign_study.claims.findings import Finding
 from evoalign_study.claims.placebos import Placebo
-from evoalign_study.claims.rules import RULES
+from evoalign_study.claims.rules import find
 from evoalign_study.claims.selection import Claim, Evidence, Record, committed_records
 
 VERDICTS = (
@@ -104,21 +106,15 @@ def evaluate_together(
     for claim in claims:
         check_claim(claim)
     evidence = Evidence.of(records, scale, resamples)
-    judged, families = [], {}
-    for claim in claims:
-        findings, nulls, elsewhere = _judge(claim, evidence) if scale in claim["scales"] else ([], [], [])
-        p = p_value(findings, claim["margin"], claim["min_seeds"]) if findings else None
-        judged.append((claim, findings, nulls, elsewhere, p))
-        if "primary" in claim:  # one that cannot be judged yet counts: a verdict must not hang on the order of runs
-            families.setdefault(claim["primary"], {})[claim["id"]] = 1.0 if p is None else p
-    judgeable = {claim["id"] for claim, *_, p in judged if p is not None}
-    corrections = {
-        name: (p, len(family))
-        for family in families.values()
-        for name, p in stats.holm(family).items()
-        if name in judgeable
-    }
-    return [_verdict(*each, corrections.get(each[0]["id"]), scale) for each in judged]
+    judged = [_judge(claim, evidence, scale) for claim in claims]
+    families: dict[str, dict[str, float]] = defaultdict(dict)
+    for each in judged:
+        if (
+            "primary" in each.claim
+        ):  # one that cannot be judged yet counts: a verdict must not hang on the order of runs
+            families[each.claim["primary"]][each.claim["id"]] = 1.0 if each.p is None else each.p
+    corrections = {name: (p, len(family)) for family in families.values() for name, p in stats.holm(family).items()}
+    return [_verdict(each, None if each.p is None else corrections.get(each.claim["id"]), scale) for each in judged]
 
 
 def evaluate_named(ids: Sequence[str], records: Iterable[Record], scale: str = "tiny") -> list[Verdict]:
@@ -134,8 +130,8 @@ def evaluate_named(ids: Sequence[str], records: Iterable[Record], scale: str = "
             )
     families = {declared[name]["primary"] for name in ids if "primary" in declared[name]}
     judged = [c for c in declared.values() if c["id"] in ids or c.get("primary") in families]
-    found = {verdict.id: verdict for verdict in evaluate_together(judged, records, scale)}
-    return [found[name] for name in ids]
+    by_id = {verdict.id: verdict for verdict in evaluate_together(judged, records, scale)}
+    return [by_id[name] for name in ids]
 
 
 def evaluate_all(scale: str = "tiny") -> list[Verdict]:
@@ -143,30 +139,35 @@ def evaluate_all(scale: str = "tiny") -> list[Verdict]:
     return evaluate_together(load_claims(), committed_records(scale), scale)
 
 
-def _judge(claim: Claim, evidence: Evidence) -> tuple[list[Finding], list[Placebo], list[Finding]]:
-    """Return the findings of a claim, what nulls would find in the place of its favoured arm, and other decodings."""
+class _Judged(NamedTuple):
+    """The findings of a claim, what nulls would find in the place of its favoured arm, and other decodings."""
+
+    claim: Claim
+    findings: list[Finding]
+    nulls: list[Placebo]
+    elsewhere: list[Finding]
+    p: float | None
+
+
+def _judge(claim: Claim, evidence: Evidence, scale: str) -> _Judged:
+    """Return what is found of a claim."""
+    if scale not in claim["scales"]:
+        return _Judged(claim, [], [], [], None)
     try:
-        findings = RULES[claim["rule"]["kind"]].find(claim, evidence)
-        judgeable = any(finding.decisive and finding.n for finding in findings)
-        if not judgeable:
-            return findings, [], []
-        return findings, placebos.ask(claim, evidence), decodings.ask(claim, evidence)
+        findings = find(claim, evidence)
+        if not any(finding.decisive and finding.n for finding in findings):
+            return _Judged(claim, findings, [], [], None)
+        p = p_value(findings, claim["margin"], claim["min_seeds"])
+        return _Judged(claim, findings, placebos.ask(claim, evidence), decodings.ask(claim, evidence), p)
     except ValueError as error:
         raise ValueError(f"claim {claim['id']}: {error}") from error
     except KeyError as error:
         raise ValueError(f"claim {claim['id']}: a record lacks the field {error}: restore it from git") from error
 
 
-def _verdict(
-    claim: Claim,
-    findings: list[Finding],
-    nulls: list[Placebo],
-    elsewhere: list[Finding],
-    p: float | None,
-    correction: tuple[float, int] | None,
-    scale: str,
-) -> Verdict:
+def _verdict(judged: _Judged, correction: tuple[float, int] | None, scale: str) -> Verdict:
     """Word what was found of one claim."""
+    claim, findings, nulls, elsewhere, p = judged
     limit, key, placebo, decoded = claim.get("not_testable", {}).get(scale, ""), "", "", ""
     decisive = [finding for finding in findings if finding.decisive]
     if scale not in claim["scales"]:
@@ -219,6 +220,6 @@ def _with_placebos(by_itself: str, nulls: list[Placebo]) -> tuple[str, list[str]
     passed = [null for null in nulls if null.passed]
     if not passed or by_itself not in ("supported", "within margin", "underpowered"):
         return by_itself, []
-    found = "; ".join(finding.text for null in passed for finding in null.findings)
-    holds = f"the rule holds as well for {', '.join(null.words for null in passed)} ({found})"
+    won = "; ".join(finding.text for null in passed for finding in null.findings)
+    holds = f"the rule holds as well for {', '.join(null.words for null in passed)} ({won})"
     return "not evidence", [f"{holds}; by itself {by_itself}"]

@@ -7,42 +7,35 @@ from __future__ import annotations
 
 from evoalign_lib.analysis.arrays import require
 from evoalign_study.claims import checks
-from evoalign_study.claims.rules import (
-    bounds,
-    comparisons,
-    factorial,
-    judged,
-    maps,
-    memory,
-    optimum,
-    over_cells,
-    regimes,
-    weights,
-)
+from evoalign_study.claims.findings import Finding
+from evoalign_study.claims.rules import comparisons, ends, factorial, judged, over_cells, recorded, weights
 from evoalign_study.claims.rules.rule import Rule
-from evoalign_study.claims.selection import DECODINGS, Claim
+from evoalign_study.claims.selection import DECODINGS, Case, Claim, Evidence
 
 RULES: dict[str, Rule] = {
     "interval_above": comparisons.INTERVAL_ABOVE,
-    "estimator_bounds": bounds.BOUNDS,
-    "ledger_bounds": bounds.BOUNDS,
-    "kl_bounds": bounds.BOUNDS,
     "compare": comparisons.COMPARE,
     "regret": over_cells.REGRET,
     "regrets": over_cells.REGRETS,
     "interaction": over_cells.INTERACTION,
-    "gaps": maps.GAPS,
-    "collapse": maps.COLLAPSE,
+    "optimum": over_cells.OPTIMUM,
+    "gaps": ends.GAPS,
+    "collapse": ends.COLLAPSE,
     "weights": weights.WEIGHTS,
     "factorial": factorial.FACTORIAL,
     "judged": judged.JUDGED,
     "laws": judged.LAWS,
-    "memory": memory.MEMORY,
-    "regimes": regimes.REGIMES,
-    "optimum": optimum.OPTIMUM,
-    "open": Rule(lambda claim, evidence: []),
+    "regimes": ends.REGIMES,
+    "memory": recorded.MEMORY,
+    "open": Rule(lambda case: []),
 }
+RULES |= dict.fromkeys(("estimator_bounds", "ledger_bounds", "kl_bounds"), recorded.BOUNDS)
 """The kinds of rule; "open" is a claim without one."""
+
+
+def find(claim: Claim, evidence: Evidence) -> list[Finding]:
+    """Return the findings that a claim's verdict rests on. Raises ValueError for records that do not fit together."""
+    return list(RULES[claim["rule"]["kind"]].find(Case(claim, evidence)))
 
 
 def check_rule(claim: Claim) -> None:
@@ -55,4 +48,5 @@ def check_rule(claim: Claim) -> None:
     decodings = declared.get("decodings", DECODINGS)
     some = len(decodings) > 1 and set(decodings) <= set(DECODINGS)
     require(some, f"{name}: decodings {decodings}: declare two or more of {', '.join(DECODINGS)}")
-    rule.check(claim)
+    for holds, why in rule.asks(claim):
+        require(holds, f"{name}: {why}")

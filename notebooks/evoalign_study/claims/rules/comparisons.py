@@ -7,7 +7,7 @@ and decides nothing. "interval_above" is one comparison, of test accuracy, and n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import exp, inf
@@ -18,60 +18,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evoalign_lib.analysis import stats
-from evoalign_lib.analysis.arrays import require
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study.claims import run_scores
 from evoalign_study.claims.checks import Schema
-from evoalign_study.claims.findings import MISSING, Finding, Measured, defined, hold
-from evoalign_study.claims.rules.rule import Rule
-from evoalign_study.claims.selection import DECODINGS, Claim, Evidence, Record, Runs, cells, check_one_base, lacking
+from evoalign_study.claims.findings import Finding, Measured, defined, hold, sizes, versus
+from evoalign_study.claims.rules.rule import Asks, Comparison, Rule, asked, declared_comparisons
+from evoalign_study.claims.run_scores import Taken
+from evoalign_study.claims.selection import DECODINGS, Case, Claim, Runs, cells, check_one_base
 
-_Comparison = Mapping[str, Any]
-_Arms = list[list[Record]]
-_ABOVE = "interval_above"
+_Arrays = Sequence[NDArray[np.float64]]
 
 
-def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
+def _find(case: Case) -> Iterator[Finding]:
     """Find, in each cell, every declared comparison, and those that are only reported."""
-    findings, rule = [], claim["rule"]
-    for cell, where in cells(claim):
-        for comparison, decisive in declared_comparisons(rule):
-            winner = favoured(comparison)
-            if evidence.null and not (decisive and winner):
-                continue
-            joint = "over" if comparison.get("by") == "spread" else "-"
-            of, to = (evidence.name(claim, comparison[side], comparison[side] == winner) for side in ("of", "to"))
-            arms = "" if rule["kind"] == _ABOVE else f"{of} {joint} {to},"
-            decodings = rule.get("decodings", ()) if decisive else ()
-            for each in _under(comparison, decodings):
-                label, compared = (
-                    " ".join(part for part in (cell, arms, run_scores.words(each["measure"], told)) if part)
-                    for told in (True, False)
-                )
-                if not arms and not decodings:
-                    label = cell
-                findings.append(_compare(claim, evidence, each, where, label, compared, decisive, bool(decodings)))
-        if "trend" in rule and not evidence.null:
-            findings += _trend(claim, evidence, where)
-    return findings
+    rule = case.rule
+    for cell, where in cells(case.claim):
+        for comparison, decisive, winner in asked(case, favoured):
+            for each in _under(comparison, rule.get("decodings", ()) if decisive else ()):
+                yield _compare(case, each, cell, where, decisive, winner)
+        if "trend" in rule and not case.null:
+            yield from _trend(case, where)
 
 
-def declared_comparisons(rule: Mapping[str, Any]) -> list[tuple[_Comparison, bool]]:
-    """Return the comparisons of a rule and whether each is decisive; those only reported are held against 0."""
-    declared = rule.get("comparisons", ())
-    if rule["kind"] == _ABOVE and not declared:
-        declared = [{"measure": {"test": rule["decoding"]}, "of": "treatment", "to": "comparison", "above": 0}]
-    reported = [(comparison | {"above": 0}, False) for comparison in rule.get("also", ())]
-    return [(comparison, True) for comparison in declared] + reported
-
-
-def winners(claim: Claim, favoured: Callable[[_Comparison], str | None]) -> tuple[str, ...]:
-    """Return the arms that win the decisive comparisons of a rule, each once."""
-    names = [favoured(comparison) for comparison, decisive in declared_comparisons(claim["rule"]) if decisive]
-    return tuple(dict.fromkeys(name for name in names if name))
-
-
-def favoured(comparison: _Comparison) -> str | None:
+def favoured(comparison: Comparison) -> str | None:
     """Return the arm that wins a comparison; None where nobody does, as in a match.
 
     >>> favoured({"measure": {"drawdown": "greedy"}, "of": "grpo", "to": "es", "above": 0})
@@ -80,15 +49,21 @@ def favoured(comparison: _Comparison) -> str | None:
     by = comparison.get("by", "difference")
     if by == "equivalence":
         return None
-    more = by != "spread" and run_scores.measure_of(comparison["measure"]).more_is_better
+    more = by != "spread" and Taken.of(comparison["measure"]).measure.more_is_better
     return comparison["of"] if more == ("above" in comparison) else comparison["to"]
 
 
-def _under(comparison: _Comparison, decodings: Sequence[str]) -> list[_Comparison]:
+def winners(claim: Claim, favoured: Callable[[Comparison], str | None]) -> tuple[str, ...]:
+    """Return the arms that win the decisive comparisons of a rule, each once."""
+    names = (favoured(comparison) for comparison, decisive in declared_comparisons(claim["rule"]) if decisive)
+    return tuple(dict.fromkeys(name for name in names if name))
+
+
+def _under(comparison: Comparison, decodings: Sequence[str]) -> list[Comparison]:
     """Return a comparison under each decoding, or as it is declared where there are none."""
     measure = comparison["measure"]
-    kind = run_scores.kind_of(measure)
-    return [comparison | {"measure": measure | {kind: each}} for each in decodings or (measure[kind],)]
+    kind, declared, _ = Taken.of(measure)
+    return [comparison | {"measure": measure | {kind: each}} for each in decodings or (declared,)]
 
 
 def _under_other(claim: Claim, decoding: str) -> Claim | None:
@@ -96,148 +71,116 @@ def _under_other(claim: Claim, decoding: str) -> Claim | None:
     rule = claim["rule"]
     comparisons = [comparison for comparison, decisive in declared_comparisons(rule) if decisive]
     known = [each for comparison in comparisons for each in _under(comparison, rule.get("decodings", ()))]
-    others: list[_Comparison] = []
-    for comparison in comparisons:
-        others += [each for each in _under(comparison, (decoding,)) if each not in [*known, *others]]
-    rule = {"kind": rule["kind"], "comparisons": others, "decodings": (decoding,)}
-    return claim | {"rule": rule} if others else None
+    under = [each for comparison in comparisons for each in _under(comparison, (decoding,))]
+    others = [each for i, each in enumerate(under) if each not in known + under[:i]]
+    return claim | {"rule": {"kind": rule["kind"], "comparisons": others, "decodings": (decoding,)}} if others else None
 
 
 def _compare(
-    claim: Claim,
-    evidence: Evidence,
-    comparison: _Comparison,
-    where: Mapping[str, Any],
-    label: str,
-    compared: str,
-    decisive: bool,
-    among_decodings: bool,
+    case: Case, comparison: Comparison, cell: str, where: Mapping[str, Any], decisive: bool, winner: str | None
 ) -> Finding:
     """Find one comparison in one cell."""
-    measure = comparison["measure"]
-    selected = evidence.select_pair(claim, (comparison["of"], comparison["to"]), where, favoured(comparison))
+    taken, by = Taken.of(comparison["measure"]), comparison.get("by", "difference")
+    names = comparison["of"], comparison["to"]
+    among_decodings, alone = decisive and "decodings" in case.rule, case.rule["kind"] == "interval_above"
+    joint = " over " if by == "spread" else " - "
+    told = "" if alone else joint.join(case.name(name, name == winner) for name in names) + ","
+    label, compared = (" ".join(filter(None, (cell, told, taken.words(decoding)))) for decoding in (True, False))
+    if alone and not among_decodings:
+        label = cell
+
+    def measure(arms: Sequence[Runs]) -> Measured:
+        check_one_base(label, [record for runs in arms for record in runs.records])
+        arrays = taken.read(case, [runs.records for runs in arms])
+        scores = [array.mean(axis=1) if array.ndim == 2 else array for array in arrays]
+        if arms[1].fixed and arrays[1].ndim == 2:
+            arrays = [arrays[0], arrays[1][0]]
+        interval, value, before, beside, *test = COMPARED[by](case, comparison, arrays, scores)
+        if taken.kind == "right":
+            beside += f", {len(scores[0])} v {len(scores[1])} get there"
+        return interval, value, f"{before} (n = {versus(sizes(arms))}, {beside})".strip(), *test
+
     side = next((side for side in ("above", "below") if side in comparison), "within")
     kept = {"bound": float(comparison.get(side, 0)), "side": side, "decisive": decisive, "compared": compared}
-    kept["decoding"] = run_scores.decoding_of(measure)
-    if among_decodings and all(runs.records for runs in selected):
-        measured = [_measured(runs, measure) for runs in selected]
-        if any(len(runs.records) < _least(claim, runs) for runs in measured):
-            pairs = zip(measured, selected, strict=True)
-            have = " v ".join(f"{len(runs.records)} of {all_.have}" for runs, all_ in pairs)
-            kept |= {"decisive": False, "value": MISSING, "context": f"({have} were decoded so)"}
-            return Finding(label, 0, have, None, **kept)
-        selected = measured
-    arms = [runs.records for runs in selected]
-    have = f"{label}: {', '.join(runs.have for runs in selected)}"
-    if not all(arms):
-        return Finding(label, 0, have, None, lacks=lacking(selected), **kept)
-    check_one_base(label, arms[0] + arms[1])
-    fixed = _is_fixed(claim, arms[1])
-    n = len(arms[0]) if fixed else min(map(len, arms))
-    counts = f"n = {n}" if fixed or len(arms[0]) == len(arms[1]) else f"n = {len(arms[0])} v {len(arms[1])}"
-    by = COMPARED[comparison.get("by", "difference")]
-    finding = hold(label, n, have, partial(by, claim, evidence, comparison, arms), **kept)
-    return finding if finding.interval is None else replace(finding, context=finding.context.format(n=counts))
+    kept |= {"decoded": taken.has if among_decodings else None, "least": case.claim["min_seeds"]}
+    arms = case.select(names, where, [winner]).values()
+    return hold(label, [*arms], measure, decoding=taken.decoding, **kept)
 
 
-def _measured(found: Runs, measure: Mapping[str, Any]) -> Runs:
-    """Return the runs that were measured under the decoding of a measure."""
-    has, decoding = run_scores.measure_of(measure).has, run_scores.decoding_of(measure)
-    return found._replace(records=[record for record in found.records if has(record, decoding)])
+_Compared = tuple[Interval, str, str, str] | tuple[Interval, str, str, str, float | None]
+"""As `Measured`, its context in two parts: the level of the second arm, and what is said beside n."""
 
 
-def _least(claim: Claim, found: Runs) -> int:
-    """Return how many of an arm's runs must be measured: of a fixed model, one."""
-    return 1 if found.records and _is_fixed(claim, found.records) else claim["min_seeds"]
-
-
-def _is_fixed(claim: Claim, arm: list[Record]) -> bool:
-    """Return whether an arm is one model without seed, which moves with the problems alone and needs no replicates."""
-    return claim["unit"] not in arm[0]["spec"]
-
-
-def _difference(claim: Claim, evidence: Evidence, comparison: _Comparison, arms: _Arms) -> Measured:
+def _difference(case: Case, comparison: Comparison, arrays: _Arrays, scores: _Arrays) -> _Compared:
     """Compare means: over seeds and problems where there are results on each problem, otherwise over seeds."""
-    measure, resampled = comparison["measure"], {"n_resamples": evidence.resamples}
-    matrices = run_scores.problems(evidence, claim, measure, arms)
-    if matrices is not None:
-        scores = [matrix.mean(axis=1) for matrix in matrices]
-        matrix, baseline = matrices
-        interval = stats.crossed_bootstrap(matrix, baseline[0] if _is_fixed(claim, arms[1]) else baseline, **resampled)
+    if arrays[0].ndim == 2:
+        interval = stats.crossed_bootstrap(*arrays, **case.resampled)
     else:
-        scores = run_scores.scores(evidence, claim, measure, arms)
-        interval = defined(stats.stratified_bootstrap, [scores[0]], [scores[1]], **resampled)
-    test = defined(stats.mann_whitney, *scores, n_resamples=2 * evidence.resamples) if "p" in comparison else None
-    context = _context(interval, scores[1], measure)
-    if "right" in measure:
-        context = f"{context[:-1]}, {len(scores[0])} v {len(scores[1])} get there)"
-    return interval, f"{interval.format()} points", context, test
+        interval = defined(stats.stratified_bootstrap, *([each] for each in scores), **case.resampled)
+    drawn = 2 * case.evidence.resamples
+    test = defined(stats.mann_whitney, *scores, n_resamples=drawn) if "p" in comparison else None
+    return interval, f"{interval.format()} points", *_level(comparison, interval, scores), test
 
 
-def _rate(claim: Claim, evidence: Evidence, comparison: _Comparison, arms: _Arms) -> Measured:
-    """Compare shares of runs: their difference with Newcombe's interval, and Fisher's test."""
-    found = run_scores.scores(evidence, claim, comparison["measure"], arms)
-    counts = [(int(values.sum()), len(values)) for values in found]
-    interval = stats.rate_difference(*counts[0], *counts[1])
-    of, to = (f"{hits} of {n}" for hits, n in counts)
-    context = f"from {to} to {of} ({{n}}, detectable {100 * interval.detectable():.0f})"
-    return interval, f"{interval.format()} points", context, stats.fisher(*counts[0], *counts[1])
-
-
-def _equivalence(claim: Claim, evidence: Evidence, comparison: _Comparison, arms: _Arms) -> Measured:
+def _equivalence(case: Case, comparison: Comparison, arrays: _Arrays, scores: _Arrays) -> _Compared:
     """Compare means by two one-sided tests, within the margin of the claim; seeds and problems as in `_difference`."""
-    measure = comparison["measure"]
-    matrices = run_scores.problems(evidence, claim, measure, arms)
-    if matrices is not None:
-        scores = [matrix.mean(axis=1) for matrix in matrices]
-        found = defined(stats.equivalence, *matrices, claim["margin"], n_resamples=evidence.resamples)
+    margin = case.claim["margin"]
+    if arrays[0].ndim == 2:
+        test = defined(stats.equivalence, *arrays, margin, **case.resampled)
     else:
-        scores = run_scores.scores(evidence, claim, measure, arms)
-        found = defined(stats.welch_equivalence, *scores, claim["margin"])
-    value = f"{found.interval.format()} points (90 % interval)"
-    if abs(found.interval.value) >= claim["margin"]:
-        value += f", {comparison['of' if found.interval.value > 0 else 'to']} ahead"
-    return found.interval, value, _context(found.interval, scores[1], measure), found.p
+        test = defined(stats.welch_equivalence, *scores, margin)
+    value = f"{test.interval.format()} points (90 % interval)"
+    if abs(test.interval.value) >= margin:
+        value += f", {comparison['of' if test.interval.value > 0 else 'to']} ahead"
+    return test.interval, value, *_level(comparison, test.interval, scores), test.p
 
 
-def _spread(claim: Claim, evidence: Evidence, comparison: _Comparison, arms: _Arms) -> Measured:
+def _level(comparison: Comparison, interval: Interval, scores: _Arrays) -> tuple[str, str]:
+    unit = Taken.of(comparison["measure"]).measure.unit
+    return f"from {100 * scores[1].mean():.1f}{unit}", f"detectable {100 * interval.detectable():.1f}"
+
+
+def _rate(case: Case, comparison: Comparison, arrays: _Arrays, scores: _Arrays) -> _Compared:
+    """Compare shares of runs: their difference with Newcombe's interval, and Fisher's test."""
+    counts = [count for values in scores for count in (int(values.sum()), len(values))]
+    interval, (hits, n, other_hits, other_n) = stats.rate_difference(*counts), counts
+    before, beside = f"from {other_hits} of {other_n} to {hits} of {n}", f"detectable {100 * interval.detectable():.0f}"
+    return interval, f"{interval.format()} points", before, beside, stats.fisher(*counts)
+
+
+def _spread(case: Case, comparison: Comparison, arrays: _Arrays, scores: _Arrays) -> _Compared:
     """Compare standard deviations over seeds: the logarithm of their ratio."""
-    scores = run_scores.scores(evidence, claim, comparison["measure"], arms)
     still = [np.ptp(values) == 0 for values in scores]
-    if evidence.null and still == [True, False]:  # a model that never moves has the least spread there can be
-        return Interval(-inf, -inf, -inf, min(map(len, scores))), "0", "({n}, no spread at all)"
+    if case.null and still == [True, False]:  # a model that never moves has the least spread there can be
+        return Interval(-inf, -inf, -inf, min(map(len, scores))), "0", "", "no spread at all"
     interval = defined(stats.log_std_ratio, *scores)
     ratio, low, high = (f"{exp(x):.2f}" for x in (interval.value, interval.low, interval.high))
-    of, to = (f"{100 * values.std(ddof=1):.2f}" for values in scores)
-    context = f"from {to} to {of} points ({{n}}, detectable {exp(-interval.detectable()):.2f})"
-    return interval, f"{ratio} [{low}, {high}]", context
+    spread, other = (f"{100 * values.std(ddof=1):.2f}" for values in scores)
+    beside = f"detectable {exp(-interval.detectable()):.2f}"
+    return interval, f"{ratio} [{low}, {high}]", f"from {other} to {spread} points", beside
 
 
-COMPARED: dict[str, Callable[[Claim, Evidence, _Comparison, _Arms], Measured]] = {
+COMPARED: dict[str, Callable[[Case, Comparison, _Arrays, _Arrays], _Compared]] = {
     "difference": _difference,
     "equivalence": _equivalence,
     "spread": _spread,
     "rate": _rate,
 }
-"""How two arms may be compared."""
+"""How two arms may be compared, by what was read of them and one score a run."""
 
 
-def _context(interval: Interval, other: NDArray, measure: Mapping[str, Any]) -> str:
-    unit = run_scores.measure_of(measure).unit
-    return f"from {100 * other.mean():.1f}{unit} ({{n}}, detectable {100 * interval.detectable():.1f})"
-
-
-def _trend(claim: Claim, evidence: Evidence, where: Mapping[str, Any]) -> list[Finding]:
+def _trend(case: Case, where: Mapping[str, Any]) -> Iterator[Finding]:
     """Report the trend of greedy test accuracy over arms in their declared order; nothing where one has no runs."""
-    names = claim["rule"]["trend"]
-    arms = [evidence.select(claim, arm, where).records for arm in names]
-    if min(map(len, arms)) < 2:
-        return []
-    scores = run_scores.scores(evidence, claim, {"test": "greedy"}, arms)
-    rise, fall = (stats.jonckheere(each, n_resamples=2 * evidence.resamples) for each in (scores, scores[::-1]))
-    means = ", ".join(f"{name} {100 * values.mean():.1f} %" for name, values in zip(names, scores, strict=True))
+    arms = {name: runs.records for name, runs in case.select(case.rule["trend"], where).items()}
+    n = min(map(len, arms.values()))
+    if n < 2:
+        return
+    scores = [matrix.mean(axis=1) for matrix in Taken("test", "greedy", {}).read(case, [*arms.values()])]
+    drawn = 2 * case.evidence.resamples
+    rise, fall = (stats.jonckheere(each, n_resamples=drawn) for each in (scores, scores[::-1]))
+    means = ", ".join(f"{name} {100 * values.mean():.1f} %" for name, values in zip(arms, scores, strict=True))
     value = f"{means}; Jonckheere's p {rise:.2g} of a rise, {fall:.2g} of a fall"
-    return [Finding("trend", min(map(len, arms)), "", None, value=value, decisive=False)]
+    yield Finding("trend", n, "", None, value=value, decisive=False)
 
 
 def _schema(arm: tuple[str, ...]) -> dict[str, Schema]:
@@ -246,30 +189,20 @@ def _schema(arm: tuple[str, ...]) -> dict[str, Schema]:
     return {"comparisons": comparisons, "also?": comparisons, "trend?": [arm], "decodings?": list}
 
 
-def _check(claim: Claim) -> None:
-    name = f"claim {claim['id']}"
+def _asks(claim: Claim) -> Asks:
     for comparison, _ in declared_comparisons(claim["rule"]):
-        by, sides = comparison.get("by", "difference"), len({"above", "below"} & comparison.keys())
+        by, bounds = comparison.get("by", "difference"), len({"above", "below"} & comparison.keys())
         if by == "equivalence":
-            matches = claim["margin"] > 0 and not sides
-            require(matches, f"{name}: an equivalence lies within the claim's margin: declare a positive one, no bound")
+            matches = claim["margin"] > 0 and not bounds
+            yield matches, "an equivalence lies within the claim's margin: declare a positive one, no bound"
         else:
-            require(sides == 1, f"{name}: a comparison lies above or below a value: declare one of the two")
-        own = "p" not in comparison or by == "difference"
-        require(own, f"{name}: p is of a difference, or left to the interval")
-        rate = run_scores.measure_of(comparison["measure"]).rate
-        require((by == "rate") == rate, f"{name}: hacked runs are compared by rate, and nothing else is")
+            yield bounds == 1, "a comparison lies above or below a value: declare one of the two"
+        yield "p" not in comparison or by == "difference", "p is of a difference, or left to the interval"
+        rate = Taken.of(comparison["measure"]).measure.rate
+        yield (by == "rate") == rate, "hacked runs are compared by rate, and nothing else is"
 
 
-def _favours(claim: Claim) -> tuple[str, ...]:
-    return winners(claim, favoured)
-
-
-COMPARE = Rule(_find, _schema, check=_check, favours=_favours, under=_under_other)
-INTERVAL_ABOVE = Rule(
-    _find,
-    lambda arm: {"decoding": DECODINGS},
-    arms=("treatment", "comparison"),
-    favours=_favours,
-    under=_under_other,
+COMPARE = Rule(_find, _schema, asks=_asks, favours=partial(winners, favoured=favoured), under=_under_other)
+INTERVAL_ABOVE = replace(
+    COMPARE, schema=lambda arm: {"decoding": DECODINGS}, arms=("treatment", "comparison"), asks=Rule.asks
 )

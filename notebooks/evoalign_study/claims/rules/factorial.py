@@ -12,20 +12,21 @@ often right: half way to where the cell that gains least ends up, if all gain mo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from evoalign_lib.analysis import coverage
-from evoalign_lib.analysis.arrays import require
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study.claims.checks import Schema
-from evoalign_study.claims.findings import Finding, Measured, Undecided, decoding_words, hold
-from evoalign_study.claims.quantities import Chosen, base_chances, chances, side_of, with_coverage
-from evoalign_study.claims.rules.rule import Rule
-from evoalign_study.claims.selection import DECODINGS, Claim, Evidence, lacking
+from evoalign_study.claims.findings import Finding, Measured, Undecided, decoding_words, hold, there
+from evoalign_study.claims.quantities import Side, base_chances, chances, covered
+from evoalign_study.claims.rules.rule import Asks, Rule
+from evoalign_study.claims.selection import DECODINGS, Case, Claim, Runs
 
 LEAST_GAIN = 0.02
 """What every cell must gain in single samples, mean over its runs, to be compared at matched accuracy."""
@@ -39,96 +40,81 @@ QUANTITIES = {
 """What factors may change: its words, and the samples within which a problem counts as solved."""
 
 
-def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
-    if evidence.null:
-        return []
-    rule, findings = claim["rule"], []
-    selected = {arm: evidence.select(claim, arm, {}) for row in rule["cells"] for arm in row}
-    chosen = [Chosen(side_of(arm), found.records) for arm, found in selected.items()]
-    have, lacks = ", ".join(found.have for found in selected.values()), lacking(selected.values())
-    measured = min(with_coverage(evidence, chosen))
+def _find(case: Case) -> Iterator[Finding]:
+    if case.null:
+        return
+    rule = case.rule
+    arms = case.select(arm for row in rule["cells"] for arm in row)
     for quantity in (rule["quantity"], *rule.get("also", ())):
         decisive = quantity == rule["quantity"]
-        n = min(len(side.runs) for side in chosen) if quantity == MATCHED else measured
         for decoding in rule["decodings"] if decisive else ("greedy", *rule["decodings"]):
             if quantity == "right" or decoding != "greedy":
-                kept = {"decisive": decisive, "lacks": lacks}
-                findings += _effects(claim, evidence, chosen, quantity, decoding, n, have, kept)
-    return findings
+                yield from _effects(case, arms, quantity, decoding, decisive)
 
 
-def _effects(
-    claim: Claim,
-    evidence: Evidence,
-    chosen: list[Chosen],
-    quantity: str,
-    decoding: str,
-    n: int,
-    have: str,
-    kept: dict[str, Any],
-) -> list[Finding]:
+def _effects(case: Case, arms: dict[str, Runs], quantity: str, decoding: str, decisive: bool) -> Iterator[Finding]:
     """Find the effects on one quantity under one decoding."""
-    rule, (words, within) = claim["rule"], QUANTITIES[quantity]
+    rule, (words, within) = case.rule, QUANTITIES[quantity]
     share = quantity in ("right", "solved")
-    larger = f"size of the effect of the {rule['larger']} - that of the {rule['smaller']}"
-    told: dict[str, Interval] = {}
-    context = f"(n = {n})"
+    chosen = [Side(arm, runs=runs.records, evidence=case.evidence) for arm, runs in arms.items()]
+    n = min(len(side.runs if quantity == MATCHED else covered(side)) for side in chosen)
+    have = ", ".join(runs.have for runs in arms.values()) + ("" if n else ", 0 measured")
 
-    def measure() -> Measured:
-        nonlocal context
+    @cache
+    def effects() -> tuple[coverage.Effects, str]:
         if quantity == MATCHED:
-            cells, context = _matched(claim, chosen, decoding)
-            found = coverage.effects_of_runs([cells[:2], cells[2:]], n_resamples=evidence.resamples)
-        else:
-            cells = [chances(evidence, side, decoding) for side in chosen]
-            base = None if share else base_chances(evidence, decoding)
-            found = coverage.effects([cells[:2], cells[2:]], base, within, n_resamples=evidence.resamples)
-        if math.isnan(found.larger.low):
+            cells, context = _matched(arms, decoding, case.claim["min_seeds"])
+            return coverage.effects_of_runs([cells[:2], cells[2:]], **case.resampled), context
+        cells = [chances(covered(side), decoding) for side in chosen]
+        base = None if share else base_chances(case.evidence, decoding)
+        return coverage.effects([cells[:2], cells[2:]], base, within, **case.resampled), f"(n = {n})"
+
+    def measure(read: Callable[[coverage.Effects], Interval], _: Sequence[Runs]) -> Measured:
+        both, context = effects()
+        if math.isnan(both.larger.low):
             raise Undecided("neither the base nor a run solves a problem")
-        size = found.larger
-        if rule["larger"] != rule["rows"]:
-            size = Interval(-size.value, -size.high, -size.low, size.n, size.level)
-        if quantity == rule["quantity"]:
-            told.update({f"effect of the {rule[name]}": getattr(found, name) for name in ("rows", "columns")})
-            told["interaction"] = found.interaction
-        return _told(size)
+        interval = read(both)
+        return interval, f"{interval.format()} points" if share else interval.format(percent=False, digits=3), context
 
-    def _told(interval: Interval) -> Measured:
-        text = f"{interval.format()} points" if share else interval.format(percent=False, digits=3)
-        return interval, text, context
+    def larger(both: coverage.Effects) -> Interval:
+        size = both.larger
+        turned = replace(size, value=-size.value, low=-size.high, high=-size.low)
+        return size if rule["larger"] == rule["rows"] else turned
 
-    def finding(what: str, measure: Callable[[], Measured], **kept: Any) -> Finding:
+    def finding(what: str, read: Callable[[coverage.Effects], Interval], **kept: Any) -> Finding:
         label = f"{what}, {words} {decoding_words(decoding)}"
-        found = have if n else f"{have}, 0 measured"
-        return hold(label, n, found, measure, decoding=decoding, compared=f"{what}, {quantity}", **kept)
+        kept |= {"decoding": decoding, "compared": f"{what}, {quantity}"}
+        return hold(label, [*arms.values()], partial(measure, read), n=n, have=have, **kept)
 
-    first = finding(larger, measure, **kept)
-    return [first, *(finding(what, partial(_told, told[what]), decisive=False) for what in told)]
+    what = f"size of the effect of the {rule['larger']} - that of the {rule['smaller']}"
+    first = finding(what, larger, decisive=decisive)
+    yield first
+    if decisive and first.interval is not None:
+        for name in ("rows", "columns"):
+            yield finding(f"effect of the {rule[name]}", attrgetter(name), decisive=False)
+        yield finding("interaction", attrgetter("interaction"), decisive=False)
 
 
-def _matched(claim: Claim, chosen: list[Chosen], decoding: str) -> tuple[list[np.ndarray], str]:
+def _matched(arms: dict[str, Runs], decoding: str, least: int) -> tuple[list[np.ndarray], str]:
     """Return problems won - lost of each run that gets there, by cell, where single samples are equally often right.
 
     They are shares of the validation problems, on the line between points of a run's curve. Raises Undecided where a
     cell gains too little, or too few of its runs get there.
     """
     fields = f"reach_{decoding}@1", f"won_{decoding}", f"lost_{decoding}"
-    curves = [[run.get("curve", {}) for run in side.runs] for side in chosen]
-    if not all(set(fields) <= curve.keys() for runs in curves for curve in runs):
+    curves = {arm: [run.get("curve", {}) for run in runs.records] for arm, runs in arms.items()}
+    if not all(set(fields) <= curve.keys() for of_arm in curves.values() for curve in of_arm):
         raise Undecided(f"the curves do not say what is reached at {decoding_words(decoding)}")
-    gains = [float(np.mean([curve[fields[0]][-1] - curve[fields[0]][0] for curve in runs])) for runs in curves]
-    least = min(range(len(gains)), key=gains.__getitem__)
-    if gains[least] <= LEAST_GAIN:
-        told = f"{chosen[least].side.arm} gains {100 * gains[least]:.1f} points of single samples"
+    reached = {arm: [curve[fields[0]] for curve in of_arm] for arm, of_arm in curves.items()}
+    gain, arm = min((float(np.mean([one[-1] - one[0] for one in each])), arm) for arm, each in reached.items())
+    if gain <= LEAST_GAIN:
+        told = f"{arm} gains {100 * gain:.1f} points of single samples"
         raise Undecided(f"{told}, and all need more than {100 * LEAST_GAIN:g}")
-    level = curves[0][0][fields[0]][0] + gains[least] / 2
+    level = next(iter(reached.values()))[0][0] + gain / 2
     cells = []
-    for side, runs in zip(chosen, curves, strict=True):
-        values = [_at(level, *(np.array(curve[field]) for field in fields)) for curve in runs]
-        there = np.array([value for value in values if value is not None])
-        if len(there) < max(2, claim["min_seeds"]):
-            raise Undecided(f"{len(there)} of {len(values)} runs of {side.side.arm} are right so often")
-        cells.append(there)
+    for arm, of_arm in curves.items():
+        values = (_at(level, *(np.array(curve[field]) for field in fields)) for curve in of_arm)
+        cells.append(there(values, max(2, least), f"{arm} are right so often"))
     counts = " v ".join(str(len(cell)) for cell in cells)
     return cells, f"(where {100 * level:.1f} % of single samples are right, n = {counts})"
 
@@ -149,12 +135,11 @@ def _schema(arm: tuple[str, ...]) -> dict[str, Schema]:
     return named | {"cells": [[arm]], "quantity": QUANTITIES, "also?": [QUANTITIES], "decodings": decodings}
 
 
-def _check(claim: Claim) -> None:
-    rule, name = claim["rule"], f"claim {claim['id']}"
-    square = [len(row) for row in rule["cells"]] == [2, 2]
-    require(square, f"{name}: cells {rule['cells']}: declare two rows of two arms")
+def _asks(claim: Claim) -> Asks:
+    rule = claim["rule"]
+    yield [len(row) for row in rule["cells"]] == [2, 2], f"cells {rule['cells']}: declare two rows of two arms"
     factors = {rule["larger"], rule["smaller"]} == {rule["rows"], rule["columns"]}
-    require(factors, f"{name}: larger and smaller are the names of rows and columns, each once")
+    yield factors, "larger and smaller are the names of rows and columns, each once"
 
 
-FACTORIAL = Rule(_find, _schema, check=_check)
+FACTORIAL = Rule(_find, _schema, asks=_asks)

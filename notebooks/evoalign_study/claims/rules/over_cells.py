@@ -1,76 +1,62 @@
-"""Rules "interaction", "regret" and "regrets": sums over the cells of a claim, whose seeds belong together.
+"""Rules "interaction", "regret", "regrets" and "optimum": what the cells of a claim say together.
 
-Each is a weighted sum of accuracies over cells, of one arm or the difference of two. A `floor` asks besides that an arm
-has learned something: its accuracy, mean of the cells, must exceed that of the untrained base by more than a gain.
+The first three take a weighted sum of accuracies over cells, whose seeds belong together, of one arm or the difference
+of two. A `floor` asks besides that an arm has learned something: its accuracy, mean of the cells, must exceed that of
+the untrained base by more than a gain.
+
+"optimum" says between which levels of a setting, such as the population, the fewest completions get to a target. Levels
+are the cells. The target is a share of the best mean greedy validation accuracy over the ends of all levels. Each run's
+completions to it are read from its curve, between points linearly in the logarithm of completions; a run that never
+gets there counts with all that it drew, which flatters its level. A quadratic is fitted to their logarithm over the
+logarithm of the level, both to base 2; its minimum within the levels tried is the optimum (at an edge, where the
+parabola has none inside). The interval is that of a bootstrap over the seeds of each level. All runs together must have
+learned, too: they gain more than `gain` in greedy validation accuracy from their first point.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evoalign_lib.analysis import stats
-from evoalign_lib.analysis.arrays import require
-from evoalign_study.claims import checks, run_scores
+from evoalign_lib.analysis import curves, stats
+from evoalign_lib.analysis.stats import Interval
+from evoalign_study.claims import checks, selection
 from evoalign_study.claims.checks import Schema
-from evoalign_study.claims.findings import MISSING, Finding, Measured, decoding_words, hold
-from evoalign_study.claims.rules.rule import Rule
-from evoalign_study.claims.selection import DECODINGS, Claim, Evidence, Record, Runs, cells, check_one_base, lacking
+from evoalign_study.claims.findings import Finding, Measured, decoding_words, hold
+from evoalign_study.claims.rules.rule import Asks, Rule
+from evoalign_study.claims.run_scores import MEASURES, curves_of
+from evoalign_study.claims.selection import DECODINGS, Case, Claim, Fields, Record, Runs, cells, have_in_cells
 from evoalign_study.records import accuracy_matrix
 
-
-class _Term(NamedTuple):
-    """A cell of a weighted sum: its label, the fields of its runs' specs, its weight, and its weight in the floor."""
-
-    label: str
-    where: dict[str, Any]
-    weight: float
-    in_floor: float
+Array = NDArray[np.float64]
 
 
-class _Arm(NamedTuple):
-    """An arm's runs in every cell, and the seeds that it has in all of them."""
-
-    name: str
-    runs: list[Runs]
-    seeds: list[Any]
-
-    def right(self, unit: str, decoding: str) -> NDArray[np.float64]:
-        """Return right answers, (cells, seeds, problems)."""
-        return _right([[cell[seed] for seed in self.seeds] for cell in _by_seed(self.runs, unit)], decoding)
+Weights = Mapping[str, float]
+"""Of cells, by their labels."""
 
 
-def _by_seed(cells: Sequence[Runs], unit: str) -> list[dict[Any, Record]]:
-    return [{record["spec"][unit]: record for record in cell.records} for cell in cells]
+def _terms(claim: Claim) -> tuple[dict[str, Fields], Weights, Weights]:
+    """Return the cells of a weighted sum, by label the fields of specs, and their weights in it and in a floor.
 
-
-def _right(by_cell: Sequence[Sequence[Record]], decoding: str) -> NDArray[np.float64]:
-    """Return right answers (cells, seeds, problems) of as many runs in every cell."""
-    right = accuracy_matrix([record for cell in by_cell for record in cell], decoding)
-    return right.reshape(len(by_cell), len(by_cell[0]), -1)
-
-
-def _regret_terms(claim: Claim) -> list[_Term]:
-    """Regret: accuracy of the best setting - that of the shared one, mean of cells.
-
-    Runs of one seed belong together; where the best setting is the shared one, they are the same runs.
+    Regret is the accuracy of the best setting - that of the shared one, mean of cells. Runs of one seed belong
+    together; where the best setting is the shared one, they are the same runs.
     """
-    rule, found = claim["rule"], cells(claim)
-    return [
-        _Term(f"{label} {name}", where | {"setting": rule[name]}, sign / len(found), (sign < 0) / len(found))
-        for label, where in found
-        for name, sign in (("best", 1), ("shared", -1))
-    ]
-
-
-def _contrast_terms(claim: Claim) -> list[_Term]:
-    found = cells(claim)
-    weights = CONTRASTS[claim["rule"]["contrast"]]([value for _, where in found for value in where.values()])
-    return [_Term(*cell, weight, 1 / len(found)) for cell, weight in zip(found, weights, strict=True)]
+    rule, declared = claim["rule"], dict(cells(claim))
+    if "contrast" in rule:
+        levels = [value for where in declared.values() for value in where.values()]
+        weights = dict(zip(declared, CONTRASTS[rule["contrast"]](levels), strict=True))
+        return declared, weights, dict.fromkeys(declared, 1 / len(declared))
+    terms, weights = {}, {}
+    for (label, where), (name, sign) in product(declared.items(), (("best", 1), ("shared", -1))):
+        terms[f"{label} {name}"] = where | {"setting": rule[name]}
+        weights[f"{label} {name}"] = sign / len(declared)
+    return terms, weights, {label: -weight for label, weight in weights.items() if weight < 0}
 
 
 def _slope(levels: Sequence[float]) -> list[float]:
@@ -79,119 +65,106 @@ def _slope(levels: Sequence[float]) -> list[float]:
     return list(x / (x @ x))
 
 
+_RISE = "last less first"
 CONTRASTS: dict[str, Callable[[Sequence[float]], list[float]]] = {
     "slope over log10": _slope,
-    "last less first": lambda levels: [-1.0, *[0.0] * (len(levels) - 2), 1.0],
+    _RISE: lambda levels: [-1.0, *[0.0] * (len(levels) - 2), 1.0],
 }
 """What a rule "interaction" may take of each arm over the cells: the weight of each cell's accuracy."""
-_MORE_IS_BETTER = {"slope over log10": False, "last less first": True}
-"""Whether more of a contrast favours an arm: a small slope is little dependence on what the cells vary."""
 
 
-def _find(claim: Claim, evidence: Evidence) -> list[Finding]:
+def _find(case: Case) -> Iterator[Finding]:
     """Find the difference of two arms' sums, or that of each arm, under each decoding, and the floor."""
-    rule = claim["rule"]
-    terms = _contrast_terms(claim) if "contrast" in rule else _regret_terms(claim)
-    if "bounds" in rule:
-        asked = [([arm], side, bound[side]) for arm, bound in rule["bounds"].items() for side in bound]
-    else:
-        asked = [([rule["of"], rule["to"]], "above", rule["above"])]
-    return [
-        _sum(claim, evidence, arms, terms, decoding, float(bound), side)
-        for arms, side, bound in asked
-        if not evidence.null or set(arms) & set(_winners(claim))
-        for decoding in rule.get("decodings", (rule["decoding"],))
-    ] + _floor(claim, evidence, terms)
+    rule, winners, (terms, weights, in_floor) = case.rule, _winners(case.claim), _terms(case.claim)
+    bounds = [((arm,), *bound) for arm, declared in rule.get("bounds", {}).items() for bound in declared.items()]
+    compared = bounds or [((rule["of"], rule["to"]), "above", rule["above"])]
+    floor = [rule["floor"]["of"]] if "floor" in rule else []
+    selected = case.in_cells([*(name for arms, *_ in compared for name in arms), *floor], terms.items(), winners)
+    for arms, side, bound in compared:
+        for decoding in rule.get("decodings", (rule["decoding"],)):
+            if not case.null or set(arms) & set(winners):
+                of_arms = {arm: selected[arm] for arm in arms}
+                yield _sum(case, of_arms, weights, decoding, bound=float(bound), side=side)
+    for arm in floor:
+        if not case.null or arm in winners:
+            runs = [runs for label, runs in zip(terms, selected[arm], strict=True) if label in in_floor]
+            yield _floor(case, arm, runs, in_floor)
 
 
-def _arm(claim: Claim, evidence: Evidence, arm: str, terms: list[_Term]) -> _Arm:
-    favoured = arm if arm in _winners(claim) else None
-    pair = [arm, *(name for name in _compared(claim) if name != arm)]
-    runs = [evidence.select_pair(claim, pair, term.where, favoured)[0] for term in terms]
-    seeds = sorted(set.intersection(*map(set, _by_seed(runs, claim["unit"]))))
-    return _Arm(evidence.name(claim, arm, favoured is not None), runs, seeds)
+def _by_seed(of_cells: Sequence[Runs], unit: str) -> Runs:
+    """Return the runs of each seed that an arm has in all cells, in the place of a run a row of them, cell by cell."""
+    by_seed = [{record["spec"][unit]: record for record in runs.records} for runs in of_cells]
+    rows = [[cell[seed] for cell in by_seed] for seed in sorted(set.intersection(*map(set, by_seed)))]
+    return Runs(rows, f"{len(rows)} seeds", selection.lacking(of_cells))
 
 
-def _sum(
-    claim: Claim, evidence: Evidence, names: list[str], terms: list[_Term], decoding: str, bound: float, side: str
-) -> Finding:
+def _right(rows: Sequence[Sequence[Record]], decoding: str) -> Array:
+    """Return right answers, (cells, seeds, problems), of rows of runs."""
+    right = accuracy_matrix([record for cell in zip(*rows, strict=True) for record in cell], decoding)
+    return right.reshape(len(rows[0]), len(rows), -1)
+
+
+def _weighted(weights: Weights, right: Array) -> Array:
+    return np.tensordot([*weights.values()], right, axes=1)
+
+
+def _sum(case: Case, selected: dict[str, list[Runs]], weights: Weights, decoding: str, **kept: Any) -> Finding:
     """Find a weighted sum of accuracies over cells, or its difference between two arms, each seed's in one row."""
-    rule, unit = claim["rule"], claim["unit"]
-    arms = [_arm(claim, evidence, name, terms) for name in names]
-    compared = f"{rule.get('contrast', 'regret')}, {' - '.join(arm.name for arm in arms)}"
-    label = f"{compared}, {decoding_words(decoding)}" if "decodings" in rule else compared
-    by_cell = [[arm.runs[i] for arm in arms] for i in range(len(terms))]
-    have = "; ".join(
-        f"{term.label}: {', '.join(runs.have for runs in cell)}" for term, cell in zip(terms, by_cell, strict=True)
-    )
-    kept = {"decoding": decoding, "compared": compared, "bound": bound, "side": side}
-    kept["lacks"] = lacking(runs for arm in arms for runs in arm.runs)
-    for i, arm in enumerate(arms):
-        if arm.seeds and "decodings" in rule:
-            cells_ = _by_seed(arm.runs, unit)
-            has = run_scores.MEASURES["test"].has
-            measured = [seed for seed in arm.seeds if all(has(cell[seed], decoding) for cell in cells_)]
-            if len(measured) < claim["min_seeds"]:
-                context = f"({len(measured)} of {len(arm.seeds)} seeds of {arm.name} were decoded so)"
-                kept |= {"decisive": False, "value": MISSING, "context": context, "lacks": ""}
-                return Finding(label, 0, have, None, **kept)
-            arms[i] = arm._replace(seeds=measured)
-        if not arm.seeds:
-            return Finding(label, 0, have, None, **kept)
-    for term, cell in zip(terms, by_cell, strict=True):
-        check_one_base(term.label, [record for runs in cell for record in runs.records])
+    names = [case.name(arm, arm in _winners(case.claim)) for arm in selected]
+    label = compared = f"{case.rule.get('contrast', 'regret')}, {' - '.join(names)}"
 
-    def measure() -> Measured:
-        right = [arm.right(unit, decoding) for arm in arms]
-        sums = [np.tensordot([term.weight for term in terms], each, axes=1) for each in right]
-        interval = stats.crossed_bootstrap(*sums, n_resamples=evidence.resamples)
+    def measure(arms: Sequence[Runs]) -> Measured:
+        of_cells = zip(*(row for arm in arms for row in arm.records), strict=True)
+        for cell, records in zip(weights, of_cells, strict=True):
+            selection.check_one_base(cell, records)
+        right = [_right(arm.records, decoding) for arm in arms]
+        interval = stats.crossed_bootstrap(*(_weighted(weights, each) for each in right), **case.resampled)
         told = []
-        for arm, each in zip(arms, right, strict=True):
-            means = zip(terms, each.mean(axis=(1, 2)), strict=True)
-            words = ", ".join(f"{term.label} {100 * accuracy:.1f} %" for term, accuracy in means)
-            told.append(f"{arm.name} {words}" if len(arms) > 1 else words)
-        context = f"(n = {interval.n}, detectable {100 * interval.detectable():.1f}); {'; '.join(told)}"
-        return interval, f"{interval.format()} points", context
+        for name, each in zip(names, right, strict=True):
+            means = zip(weights, each.mean(axis=(1, 2)), strict=True)
+            words = ", ".join(f"{cell} {100 * accuracy:.1f} %" for cell, accuracy in means)
+            told.append(f"{name} {words}" if len(names) > 1 else words)
+        return interval, f"{interval.format()} points", f"({_counted(interval)}); {'; '.join(told)}"
 
-    return hold(label, min(len(arm.seeds) for arm in arms), have, measure, **kept)
-
-
-def _floor(claim: Claim, evidence: Evidence, terms: list[_Term]) -> list[Finding]:
-    """Find what an arm has learned, mean of cells, above the untrained base; nothing where no floor is declared."""
-    floor = claim["rule"].get("floor")
-    if floor is None or (evidence.null and floor["of"] not in _winners(claim)):
-        return []
-    terms = [term for term in terms if term.in_floor]
-    arm = _arm(claim, evidence, floor["of"], terms)
-    bases = [evidence.base_of(cell.records[0]) if cell.records else None for cell in arm.runs]
-    have = "; ".join(f"{term.label}: {cell.have}" for term, cell in zip(terms, arm.runs, strict=True))
-    n = 0 if None in bases else len(arm.seeds)
-    if not n:
-        have += f"; {sum(base is not None for base in bases)} of base"
-
-    def measure() -> Measured:
-        weights, decoding = [term.in_floor for term in terms], claim["rule"]["decoding"]
-        both = arm.right(claim["unit"], decoding), _right([[base] for base in bases], decoding)
-        summed, (baseline,) = (np.tensordot(weights, right, axes=1) for right in both)
-        interval = stats.crossed_bootstrap(summed, baseline, n_resamples=evidence.resamples)
-        context = f"from {100 * baseline.mean():.1f} % (n = {interval.n}, detectable {100 * interval.detectable():.1f})"
-        return interval, f"{interval.format()} points", context
-
-    return [hold(f"gain over {floor['to']}, {arm.name}", n, have, measure, bound=float(floor["above"]))]
+    if "decodings" in case.rule:
+        label, has = f"{compared}, {decoding_words(decoding)}", MEASURES["test"].has
+        kept |= {"decoded": lambda row: all(has(run, decoding) for run in row), "least": case.claim["min_seeds"]}
+    arms = [_by_seed(runs, case.claim["unit"]) for runs in selected.values()]
+    have = have_in_cells(weights, selected.values())
+    return hold(label, arms, measure, have=have, decoding=decoding, compared=compared, **kept)
 
 
-def _compared(claim: Claim) -> list[str]:
-    """Return the arms that a rule compares."""
-    rule = claim["rule"]
-    return list(rule["bounds"]) if "bounds" in rule else [rule["of"], rule["to"]]
+def _floor(case: Case, name: str, runs: list[Runs], weights: Weights) -> Finding:
+    """Find what an arm has learned, mean of cells, above the untrained base."""
+    floor, decoding = case.rule["floor"], case.rule["decoding"]
+    bases = [base for cell in runs if cell.records and (base := case.evidence.base_of(cell.records[0]))]
+    arm, have = _by_seed(runs, case.claim["unit"]), have_in_cells(weights, [runs])
+    n = len(arm.records) if len(bases) == len(runs) else 0
+
+    def measure(arms: Sequence[Runs]) -> Measured:
+        right = _right(arm.records, decoding), _right([bases], decoding)
+        summed, (baseline,) = (_weighted(weights, each) for each in right)
+        interval = stats.crossed_bootstrap(summed, baseline, **case.resampled)
+        return interval, f"{interval.format()} points", f"from {100 * baseline.mean():.1f} % ({_counted(interval)})"
+
+    label = f"gain over {floor['to']}, {case.name(name, name in _winners(case.claim))}"
+    have += "" if n else f"; {len(bases)} of base"
+    return hold(label, [arm], measure, n=n, have=have, bound=float(floor["above"]))
+
+
+def _counted(interval: Interval) -> str:
+    return f"n = {interval.n}, detectable {100 * interval.detectable():.1f}"
 
 
 def _winners(claim: Claim) -> tuple[str, ...]:
-    """Return the arms that are favoured: less regret is better, and of a contrast what is said of it."""
+    """Return the arms that are favoured: less regret is better, and so is less dependence on what the cells vary.
+
+    Of a rise from the first cell to the last more is better.
+    """
     rule = claim["rule"]
     if "bounds" in rule:
         return tuple(arm for arm, bound in rule["bounds"].items() if "below" in bound)
-    return (rule["of"] if _MORE_IS_BETTER.get(rule.get("contrast"), False) else rule["to"],)
+    return (rule["of"] if rule.get("contrast") == _RISE else rule["to"],)
 
 
 def _under_other(claim: Claim, decoding: str) -> Claim | None:
@@ -203,12 +176,11 @@ def _under_other(claim: Claim, decoding: str) -> Claim | None:
     return claim | {"rule": kept | {"decodings": (decoding,)}}
 
 
-def _check(claim: Claim) -> None:
-    rule, name = claim["rule"], f"claim {claim['id']}"
-    several = sum(map(len, claim.get("cells", {}).values())) > 1
-    require(several, f"{name}: a rule of kind {rule['kind']} is made over two cells or more")
+def _asks(claim: Claim) -> Asks:
+    rule = claim["rule"]
+    yield len(cells(claim)) > 1, f"a rule of kind {rule['kind']} is made over two cells or more"
     for arm, bound in rule.get("bounds", {}).items():
-        require(len(bound) == 1, f"{name}: regret of {arm}: declare one bound, that it lies below or above")
+        yield len(bound) == 1, f"regret of {arm}: declare one bound, that it lies below or above"
 
 
 def _rule(bounded: bool = False, **own: Schema) -> Rule:
@@ -220,10 +192,68 @@ def _rule(bounded: bool = False, **own: Schema) -> Rule:
         bound = checks.some(("below", "above"), Real)
         return kept | ({"bounds": checks.some(arm, bound)} if bounded else of_two | {"decodings?": list})
 
-    return Rule(_find, schema, check=_check, favours=_winners, under=_under_other)
+    return Rule(_find, schema, asks=_asks, favours=_winners, under=_under_other)
 
 
 _SETTINGS = {"shared": checks.setting, "best": checks.setting}
 INTERACTION = _rule(contrast=CONTRASTS)
 REGRET = _rule(**_SETTINGS)
 REGRETS = _rule(bounded=True, **_SETTINGS)
+
+
+# ---- the optimum
+
+
+def _find_optimum(case: Case) -> list[Finding]:
+    """Find the optimum, and what was learned."""
+    rule, levels = case.rule, cells(case.claim)
+    (selected,) = case.in_cells(["searched"], levels, ["searched"], "curve_points").values()
+    tried = [(value, runs) for (_, where), runs in zip(levels, selected, strict=True) for value in where.values()]
+    if case.null:  # a null has runs at some levels alone
+        tried = [(level, runs) for level, runs in tried if runs.records]
+    groups = [runs.records for _, runs in tried]
+    n, have = min(map(len, groups), default=0), ", ".join(runs.have for runs in selected)
+    if not n:
+        return [] if case.null else [Finding("optimum", 0, have, None)]
+    selection.check_one_base("all levels", [record for records in groups for record in records])
+    scores = curves_of(groups, "validation_greedy")
+
+    def learned(arms: Sequence[Runs]) -> Measured:
+        gains = [np.array([score[-1] - score[0] for score in level]) for level in scores]
+        gain = stats.stratified_bootstrap(gains, **case.resampled)
+        return gain, f"{gain.format()} points", f"(n = {n} a level)"
+
+    def optimum(arms: Sequence[Runs]) -> Measured:
+        target = rule["share"] * max(np.mean([score[-1] for score in level]) for level in scores)
+        needed = [
+            np.array([curves.spent_until(*each, target) for each in zip(*level, strict=True)])
+            for level in zip(curves_of(groups, "completions"), scores, strict=True)
+        ]
+        best = curves.minimum_interval(np.array([level for level, _ in tried], float), needed, case.evidence.resamples)
+        never = [score.max() < target for level in scores for score in level]
+        told = f"n = {n} a level, {sum(never)} of {len(never)} runs never get there"
+        value = f"{best.value:.0f} [{best.low:.0f}, {best.high:.0f}]"
+        return best, value, f"(target {100 * target:.1f} %, {told})"
+
+    arms = [runs for _, runs in tried]
+    gain = hold("gain", arms, learned, have=have, bound=float(rule["gain"]))
+    if case.null:
+        return [gain]
+    least, most = rule["between"]
+    above = hold(f"optimum above {least:g}", arms, optimum, have=have, bound=float(least))
+    below = {"label": f"optimum below {most:g}", "bound": float(most), "side": "below", "context": f"(n = {n})"}
+    return [above, replace(above, **below), gain]
+
+
+def _asks_of_optimum(claim: Claim) -> Asks:
+    rule, levels = claim["rule"], [value for _, where in cells(claim) for value in where.values()]
+    yield len(levels) > 2, f"cells {levels}: a quadratic needs three levels at least."
+    share, (least, most) = rule["share"], rule["between"]
+    well = 0 < share <= 1 and least < most
+    yield well, f"share={share} must lie in (0, 1], and between={[least, most]} must rise."
+
+
+_LEVELS = {"share": Real, "between": [Real], "gain": Real}
+OPTIMUM = Rule(
+    _find_optimum, lambda arm: _LEVELS, arms=("searched",), asks=_asks_of_optimum, favours=lambda claim: ("searched",)
+)

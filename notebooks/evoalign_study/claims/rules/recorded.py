@@ -1,0 +1,119 @@
+"""Rules of numbers that stand in the records: "estimator_bounds", "ledger_bounds", "kl_bounds" and "memory".
+
+The first three hold means of such numbers against given values. "memory" asks how many times less memory one method
+needs than others, by a formula that is held against real steps. A record of kind "memory" has what a step took, counted
+while it ran, beside what the formula gives for it, and what the formula gives for published models. The claim is about
+the latter. No number there is a draw: there is no seed, and what an interval shows is by how much the formula missed a
+step, in either direction on either side of a ratio. The rule favours no arm, for nothing is learned: a null arm takes
+the bytes of the arm whose place it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
+from numbers import Real
+
+from evoalign_lib.analysis import stats
+from evoalign_lib.analysis.arrays import require
+from evoalign_lib.analysis.stats import Interval
+from evoalign_study.claims import checks
+from evoalign_study.claims.checks import Schema
+from evoalign_study.claims.findings import Finding, Measured, Undecided, hold, significant
+from evoalign_study.claims.rules.rule import Asks, Rule
+from evoalign_study.claims.selection import Case, Claim, Record, Runs, cells
+
+QUANTITIES: dict[str, Callable[[Record], float]] = {
+    "absolute_cosine": lambda r: abs(r["estimator"]["cosine"]),
+    "aligned_over_orthogonal_gain": lambda r: r["estimator"]["gain_aligned"] - abs(r["estimator"]["gain_orthogonal"]),
+    "replay_error": lambda r: r["ledger"]["replay_error"],
+    "ledger_bytes_a_step": lambda r: r["ledger"]["bytes"] / r["spec"]["steps"],
+    "gzipped_bytes_a_step": lambda r: r["ledger"]["gzip_bytes"] / r["spec"]["steps"],
+    "k2_relative_bias": lambda r: r["kl"]["k2_token_bias"] / r["kl"]["exact_token_mean"],
+    "k1_over_k3_std": lambda r: r["kl"]["k1_token_std"] / r["kl"]["k3_token_std"],
+    "k3_gradient_cosine": lambda r: r["kl"]["k3_gradient_token_cosine"],
+}
+"""What a rule may ask of a record: numbers computed from its `estimator`, `ledger` or `kl` block."""
+
+
+def _find_means(case: Case) -> list[Finding]:
+    """Find, in each cell, the means of record quantities that should lie below or above given values."""
+    return [
+        hold(f"{cell} {name}".strip(), arms, partial(_mean, case, name), bound=float(bound), side=side)
+        for cell, where in cells(case.claim)
+        for arms in [[*case.select(["treatment"], where).values()]]
+        for side in ("below", "above")
+        for name, bound in case.rule.get(side, {}).items()
+    ]
+
+
+def _mean(case: Case, name: str, arms: Sequence[Runs]) -> Measured:
+    try:
+        values = [QUANTITIES[name](record) for record in arms[0].records]
+    except KeyError as error:
+        raise ValueError(f"a record has no {error}, from which {name!r} is computed") from error
+    interval = stats.bootstrap_mean(values, **case.resampled)
+    return interval, significant(interval), f"(n = {interval.n})"
+
+
+_BOUNDS = checks.some(QUANTITIES, Real)
+BOUNDS = Rule(_find_means, lambda arm: {"below": _BOUNDS, "above?": _BOUNDS}, arms=("treatment",))
+
+
+# ---- memory
+
+
+def _find_memory(case: Case) -> Iterator[Finding]:
+    """Find the ratio of every method's bytes to those of the one that should need less, for each size."""
+    rule, (low, high) = case.rule, case.rule["between"]
+    chosen = case.select([rule["of"], *rule["against"]])
+    error = max((_error(record) for runs in chosen.values() for record in runs.records), default=0.0)
+    for more, size in product(rule["against"], rule["sizes"]):
+        pair, label = [chosen[more], chosen[rule["of"]]], f"{more} over {rule['of']} at {size}".replace("_", " ")
+        n = min(sum(len(record["cells"]) for record in runs.records) for runs in pair)
+        for bound, side in ((low, "above"), (high, "below")):
+            measure, have = partial(_ratio, size, error, rule["error"], n), f"{label}: {n} measured steps"
+            yield hold(f"{label}, {side} {bound:g}", pair, measure, n=n, have=have, bound=bound, side=side)
+
+
+def _ratio(size: str, error: float, most: float, n: int, pair: Sequence[Runs]) -> Measured:
+    """Return the ratio by the formula. Raises Undecided where that misses a step by more than `most`."""
+    more, less = (_published(runs, size) for runs in pair)
+    ratio, spread = more / less, (1 + error) / (1 - error)
+    if error > most:
+        missed = f"the formula misses a step by {100 * error:.1f} %, at most {100 * most:g} % is asked"
+        raise Undecided(f"{ratio:.3g} by the formula; not decided: {missed}")
+    interval = Interval(ratio, ratio / spread, ratio * spread, n)
+    return interval, significant(interval), f"(formula within {100 * error:.1f} % of every step, n = {n})"
+
+
+def _published(runs: Runs, size: str) -> float:
+    """Return the bytes that the formula gives. Raises ValueError where records of one method disagree."""
+    given = {sum(record["published"][size]["bytes"].values()) for record in runs.records}
+    why = f"records of one method give {sorted(given)} bytes for {size}: make them again by one formula"
+    require(len(given) == 1, why)
+    return given.pop()
+
+
+def _error(record: Record) -> float:
+    """Return by how much the formula misses a step of a record at most, as a share of what was measured."""
+    totals = [[sum(cell[part].values()) for part in ("predicted", "measured")] for cell in record["cells"].values()]
+    return max(abs(predicted / measured - 1) for predicted, measured in totals)
+
+
+def _schema(arm: tuple[str, ...]) -> dict[str, Schema]:
+    sizes = {"between": [Real], "sizes": [str], "error": Real}
+    return sizes | {"of": arm, "against": [arm]}
+
+
+def _asks(claim: Claim) -> Asks:
+    rule = claim["rule"]
+    between, error = rule["between"], rule["error"]
+    rising = len(between) == 2 and 0 < between[0] < between[1]
+    yield rising, f"between {between}: declare two ratios above 0, the lower one first"
+    yield 0 < error < 1, f"error {error}: declare a share between 0 and 1"
+    yield rule["against"] and rule["sizes"], "declare at least one method in 'against' and one model in 'sizes'"
+
+
+MEMORY = Rule(_find_memory, _schema, asks=_asks)
