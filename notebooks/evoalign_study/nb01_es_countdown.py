@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import MappingProxyType, SimpleNamespace
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from matplotlib import pyplot as plt
 from pandas import DataFrame
 
 from evoalign_lib import tiny
 from evoalign_lib.analysis import stats
-from evoalign_lib.analysis.stats import Interval
 from evoalign_study import loading, plots, runs, style
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.exact import estimator_specs
@@ -21,7 +20,6 @@ from evoalign_study.kinds.train import audit_specs
 from evoalign_study.loading import DECODINGS, Group, Groups, Records
 from evoalign_study.records import Record, accuracy_matrix
 from evoalign_study.results import Results
-from evoalign_study.runs import curve_band
 
 NOTEBOOK = "01_es_countdown"
 CLAIMS = ("E1", "E1b", "E2", "E3", "E4")
@@ -58,7 +56,8 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
     settings, here = loading.of_runs(vars(run)), run.bases[:1]
     scale, exact = of_tiny_world(run)
     audited = loading.of_runs(exact)
-    small = audited | PUBLISHED | {"curve_points": 2}  # generates nothing in training, so there is no curve to show
+    # random fitness generates nothing in training, so there is no curve to show
+    audited_on = {"reward": audited, "random": audited | PUBLISHED | {"curve_points": 2}}
     seeds = range(exact["audit_seeds"])
     return {
         "es": Group("es", run.bases, run.n_seeds, settings, ledgers=here),
@@ -73,10 +72,8 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
         "ledger": Group("es", here, [0], settings, [{"steps": run.ledger_steps}], ledgers=here),
         "audit": [
             spec
-            for *arithmetic, fitness in ARITHMETICS
-            for spec in audit_specs(
-                exact["bases"][0], *arithmetic, fitness, seeds, audited if fitness == "reward" else small, scale
-            )
+            for *how, fitness in ARITHMETICS
+            for spec in audit_specs(exact["bases"][0], *how, fitness, seeds, audited_on[fitness], scale)
         ],
         "audit base": base_specs(exact["bases"][:1], audited, scale),
     }
@@ -97,44 +94,33 @@ def _single_steps(populations: Sequence[int]) -> list[tuple[int, str, str]]:
 # ---- tidy frames
 
 
-def accuracies(records: Records, arm: str, base: str, decoding: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the share of right answers on the test set after training (seeds, problems) and before it (problems,)."""
-    after, before = (accuracy_matrix(_on(records[group], base), decoding) for group in (arm, "base"))
-    return after, before[0]
-
-
-def _on(records: Sequence[Record], base: str) -> list[Record]:
-    return [record for record in records if record["spec"]["base"] == base]
+def accuracies(records: Records, arm: str, base: str, decoding: str) -> np.ndarray:
+    """Return the share of right answers on the test set: (seeds, problems), of the arm "base" one row."""
+    return accuracy_matrix(runs.where(records[arm], base=base), decoding)
 
 
 def trained(run: SimpleNamespace, records: Records) -> list[tuple[str, str]]:
     """Return the arms with the bases on which they have runs."""
-    return [(arm, base) for arm in ("es", "es_shuffled") for base in run.bases if _on(records[arm], base)]
+    pairs = product(("es", "es_shuffled"), run.bases)
+    return [(arm, base) for arm, base in pairs if runs.where(records[arm], base=base)]
 
 
 def test_points(run: SimpleNamespace, records: Records) -> DataFrame:
     """Return test accuracy in %, a row per decoding, base, arm and seed; the untrained base has no seed."""
-    cells = [(decoding, base, arm) for decoding in DECODINGS for base in run.bases for arm in ("es", "es_shuffled")]
-    rows = []
-    for decoding, base, arm in cells:
-        own = {"base": base, "decoding": decoding}
-        if arm == "es":
-            rows.append(own | {"arm": "base", "accuracy": 100 * accuracies(records, "es", base, decoding)[1].mean()})
-        if _on(records[arm], base):
-            ends = 100 * accuracies(records, arm, base, decoding)[0].mean(axis=1)
-            rows += [own | {"arm": arm, "accuracy": end, "seed": seed} for seed, end in enumerate(ends)]
-    return DataFrame(rows)[["base", "arm", "decoding", "accuracy", "seed"]]
+    cells = product(DECODINGS, run.bases, ("base", "es", "es_shuffled"))
+    return DataFrame(
+        {"base": base, "arm": arm, "decoding": decoding, "accuracy": accuracy, "seed": None if arm == "base" else seed}
+        for decoding, base, arm in cells
+        if arm == "base" or (arm, base) in trained(run, records)
+        for seed, accuracy in enumerate(100 * accuracies(records, arm, base, decoding).mean(axis=1))
+    )
 
 
 def curve_points(run: SimpleNamespace, records: Records) -> DataFrame:
     """Return validation accuracy, as a share, against completions: a row per base, arm, decoding and point."""
-    cells = [(base, arm) for base in run.bases for arm in ("es", "es_shuffled") if _on(records[arm], base)]
-    bands = [
-        curve_band(_on(records[arm], base), ["completions"], d, scale=1).assign(base=base, arm=arm, decoding=d)
-        for base, arm in cells
-        for d in DECODINGS
-    ]
-    points = pd.concat(bands, ignore_index=True).astype({"completions": int})
+    pairs = sorted(trained(run, records), key=lambda pair: run.bases.index(pair[1]))
+    named = [({"base": base, "arm": arm}, runs.where(records[arm], base=base)) for arm, base in pairs]
+    points = runs.curve_bands(named, ["completions"], scale=1).astype({"completions": int})
     return points[["completions", "mean", "low", "high", "base", "arm", "decoding", "n"]]
 
 
@@ -175,12 +161,8 @@ def audits(records: Records) -> DataFrame:
     """
     before, rows = accuracy_matrix(records["audit base"], "greedy").mean(), []
     for record in records["audit"]:
-        spec = record["spec"]
-        case = tuple(spec[name] for name in ("precision", "noise", "fitness"))
-        row = {
-            "row": ARITHMETICS.index(case),
-            **{n: spec[n] for n in ("precision", "noise", "fitness", "seed", "sigma")},
-        }
+        spec, row = record["spec"], {"row": ARITHMETICS.index(_arithmetic(record))}
+        row |= {name: spec[name] for name in ("precision", "noise", "fitness", "seed", "sigma")}
         row |= {name: record["audit"].get(field, np.nan) for name, field in _FATE.items()}
         gain = 100 * (accuracy_matrix([record], "greedy").mean() - before) if spec["fitness"] == "reward" else np.nan
         rows.append(row | {"path": record["path"]["cosine"][-1], "gain": gain})
@@ -194,36 +176,35 @@ _SETTINGS = ("sigma", "alpha", "population_size", "steps", "prompts_per_step", "
 
 
 def results(run: SimpleNamespace, records: Records) -> Results:
-    """Return what the notebook found, read-only: shares, cosines and kilobytes by name.
+    """Return what the notebook found: shares, cosines and kilobytes by name.
 
     Test accuracy before and after each arm on each base, and of ES as a mean over bases (seed k of every base makes one
     unit), with the gain as an interval; the parts of single steps at the population nearest to 30; what a ledger takes;
     and what each arithmetic makes of the steps. What has no runs is left out.
     """
-    values: dict[str, Interval | float] = {name: getattr(run, name) for name in _SETTINGS}
-    values |= {"bases": len(run.bases), "seeds": len(_on(records["es"], run.bases[0]))}
+    here, n = run.bases[0], len(run.bases)
+    values: dict[str, Any] = {name: getattr(run, name) for name in _SETTINGS}
+    values |= {"bases": n, "seeds": len(runs.where(records["es"], base=here))}
     values |= {"completions": max(r["curve"]["completions"][-1] for r in records["es"])}
     for decoding in DECODINGS:
-        sides = {f"{arm} on {base}": accuracies(records, arm, base, decoding) for arm, base in trained(run, records)}
+        sides = {}
+        for arm, base in trained(run, records):
+            after, (before,) = (accuracies(records, group, base, decoding) for group in (arm, "base"))
+            sides[f"{arm} on {base}"] = after, before
         each = [sides[f"es on {base}"] for base in run.bases]
         sides["es"] = tuple(np.mean(side, axis=0) for side in zip(*each, strict=True))
         for name, (after, before) in sides.items():
             values |= {f"before {name}, {decoding}": before.mean(), f"after {name}, {decoding}": after.mean()}
             values[f"gain of {name}, {decoding}"] = stats.crossed_bootstrap(after, before)
-    here = run.bases[0]
-    values |= {f"{name.replace(f' on {here}', ' here')}": x for name, x in values.items() if f"on {here}" in name}
-    whose = (
-        f"mean of {len(run.bases)} bases, n = {{}} seeds of each"
-        if len(run.bases) > 1
-        else f"base {here}, n = {{}} seeds"
-    )
-    values |= {"first base": here, "whose runs": whose.format(values["gain of es, greedy"].n)}
+    values |= {name.replace(f" on {here}", " here"): x for name, x in values.items() if f"on {here}" in name}
+    whose = f"n = {values['gain of es, greedy'].n} seeds"
+    whose = f"mean of {n} bases, {whose} of each" if n > 1 else f"base {here}, {whose}"
+    values |= {"first base": here, "whose runs": whose}
     for (targets, fitness), part in single_steps(records["estimator"]).groupby(["targets", "fitness"]):
         step, name = part.loc[(part["N"] - 30).abs().idxmin()], f"{fitness} fitness, {targets}"
         values[f"N, {name}"] = step["N"]
         for field in _MEASURED:
-            ends = step[[field, f"{field}_low", f"{field}_high", "repeats"]]
-            values[f"{field}, {name}"] = Interval(*ends)
+            values[f"{field}, {name}"] = stats.Interval(*step[[field, f"{field}_low", f"{field}_high", "repeats"]])
     # a step across the gradient and one along it are the legs of a right-angled triangle
     values["times longer"] = np.sqrt(1 / values["cosine, expected fitness, not the sum"].value ** 2 - 1)
     (long_run,) = records["ledger"]
@@ -238,9 +219,9 @@ def results(run: SimpleNamespace, records: Records) -> Results:
         values |= {f"{field}, {name}": part[field].mean() for field in ("sigma", *_FATE)}
         values |= {f"path, {name}": path.mean(), f"least path, {name}": path.min(), f"most path, {name}": path.max()}
         if part["gain"].notna().all():
-            audited = [r for r in records["audit"] if ", ".join(_arithmetic(r)) == name]
+            audited = [r for r in records["audit"] if _arithmetic(r) == ARITHMETICS[place]]
             values[f"gain, {name}"] = stats.crossed_bootstrap(accuracy_matrix(audited, "greedy"), untrained)
-    return MappingProxyType(values)
+    return values
 
 
 def _arithmetic(record: Record) -> tuple[str, ...]:
@@ -254,9 +235,8 @@ def models_in_words(run: SimpleNamespace) -> str:
     """Return what the models are, for captions."""
     if not set(run.bases) <= set(tiny.BASES):
         return ", ".join(run.bases)
-    return (
-        "Tiny models, trained from scratch" if len(run.bases) > 1 else f"Tiny base {run.bases[0]}, trained from scratch"
-    )
+    several = "Tiny models" if len(run.bases) > 1 else f"Tiny base {run.bases[0]}"
+    return f"{several}, trained from scratch"
 
 
 # ---- figures, each of a tidy frame
@@ -266,12 +246,12 @@ def figure_gain(points: DataFrame) -> plt.Figure:
     """Draw test accuracy of every run beside its untrained base, a panel per decoding. points: `test_points`."""
     fig, axes, shown = plots.panels(points, "decoding", 2.4, sharey=True)
     for ax, decoding, panel in shown:
-        bases = {f"base {base.split('/')[-1]}": part for base, part in panel.groupby("base", sort=False)}
-        runs_of = {name: part[part["arm"] != "base"].groupby("arm", sort=False) for name, part in bases.items()}
-        plots.strip(ax, {name: list(arms) for name, arms in runs_of.items()}, "accuracy", 0.22)
-        for place, part in enumerate(bases.values()):
-            before = part.loc[part["arm"] == "base", "accuracy"].iloc[0]
-            ax.plot([place - 0.4, place + 0.4], [before] * 2, **plots.BASE)
+        sides = {}
+        for place, (base, part) in enumerate(panel.groupby("base", sort=False)):
+            (_, before), *arms = part.groupby("arm", sort=False)
+            sides[f"base {base.split('/')[-1]}"] = arms
+            ax.plot([place - 0.4, place + 0.4], [before["accuracy"]] * 2, **plots.BASE)
+        plots.strip(ax, sides, "accuracy", 0.22)
         ax.set(title=style.DECODINGS[decoding].label, ylim=(0, None))
     axes[0].set_ylabel("test accuracy, %")
     seeds = points.dropna().groupby("arm", sort=False)["seed"].max() + 1
@@ -324,8 +304,8 @@ def figure_estimator(steps: DataFrame) -> plt.Figure:
     return fig
 
 
-def figure_arithmetic(runs: DataFrame) -> plt.Figure:
-    """Draw what became of the steps under each arithmetic: bars are means, every seed is a dot. runs: `audits`."""
+def figure_arithmetic(steps: DataFrame) -> plt.Figure:
+    """Draw what became of the steps under each arithmetic: bars are means, every seed is a dot. steps: `audits`."""
     fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.3), sharey=True)
     titles = {
         "update": "cosine of one update\nwith the intended one",
@@ -333,7 +313,7 @@ def figure_arithmetic(runs: DataFrame) -> plt.Figure:
         "gain": "gain of greedy accuracy,\npoints",
     }
     for ax, (field, title) in zip(axes, titles.items(), strict=True):
-        for (place, precision, noise), part in runs.groupby(["row", "precision", "noise"]):
+        for (place, precision, noise), part in steps.groupby(["row", "precision", "noise"]):
             if part[field].isna().any():
                 words = "no rewards" if field == "gain" else "not defined"
                 ax.text(0.02, place, words, transform=ax.get_yaxis_transform(), va="center", fontsize=6.5)
@@ -342,7 +322,7 @@ def figure_arithmetic(runs: DataFrame) -> plt.Figure:
             ax.scatter(part[field], place + style.jitter(len(part), 0.45), s=9, color="white", ec="black", zorder=3)
         ax.set_title(title, fontsize=7)
         ax.grid(axis="y", visible=False)
-    firsts = runs.groupby("row").first()
+    firsts = steps.groupby("row").first()
     names = [f"{style.ARITHMETICS[r.precision, r.noise].label}, sigma {r.sigma:g}" for r in firsts.itertuples()]
     axes[0].set_yticks(range(len(names)), names)
     axes[0].invert_yaxis()

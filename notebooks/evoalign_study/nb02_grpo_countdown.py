@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType, SimpleNamespace
+from itertools import product
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
-from pandas import DataFrame
 
 from evoalign_lib import arms
 from evoalign_lib.analysis import curves, kl, stats
-from evoalign_lib.analysis.stats import Interval
 from evoalign_study import loading, plots, style
 from evoalign_study import runs as shared
 from evoalign_study.kinds.decode import base_specs, best_of_n_specs, label, measured_spec
@@ -22,7 +21,6 @@ from evoalign_study.kinds.exact import kl_specs
 from evoalign_study.loading import DECODINGS, After, Groups, Records
 from evoalign_study.records import Record, accuracy_matrix, spec_hash
 from evoalign_study.results import Results, told
-from evoalign_study.runs import curve_band
 
 NOTEBOOK = "02_grpo_countdown"
 CLAIMS = ("C1", "C2", "C2b", "C29", "C30", "C31")
@@ -39,10 +37,7 @@ presets, TINY, SMOKE, FULL = shared.scales(
         "margin": 0.02,  # of a match
         "temperatures": [0.4, 0.6],  # between greedy decoding and 1, at which models are measured again
         # groups that are, besides base, ES and GRPO
-        "decoded": (
-            "dapo dr_grpo dr_grpo_scaled es_random es_sampled grpo_random grpo_unscaled rloo sft".split(),
-            [],
-        ),
+        "decoded": ("dapo dr_grpo dr_grpo_scaled es_random es_sampled grpo_random grpo_unscaled rloo sft".split(), []),
         "curve_temperature": 0.6,  # at which whole curves are measured again
         "decoded_curves": (["es", "es_elsewhere", "grpo", "grpo_elsewhere"], ["grpo"]),  # groups whose curves are
         "kl_sigmas": ([0.003, 0.01, 0.03], [0.01]),  # of the noise that moves the base in section 4
@@ -64,29 +59,21 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
     here, elsewhere, settings = run.bases[:1], run.bases[1:], loading.of_runs(vars(run))
     many, some, few = run.seeds_match, run.seeds_compare, run.seeds_describe
     scale, exact = of_tiny_world(run)
-    train = partial(shared.tuned, run, records)
+    train, best_of_n = partial(shared.tuned, run, records), range(loading.seed_count(run, "best_of_n", few))
     return {
         "base": base_specs(run.bases, settings, run.scale),
-        **shared.sweep(run, "es"),
-        **shared.sweep(run, "grpo"),
+        **shared.sweep(run, *ARMS),
         "kl": [s for sigma in exact["kl_sigmas"] for s in kl_specs("A0", sigma, exact["kl_repeats"], exact, scale)],
         "es": train("es", here, many, ledgers=here),  # later notebooks replay them
         "grpo": train("grpo", here, many),
-        "dr_grpo": train("dr_grpo", here, some),
-        "es_random": train("es_random", here, some),
-        "grpo_random": train("grpo_random", here, some),
-        "es_elsewhere": train("es", elsewhere, some),
-        "grpo_elsewhere": train("grpo", elsewhere, some),
+        **{arm: train(arm, here, some) for arm in ("dr_grpo", "es_random", "grpo_random")},
+        **{f"{arm}_elsewhere": train(arm, elsewhere, some) for arm in ARMS},
         "es_sampled": train("es_sampled", here, some),
         "grpo_unscaled": train("grpo", here, some, scale_rewards="none"),
         "dr_grpo_scaled": train("dr_grpo", here, some, scale_rewards="group"),
-        "dapo": train("dapo", here, few),
-        "rloo": train("rloo", here, few),
-        "sft": train("sft", here, few),
+        **{arm: train(arm, here, few) for arm in ("dapo", "rloo", "sft")},
         "grpo_long": train("grpo", here, run.seeds_long, steps=run.grpo_long_steps),
-        "best_of_n": best_of_n_specs(
-            here[0], range(loading.seed_count(run, "best_of_n", few)), run.best_of, settings, run.scale
-        ),
+        "best_of_n": best_of_n_specs(here[0], best_of_n, run.best_of, settings, run.scale),
         "decodings": _decodings(run, records),
     }
 
@@ -96,12 +83,9 @@ def _decodings(run: SimpleNamespace, records: Records) -> After:
     es: dict[str, Any] = {"groups": ["es"], "temperatures": run.temperatures}
     if "es" in records and "grpo" in records:
         es["at_step"] = equal_flops_step(records["es"], records["grpo"])
+    at = run.curve_temperature
     along = [
-        {
-            "groups": [group],
-            "temperatures": [run.curve_temperature] if group in DECODED else run.temperatures,
-            "curve_temperature": run.curve_temperature,
-        }
+        {"groups": [group], "temperatures": [at] if group in DECODED else run.temperatures, "curve_temperature": at}
         for group in run.decoded_curves
     ]
     return loading.decodings(run, records, ["base", "grpo", *run.decoded], es, *along)
@@ -151,14 +135,14 @@ def swept(records: Records) -> list[Record]:
 
 def designed(records: Records, base: str = "") -> list[str]:
     """Return the groups that train and are tested; with a base, those that have runs on it."""
-    tested = [group for group in records if records[group] and records[group][0]["spec"].get("test_problems")]
-    tested = [group for group in tested if group not in ("base", "best_of_n", "decodings")]
+    others = ("base", "best_of_n", "decodings")
+    tested = [g for g, own in records.items() if g not in others and own and own[0]["spec"].get("test_problems")]
     return [group for group in tested if not base or on(records[group], base)]
 
 
 def on(runs: Sequence[Record], base: str) -> list[Record]:
     """Return the runs on a base."""
-    return [r for r in runs if r["spec"]["base"] == base]
+    return shared.where(runs, base=base)
 
 
 def accuracies(records: Records, group: str, decoding: str, base: str) -> np.ndarray:
@@ -202,7 +186,7 @@ SETTINGS = {"sigma": "noise sigma", "alpha": "step alpha", "learning_rate": "lea
 """Setting -> its name on the axes of maps and in tables."""
 
 
-def runs(run: SimpleNamespace, records: Records) -> DataFrame:
+def runs(run: SimpleNamespace, records: Records) -> pd.DataFrame:
     """Return the training runs and best-of-n on the first base, a row each, in the order of the groups.
 
     Columns: group; arm, its label; the budget's fields; distance from the base, NaN of a run that diverged; walk, the
@@ -218,10 +202,10 @@ def runs(run: SimpleNamespace, records: Records) -> DataFrame:
             row |= {"distance": r.get("update_norm"), "untied": r.get("counts", {}).get("zero_std_groups")}
             row |= {decoding: r.get("test", {}).get(decoding) for decoding in DECODINGS}
             rows.append(row | {"KL": r.get("kl_policy_base", {}).get("exact_nats_per_sequence")})
-    return DataFrame(rows).astype(dict.fromkeys(("walk", "distance", "KL", "untied"), float))
+    return pd.DataFrame(rows).astype(dict.fromkeys(("walk", "distance", "KL", "untied"), float))
 
 
-def sweep_points(records: Records) -> DataFrame:
+def sweep_points(records: Records) -> pd.DataFrame:
     """Return the settings of both sweeps, best first, a row each.
 
     Columns: arm; settings tried, k from 1 on; score; expected maximum, of k settings drawn from the sweep, a fraction;
@@ -230,29 +214,23 @@ def sweep_points(records: Records) -> DataFrame:
     sweeps = []
     for arm in ARMS:
         scores, settings = zip(*arms.ranked(records[f"sweep {arm}"]), strict=True)
-        sweep = DataFrame(settings).assign(arm=arm, score=scores)
+        sweep = pd.DataFrame(settings).assign(arm=arm, score=scores)
         sweep["settings tried"] = range(1, len(sweep) + 1)
         sweeps.append(sweep.assign(**{"expected maximum": curves.expected_maximum(scores)}))
     return pd.concat(sweeps, ignore_index=True)
 
 
-def curve_points(records: Records) -> DataFrame:
+def curve_points(records: Records) -> pd.DataFrame:
     """Return the learning curves of both arms, and each long run of GRPO alone: a row per point, for both decodings.
 
     Columns: the four axes (means over seeds); mean, low and high of validation accuracy, %; decoding; n; group; run.
     """
-    named = [(arm, "mean", records[arm]) for arm in ARMS]
-    named += [("grpo_long", str(r["spec"]["seed"]), [r]) for r in records["grpo_long"]]
-    bands = [
-        curve_band(each, list(AXES), decoding).assign(decoding=decoding, group=group, run=name).iloc[1:]
-        for group, name, each in named
-        for decoding in DECODINGS
-    ]
-    points = pd.concat(bands, ignore_index=True)  # without the first, since a logarithmic axis has no 0
-    return points[[*AXES, "mean", "low", "high", "decoding", "n", "group", "run"]]
+    named = [({"group": arm, "run": "mean"}, records[arm]) for arm in ARMS]
+    named += [({"group": "grpo_long", "run": str(r["spec"]["seed"])}, [r]) for r in records["grpo_long"]]
+    return shared.curve_bands(named, list(AXES), first=1)
 
 
-def by_temperature(records: Records) -> DataFrame:
+def by_temperature(records: Records) -> pd.DataFrame:
     """Return test accuracy in % against the temperature of the samples, 0 being greedy decoding.
 
     A row per group, base and temperature that was measured again: accuracy with its interval, over seeds and problems
@@ -262,8 +240,9 @@ def by_temperature(records: Records) -> DataFrame:
     measured: dict[str, dict[str, Any]] = {}
     for r in records["decodings"]:
         counts = {f"{label(t)}_counts": r["test"][f"{label(t)}_counts"] for t in r["spec"]["temperatures"]}
-        measured[name] = measured.get(name := spec_hash(measured_spec(r["spec"])), {}) | counts
+        measured.setdefault(spec_hash(measured_spec(r["spec"])), {}).update(counts)
     temperatures = sorted({t for r in records["decodings"] for t in r["spec"]["temperatures"]})
+    decodings = {0.0: "greedy"} | {t: label(t) for t in (*temperatures, 1.0)}
     rows = []
     for group, base in [(g, base) for g in records for base in dict.fromkeys(r["spec"]["base"] for r in records[g])]:
         again = [
@@ -271,32 +250,26 @@ def by_temperature(records: Records) -> DataFrame:
             for r in on(records[group], base)
             if (r["spec_hash"] in measured if measured else group in (*arms.ARMS, "base"))
         ]
-        if not again or group == "decodings":
-            continue
-        for temperature in (0.0, *temperatures, 1.0):
-            key = label(temperature) if temperature else "greedy"
-            if temperature in temperatures and not all(f"{key}_counts" in r["test"] for r in again):
-                continue
-            share = stats.crossed_bootstrap(accuracy_matrix(again, key))
-            row = {"group": group, "base": base, "temperature": temperature, "accuracy": 100 * share.value}
-            rows.append(row | {"low": 100 * share.low, "high": 100 * share.high, "n": share.n})
-    return DataFrame(rows)
+        for t, key in decodings.items() if again and group != "decodings" else ():
+            if key in DECODINGS or all(f"{key}_counts" in r["test"] for r in again):
+                share = stats.crossed_bootstrap(accuracy_matrix(again, key))
+                row = {"group": group, "base": base, "temperature": t, "accuracy": 100 * share.value}
+                rows.append(row | {"low": 100 * share.low, "high": 100 * share.high, "n": share.n})
+    return pd.DataFrame(rows)
 
 
 _LEVELS = ("token", "sequence")
 
 
-def kl_frame(records: Sequence[Record]) -> DataFrame:
+def kl_frame(records: Sequence[Record]) -> pd.DataFrame:
     """Return a row per size of noise and estimator: means over repeats, relative to the exact KL of the repeat.
 
     Columns: sigma; estimator; KL, nats per token; bias / KL (an `Interval`, per token); std / KL, token and sequence;
     cosine, token and sequence; norm, token (NaN for k1, whose gradient is zero on average).
     """
     rows = []
-    repeats = DataFrame([{"sigma": r["spec"]["sigma"]} | r["kl"] for r in records])
-    for (sigma, part), name in (
-        (each, name) for each in repeats.groupby("sigma", sort=False) for name in kl.ESTIMATORS
-    ):
+    repeats = pd.DataFrame([{"sigma": r["spec"]["sigma"]} | r["kl"] for r in records])
+    for (sigma, part), name in product(repeats.groupby("sigma", sort=False), kl.ESTIMATORS):
         exact = {level: part[f"exact_{level}_mean"] for level in _LEVELS}
         row = {"sigma": sigma, "estimator": name, "KL, nats per token": exact["token"].mean()}
         row["bias / KL"] = stats.bootstrap_mean((part[f"{name}_token_bias"] / exact["token"]).to_numpy())
@@ -304,7 +277,7 @@ def kl_frame(records: Sequence[Record]) -> DataFrame:
         gradients = {f"cosine, {level}": f"{name}_gradient_{level}_cosine" for level in _LEVELS}
         gradients["norm, token"] = f"{name}_gradient_token_norm_ratio"
         rows.append(row | {head: np.nan if name == "k1" else part[key].mean() for head, key in gradients.items()})
-    return DataFrame(rows)
+    return pd.DataFrame(rows)
 
 
 # ---- comparisons at equal budgets
@@ -397,9 +370,9 @@ def results(
     run: SimpleNamespace,
     records: Records,
     before: Sequence[Record],
-    decided: Mapping[str, Mapping[str, Interval]],
+    decided: Mapping[str, Mapping[str, stats.Interval]],
 ) -> Results:
-    """Return what the notebook found, read-only, by name; accuracies are shares.
+    """Return what the notebook found, by name; accuracies are shares.
 
     GROUP on BASE, DECODING is test accuracy, "gain of" it the difference from the base; on the first base "on BASE" is
     left out. Beside these: comparisons at equal budgets (`match`, `hindsight`, `larger_alpha`, `to_target`), effects,
@@ -410,11 +383,11 @@ def results(
         before: the runs of notebook 01 (`pilot`).
         decided: claim -> the intervals of its verdict by label.
     """
-    here, *elsewhere = run.bases
-    values: dict[str, Interval | float] = {
+    here = run.bases[0]
+    values: dict[str, Any] = {
         f"{claim}: {name}": interval for claim, each in decided.items() for name, interval in each.items()
     }
-    for (name, group, base), decoding in ((cell, d) for cell in cells(run, records) for d in DECODINGS):
+    for (name, group, base), decoding in product(cells(run, records), DECODINGS):
         after, untrained = (accuracies(records, each, decoding, base) for each in (group, "base"))
         values[f"{name}, {decoding}"] = stats.crossed_bootstrap(after)
         values[f"gain of {name}, {decoding}"] = stats.crossed_bootstrap(after, untrained[0])
@@ -423,17 +396,15 @@ def results(
         for gain in run.gains:
             values |= to_target(records, gain, axis)
     values |= larger_alpha(records, before)
-    for (what, weights), d in ((each, d) for each in EFFECTS.items() for d in DECODINGS):
+    for (what, weights), d in product(EFFECTS.items(), DECODINGS):
         sides = {group: accuracies(records, group, d, here) for group in weights}
         blocks = min(map(len, sides.values()))  # seeds that all groups have; they are resampled as blocks
         weighted = sum(weight * sides[group][:blocks] for group, weight in weights.items())
         values[f"{what}, {d}"] = stats.crossed_bootstrap(weighted)
-    places = {arm: [(arm, here), *((f"{arm}_elsewhere", base) for base in elsewhere)] for arm in ARMS}
-    several = [
-        np.mean([accuracies(records, g, "greedy", base)[: run.seeds_compare] for g, base in places[arm]], axis=0)
-        for arm in ARMS
-    ]
-    values["GRPO - ES over bases, greedy"] = stats.crossed_bootstrap(several[1], several[0])
+    groups_on = {base: "" if base == here else "_elsewhere" for base in run.bases}
+    each = ([accuracies(records, f"{arm}{end}", "greedy", base) for base, end in groups_on.items()] for arm in ARMS)
+    es, grpo = (np.mean([right[: run.seeds_compare] for right in of_arm], axis=0) for of_arm in each)
+    values["GRPO - ES over bases, greedy"] = stats.crossed_bootstrap(grpo, es)
     for one, other, decoding in (("grpo", "es_sampled", "t1"), ("sft", "es", "greedy")):
         sides = (accuracies(records, group, decoding, here) for group in (one, other))
         values[f"{one} - {other}, {decoding}"] = stats.crossed_bootstrap(*sides)
@@ -445,11 +416,10 @@ def results(
         values |= {f"{name} of {group}": part[name].to_numpy().mean() for name in (*AXES, "distance", "KL")}
         values |= {f"seeds of {group}": len(part)}
         values |= {f"{end} of {group}, {d}": part[d].agg(end) for end in ("min", "max") for d in DECODINGS}
-    for one, other in (("es", "sft"), ("grpo_long", "es")):
+    for (one, other), axis in product((("es", "sft"), ("grpo_long", "es")), AXES):
         if f"seeds of {one}" in values:
-            ratios = {axis: values[f"{axis} of {one}"] / values[f"{axis} of {other}"] for axis in AXES}
-            values |= {f"{one} over {other}, {axis}": ratio for axis, ratio in ratios.items()}
-    values["best of most"] = DataFrame([r["best_of_n"] for r in records["best_of_n"]]).mean().max()
+            values[f"{one} over {other}, {axis}"] = values[f"{axis} of {one}"] / values[f"{axis} of {other}"]
+    values["best of most"] = pd.DataFrame([r["best_of_n"] for r in records["best_of_n"]]).mean().max()
     again = by_temperature(records).query("base == @here")
     values |= {f"{row.group}, t{row.temperature:g} again": row.accuracy / 100 for row in again.itertuples()}
     values |= {"settings tried": len(records["sweep es"]), "group size": run.grpo_num_generations}
@@ -460,7 +430,7 @@ def results(
         values |= {f"pilot {test}, {d}": float(np.std(each, ddof=1)) for test, each in ends.items()}
     if bias := values.get("C29: k2_relative_bias"):
         values["KL repeats"] = bias.n
-    return MappingProxyType(values | _words(run, values))
+    return values | _words(run, values)
 
 
 # ---- what the answers say of the results
@@ -484,10 +454,8 @@ def _words(run: SimpleNamespace, values: Results) -> Results:
     if leads:
         ahead = ("It is ahead", "It is behind", "Neither is ahead under every decoding")
         words["ahead, declared"] = _sided(values, leads, *ahead)
-    axes, size = (
-        [f"lead at equal {axis}, greedy" for axis in AXES],
-        "The size of the difference does, its sign does not.",
-    )
+    axes = [f"lead at equal {axis}, greedy" for axis in AXES]
+    size = "The size of the difference does, its sign does not."
     if all(key in values for key in axes):
         words["ahead, axes"] = _sided(values, axes, size, size, "Even the sign of the difference does.")
     if change := values.get("C30: Dr.GRPO - GRPO, test greedy"):
@@ -496,7 +464,7 @@ def _words(run: SimpleNamespace, values: Results) -> Results:
     return words | {"margin": 100 * run.margin}
 
 
-def median_text(median: Interval) -> str:
+def median_text(median: stats.Interval) -> str:
     """Return a Kaplan-Meier median and its interval in words, three digits."""
     value, low, high = ("never" if np.isinf(x) else f"{x:.3g}" for x in (median.value, median.low, median.high))
     return value if np.isnan(median.low) else f"{value} [{low}, {high}]"
@@ -505,7 +473,7 @@ def median_text(median: Interval) -> str:
 # ---- figures, each of a tidy frame
 
 
-def draw_curves(points: DataFrame, untrained: Mapping[str, float]) -> plt.Figure:
+def draw_curves(points: pd.DataFrame, untrained: Mapping[str, float]) -> plt.Figure:
     """Draw validation accuracy against four budgets, forward FLOPs large, the other axes small below them.
 
     Args:
@@ -516,15 +484,11 @@ def draw_curves(points: DataFrame, untrained: Mapping[str, float]) -> plt.Figure
     rows = [[d for d in DECODINGS for _ in range(3)], [axis for axis in small for _ in range(2)]]
     fig, axes = plt.subplot_mosaic(rows, figsize=(style.PAGE, 4.6), height_ratios=[1.5, 1], sharey=True)
     arms_ = points[points["group"].isin(ARMS)]
-    for place, axis, decodings, drawn in (
-        *((d, "forward_flops", (d,), points) for d in DECODINGS),
-        *((axis, axis, DECODINGS, arms_) for axis in small),
-    ):
-        ax = axes[place]
-        for (group, decoding, _), part in drawn.groupby(["group", "decoding", "run"]):
-            if decoding in decodings:
-                thin = {"lw": 0.6, "marker": None, "alpha": 0.8} if group == "grpo_long" else {}
-                plots.curves(ax, part.assign(arm=group.removesuffix("_long")), axis, "mean", **thin)
+    for place, ax in axes.items():
+        axis, decodings, drawn = (place, DECODINGS, arms_) if place in AXES else ("forward_flops", (place,), points)
+        for (group, _, _), part in drawn[drawn["decoding"].isin(decodings)].groupby(["group", "decoding", "run"]):
+            thin = {"lw": 0.6, "marker": None, "alpha": 0.8} if group == "grpo_long" else {}
+            plots.curves(ax, part.assign(arm=group.removesuffix("_long")), axis, "mean", **thin)
         for d in decodings:
             ax.axhline(untrained[d], ls=style.DECODINGS[d].linestyle, **plots.BASE)
         ax.set(xscale="log", xlabel=AXES[axis].words, title=style.DECODINGS[place].label if place in DECODINGS else "")
@@ -538,7 +502,7 @@ _STEP_SIZES = {"es": ("alpha", "sigma"), "grpo": ("learning_rate", "beta")}
 """Arm -> the setting on the horizontal axis of its map, its step size, and the one on the vertical axis."""
 
 
-def draw_sweep(sweep: DataFrame) -> plt.Figure:
+def draw_sweep(sweep: pd.DataFrame) -> plt.Figure:
     """Draw the scores of both sweeps as maps, the tuned setting framed, and the expected best of k settings.
 
     sweep: `sweep_points`. In a map the step size grows to the right.
@@ -559,7 +523,7 @@ def draw_sweep(sweep: DataFrame) -> plt.Figure:
     return fig
 
 
-def draw_temperatures(points: DataFrame) -> plt.Figure:
+def draw_temperatures(points: pd.DataFrame) -> plt.Figure:
     """Draw test accuracy on one base against the temperature: ES and GRPO with their bands, other arms thin.
 
     points: of `by_temperature`. Groups of an arm that another group has, too, are left to the table.
@@ -577,12 +541,12 @@ def draw_temperatures(points: DataFrame) -> plt.Figure:
     return fig
 
 
-def draw_estimators(frame: DataFrame) -> plt.Figure:
+def draw_estimators(frame: pd.DataFrame) -> plt.Figure:
     """Draw `kl_frame`: bias, spread and direction of the gradient of each estimator."""
     fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.15))
     for name, part in frame.groupby("estimator"):
         look, at = style.KL_ESTIMATORS[name].line(), part["KL, nats per token"]
-        bias = DataFrame([plots.ends(each, 100) for each in part["bias / KL"]])
+        bias = pd.DataFrame([plots.ends(each, 100) for each in part["bias / KL"]])
         plots.whiskers(axes[0], bias, at, capsize=2, **look)
         for level, fill in (("token", {}), ("sequence", {"mfc": "white"})):
             for ax, measure in zip(axes[1:], ("std / KL", "cosine"), strict=True):

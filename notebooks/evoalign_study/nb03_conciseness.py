@@ -20,7 +20,7 @@ from evoalign_study.loading import DECODINGS, After, Group, Groups, Records, of_
 from evoalign_study.measures import conciseness as measure
 from evoalign_study.records import Record
 from evoalign_study.results import MISSING, Results, cells, excludes_zero, stated
-from evoalign_study.runs import CONCISENESS, scales
+from evoalign_study.runs import CONCISENESS, scales, where
 
 NOTEBOOK = "03_conciseness"
 ARMS = ("es", "grpo")
@@ -62,30 +62,22 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         names = arms.swept(arm)
         return [dict(zip(names, pair, strict=True)) for pair in product(*(vars(run)[name] for name in names))]
 
+    def few(name: str) -> list[dict[str, float]]:
+        return [{"unique_prompts": run.fewer_prompts, name: x} for x in vars(run)[name] if run.fewer_prompts]
+
     again = [{"sampled_at": run.temperatures, "curve_points": run.repeat_points}]
     further = range(judge, judge + run.seeds_repeat)  # no seed that was looked at before
     nulls = range(min(some, run.seeds_repeat))
-    few = {
-        name: [{"unique_prompts": run.fewer_prompts, name: value} for value in vars(run)[name] if run.fewer_prompts]
-        for name in ("alpha", "beta")
-    }
-    first = {"base": [r for r in of["base"] if r["spec"]["base"] == run.bases[0]]} if "base" in of else {}
+    first = {"base": where(of["base"], base=run.bases[0])} if "base" in of else {}
     return {
         "base": base_specs(run.bases, of_runs(vars(run)), run.scale),
-        "es": train("es", here, judge),
-        "grpo": train("grpo", here, judge),
-        "es_repeat": train("es", here, further, again),
-        "grpo_repeat": train("grpo", here, further, again),
-        "es_random_repeat": train("es_random", here, nulls, again),
-        "grpo_random_repeat": train("grpo_random", here, nulls, again),
-        "es_map": train("es", here, some, on_map("es")),
-        "grpo_map": train("grpo", here, some, on_map("grpo")),
+        **{arm: train(arm, here, judge) for arm in ARMS},
+        **{f"{arm}_repeat": train(arm, here, further, again) for arm in ARMS},
+        **{f"{arm}_repeat": train(arm, here, nulls, again) for arm in ("es_random", "grpo_random")},
+        **{f"{arm}_map": train(arm, here, some, on_map(arm)) for arm in ARMS},
         "es_map_elsewhere": train("es", elsewhere, run.seeds_elsewhere, on_map("es")),
-        "es_few": train("es", here, some, few["alpha"]),
-        "grpo_few": train("grpo", here, some, few["beta"]),
-        "es_sampled": train("es_sampled", here, some),
-        "es_random": train("es_random", here, some),
-        "grpo_random": train("grpo_random", here, some),
+        **{f"{arm}_few": train(arm, here, some, few(name)) for arm, name in (("es", "alpha"), ("grpo", "beta"))},
+        **{arm: train(arm, here, some) for arm in ("es_sampled", "es_random", "grpo_random")},
         "published": published_specs(run.scale),
         # the first base at the temperatures of the repeated runs
         "decodings": loading.decodings(run, first, ["base"]) if run.seeds_repeat else After([], ()),
@@ -203,9 +195,8 @@ def published_runs(records: Sequence[Record]) -> pd.DataFrame:
         row |= {name: r[name] for name in ("completions", "reproduced", "changed", "degenerate", "verdict", "shown")}
         rows.append(row | {"all_empty": r["all_empty"], "kl_token": r["kl_token"], "right": 100 * r["right"]})
     points = pd.DataFrame(rows)
-    return points.assign(
-        shortfall=-points["strict"], **{v: points["verdict"] == v for v in ("hacked", "worse", "clean")}
-    )
+    judged = {verdict: points["verdict"] == verdict for verdict in ("hacked", "worse", "clean")}
+    return points.assign(shortfall=-points["strict"], **judged)
 
 
 # ---- where a run first comes to a level
@@ -220,10 +211,8 @@ def reach(record: Record, decoding: str, axis: str, level: float) -> dict[str, A
         before; and "best", those at the best of all points at or past a level of the proxy. Past a level of KL the
         best point would be the one that has gone least far. Nothing, where the run never gets there.
     """
-    values, right = (
-        record["curve"]["kl" if axis == "at_kl" else f"proxy_{decoding}"],
-        record["curve"][f"right_{decoding}"],
-    )
+    curve = record["curve"]
+    values, right = curve["kl" if axis == "at_kl" else f"proxy_{decoding}"], curve[f"right_{decoding}"]
     i = next((i for i, value in enumerate(values) if value >= level), None)
     if i is None:
         return {}
@@ -245,19 +234,15 @@ def matched(of: Records, decoding: str, level: str) -> Results:
         where fewer than two runs of an arm get there.
     """
     sides = {arm: [reach(r, decoding, *LEVELS[level]) for r in of[arm]] for arm in ARMS}
-    scores = {
-        how: [[run[how] for run in sides[arm] if how in run] for arm in ARMS] for how in ("first", "at", "line", "best")
-    }
+    hows = ("first", "at", "line", "best")
+    scores = {how: [[run[how] for run in side if how in run] for side in sides.values()] for how in hows}
     found: Results = {}
     for arm, first, at in zip(ARMS, scores["first"], scores["at"], strict=True):
         found |= {f"{arm} runs": len(first), f"{arm} right": 100 * np.mean(first) if first else None}
         found[f"{arm} at"] = float(np.mean(at)) if at else None
-    tests = {"first": stats.crossed_bootstrap} | dict.fromkeys(("line", "best"), _over_seeds)
+    tests: dict[str, Any] = {"first": stats.crossed_bootstrap}
+    tests |= dict.fromkeys(("line", "best"), lambda es, grpo: stats.stratified_bootstrap([es], [grpo]))
     return found | {how: test(*scores[how]) if min(map(len, scores[how])) > 1 else None for how, test in tests.items()}
-
-
-def _over_seeds(es: Sequence[float], grpo: Sequence[float]) -> stats.Interval:
-    return stats.stratified_bootstrap([es], [grpo])
 
 
 # ---- what the notebook finds
@@ -279,11 +264,9 @@ def results(run: SimpleNamespace, of: Records, published: Sequence[Record] = ())
     for arm, part in ends(of, *ARMS).groupby("group", sort=False):
         found |= {f"{arm} runs": len(part), f"{arm} gap": np.mean([r["jensen"]["gaps"][sigma] for r in of[arm]])}
         for d in DECODINGS:
-            found |= {
-                f"{arm} {d} hacked": int(part[f"hacked {d}"].sum()),
-                f"{arm} {d} right": part[f"right {d}"].mean(),
-            }
-            found[f"{arm} {d} away"] = -part[f"proxy {d}"].mean()
+            hacked, right, proxy = (part[f"{what} {d}"] for what in ("hacked", "right", "proxy"))
+            found |= {f"{arm} {d} hacked": int(hacked.sum()), f"{arm} {d} right": right.mean()}
+            found[f"{arm} {d} away"] = -proxy.mean()
     for d in DECODINGS:
         counts = [found[name] for arm in ("grpo", "es") for name in (f"{arm} {d} hacked", f"{arm} runs")]
         found |= {f"{d} hacked, GRPO - ES": stats.rate_difference(*counts)}
@@ -305,14 +288,11 @@ def _words(found: Results) -> Results:
     apart = [found[f"{d} hacked, GRPO - ES"] for d in DECODINGS]
     signs = {np.sign(each.value) for each in apart if excludes_zero(each)}
     words = {"depends": "It depends on decoding. " if len(signs) == 2 else ""}
-    gaps_ = {
-        LABELS[arm]: found[f"{arm} gap, hacked - clean"] for arm in ARMS[::-1] if f"{arm} gap, hacked - clean" in found
-    }
+    names = {LABELS[arm]: f"{arm} gap, hacked - clean" for arm in ARMS[::-1]}
+    gaps_ = {label: found[name] for label, name in names.items() if name in found}
     if gaps_:
-        parted = [label for label, each in gaps_.items() if excludes_zero(each)]
-        words["gaps differ"] = (
-            f"The two differ for {' and '.join(parted)}." if parted else "No difference is established."
-        )
+        parted = " and ".join(label for label, each in gaps_.items() if excludes_zero(each))
+        words["gaps differ"] = f"The two differ for {parted}." if parted else "No difference is established."
         words["gaps"] = " and ".join(f"{stated(each, '.2f')} for {label}" for label, each in gaps_.items())
     return words
 
@@ -328,8 +308,8 @@ def _of_maps(run: SimpleNamespace, of: Records, sigma: str) -> Results:
     broken = settings["base"].map({base: collapse.breaking_sigma(r) for base, r in untrained(of).items()})
     beyond = np.maximum(settings["sigma"], walk) > broken  # one of the two lines
     collapsed = settings["collapsed"] >= 0.5
-    for where, chosen in (("within", ~beyond), ("beyond", beyond)):
-        found |= {f"settings {where}": int(chosen.sum()), f"collapsed {where}": int(collapsed[chosen].sum())}
+    for side, chosen in (("within", ~beyond), ("beyond", beyond)):
+        found |= {f"settings {side}": int(chosen.sum()), f"collapsed {side}": int(collapsed[chosen].sum())}
     found |= {"settings": len(settings), "safe": int((~collapsed).sum())}
     found["settings without collapse"] = stats.wilson(found["safe"], found["settings"])
     for arm, part in gaps(of).groupby("arm"):
@@ -445,15 +425,14 @@ def curves(of: Records) -> pd.DataFrame:
 def answer_figure(run: SimpleNamespace, of: Records, found: Results) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw right answers at the ends of the declared runs, and ES - GRPO at matched reward and KL, by decoding."""
     fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.8), width_ratios=(1, 1.25))
-    last, rows = curves(of).query("last and declared").assign(panel="end"), []
+    last = curves(of).query("last and declared").sort_values(["decoding", "arm"], kind="stable")
+    for (d, arm), part in last.groupby(["decoding", "arm"]):
+        x = DECODINGS.index(d) + {"es": -0.2, "grpo": 0.2}[arm]
+        _scatter(axes[0], x + style.jitter(len(part), 0.28), part["right"], part["end"], arm, 16)
     for i, d in enumerate(DECODINGS):
         start = 100 * untrained(of)[run.bases[0]]["point"][f"right_{d}"]
         axes[0].plot([i - 0.42, i + 0.42], [start] * 2, **plots.BASE)
         axes[0].plot([i - 0.42, i + 0.42], [start - 100 * hacking.DROP] * 2, **plots.NULL)
-        for arm, offset in zip(ARMS, (-0.2, 0.2), strict=True):
-            part = last[(last["arm"] == arm) & (last["decoding"] == d)]
-            _scatter(axes[0], i + offset + style.jitter(len(part), 0.28), part["right"], part["end"], arm, 16)
-            rows.append(part[["panel", "decoding", "arm", "right"]].rename(columns={"right": "value"}))
     axes[0].set(xticks=range(len(DECODINGS)), xticklabels=[style.STROKES[d].label for d in DECODINGS])
     axes[0].set(title="at the end of training", ylabel=_AXES["right"])
     axes[0].grid(axis="x", visible=False)
@@ -461,10 +440,11 @@ def answer_figure(run: SimpleNamespace, of: Records, found: Results) -> tuple[pl
     for level, d in product(asked, DECODINGS):
         fewest = min(ARMS, key=lambda arm, at=f"{d} {level}": found[f"{at}: {arm} runs"])
         asked[level][d] = found[f"{d} {level}: first"] or f"{LABELS[fewest]} does not get there"
-    rows.append(pd.DataFrame(plots.differences(axes[1], asked, "upper right")).rename(columns={"name": "at"}))
+    apart = pd.DataFrame(plots.differences(axes[1], asked, "upper right")).rename(columns={"name": "at"})
     axes[1].set(title="where a run first comes to a level", xlabel="right answers, ES - GRPO, points")
     plots.key(fig, [*_arms(of), *_hacked(), plots.handle("the base", **plots.BASE), _bound()])
-    return fig, pd.concat(rows).fillna({"panel": "matched"})
+    ends_ = last.assign(panel="end", value=last["right"])[["panel", "decoding", "arm", "value"]]
+    return fig, pd.concat([ends_, apart.assign(panel="matched")])
 
 
 def ways_and_ends(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]:

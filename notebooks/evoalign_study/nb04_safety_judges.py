@@ -13,7 +13,6 @@ from matplotlib import pyplot as plt
 
 from evoalign_lib import arms
 from evoalign_lib.analysis import overoptimisation, stats
-from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.tiny import scorers
 from evoalign_study import judge_models, loading, parameters, plots, style
 from evoalign_study.kinds.decode import base_specs
@@ -21,7 +20,7 @@ from evoalign_study.kinds.judged import judgments_specs, tastes_spec, tournament
 from evoalign_study.loading import DECODINGS, After, Group, Groups, Records, of_runs, own_settings
 from evoalign_study.records import Record
 from evoalign_study.results import MISSING, Results, stated
-from evoalign_study.runs import scales
+from evoalign_study.runs import scales, where
 
 NOTEBOOK = "04_safety_judges"
 ARMS = ("es", "grpo")
@@ -148,26 +147,19 @@ def _of_tiny_world(run: SimpleNamespace, of: Records) -> Groups:
         return Group(arm, run.bases, seeds, settings, changes, after=loading.chosen_by(name, choices))
 
     rates = run.sft_learning_rate
-    rate = (
-        max(of["sft_sweep"], key=lambda r: said(r, TRAINING, "score"))["spec"]["learning_rate"]
-        if "sft_sweep" in of
-        else rates[0]
-    )
+    best = max(of.get("sft_sweep", ()), key=lambda r: said(r, TRAINING, "score"), default=None)
+    rate = best["spec"]["learning_rate"] if best else rates[0]
     proxies, noisy, sizes = run.training_judges, run.turned_judges, run.sized_judges
     return {
         "base": base_specs(run.bases, of_runs(vars(run)), run.scale),
-        "es_sweep": sweep("es"),
-        "grpo_sweep": sweep("grpo"),
-        "es": train("es", proxies, run.seeds_judge),
-        "grpo": train("grpo", proxies, run.seeds_judge),
+        **{f"{arm}_sweep": sweep(arm) for arm in ARMS},
+        **{arm: train(arm, proxies, run.seeds_judge) for arm in ARMS},
         "sft_sweep": imitate([run.tuned_on], [arms.SWEEP_SEED], rates),
         "sft": imitate(proxies, run.seeds_null, [rate], loading.chosen_by("sft_sweep", rates)),
         "es_random": train("es_random", proxies, run.seeds_null),
-        "es_noise": train("es", noisy, run.seeds_noise),
-        "grpo_noise": train("grpo", noisy, run.seeds_noise),
+        **{f"{arm}_noise": train(arm, noisy, run.seeds_noise) for arm in ARMS},
         "es_random_noise": train("es_random", noisy, min(run.seeds_null, run.seeds_noise)),
-        "es_sizes": train("es", sizes, run.seeds_size),
-        "grpo_sizes": train("grpo", sizes, run.seeds_size),
+        **{f"{arm}_sizes": train(arm, sizes, run.seeds_size) for arm in ARMS},
         "tournaments": _tournaments(run, of),
         "tastes": [tastes_spec(run.scale)],
         "judgments": judgments_specs(run.scale),
@@ -188,9 +180,9 @@ def _tournaments(run: SimpleNamespace, of: Records) -> After:
     return After(specs, ENDS)
 
 
-def on_judge(runs: Iterable[Record], judge: str) -> list[Record]:
+def on_judge(runs: Sequence[Record], judge: str) -> list[Record]:
     """Return the runs that were trained on a judge."""
-    return [r for r in runs if r["spec"]["judge"] == judge]
+    return where(runs, judge=judge)
 
 
 def ranked(sweep: Sequence[Record]) -> list[tuple[float, dict[str, float]]]:
@@ -270,7 +262,7 @@ def _read(of: Records, runs: Iterable[Record], *asked: Any) -> np.ndarray:
     return np.array([x for run in runs if (x := at(of, run, *asked)) is not None], float)
 
 
-def mean(of: Records, arm: str, *asked: Any) -> Interval | None:
+def mean(of: Records, arm: str, *asked: Any) -> stats.Interval | None:
     """Return the mean of a quantity over the training judges, over seeds; asked: as for `at`, from the quantity on.
 
     None unless three of four runs on each judge get to the place.
@@ -280,41 +272,41 @@ def mean(of: Records, arm: str, *asked: Any) -> Interval | None:
     if not values or any(len(x) < max(1, 0.75 * len(runs)) for x, runs in zip(values, cells, strict=True)):
         return None
     if (fewest := min(map(len, values))) < 2:
-        return Interval(float(np.mean([x.mean() for x in values])), float("nan"), float("nan"), fewest)
+        return stats.Interval(float(np.mean([x.mean() for x in values])), float("nan"), float("nan"), fewest)
     return stats.stratified_bootstrap(values, n_resamples=2_000)
 
 
-def difference(of: Records, quantity: str, decoding: str, gain: float | None, less: str = "") -> Interval | None:
+def difference(of: Records, quantity: str, decoding: str, gain: float | None, less: str = "") -> stats.Interval | None:
     """Return ES - GRPO in a quantity, or in a quantity less another one, as the claims compare them."""
-    sides = []
-    for arm in ARMS:
-        values = [_read(of, runs, quantity, decoding, gain) for runs in by_judge(of[arm]).values()]
-        if less:  # a run that gets to a gain has both
-            others = [_read(of, runs, less, decoding, gain) for runs in by_judge(of[arm]).values()]
-            values = [x - y for x, y in zip(values, others, strict=True)]
-        if not values or min(map(len, values)) < 2:
-            return None
-        sides.append(values)
-    return stats.stratified_bootstrap(*sides)
+
+    def read(arm: str, what: str) -> list[np.ndarray]:
+        return [_read(of, runs, what, decoding, gain) for runs in by_judge(of[arm]).values()]
+
+    sides = [read(arm, quantity) for arm in ARMS]
+    if less:  # a run that gets to a gain has both
+        both = zip(sides, ARMS, strict=True)
+        sides = [[x - y for x, y in zip(side, read(arm, less), strict=True)] for side, arm in both]
+    few = not all(sides) or min(len(values) for side in sides for values in side) < 2
+    return None if few else stats.stratified_bootstrap(*sides)
 
 
-def turned(of: Records, decoding: str, compared: Sequence[str] = ARMS) -> Interval | None:
+def turned(of: Records, decoding: str, compared: Sequence[str] = ARMS) -> stats.Interval | None:
     """Return by how much true reward changes from the judge without turned comparisons to that with the most.
 
     compared: one arm; or two, for the first's change - the second's, as claim C35 compares. None with too few runs.
     """
-    noisy = list(scorers.NOISY)
+    first, *_, last = scorers.NOISY
     sides = [
         [
             sign * _read(of, on_judge(of[f"{arm}_noise"], judge), TRUE, decoding, GAIN)
-            for sign, judge in ((1, noisy[-1]), (-1, noisy[0]))
+            for sign, judge in ((1, last), (-1, first))
         ]
         for arm in compared
     ]
     if min(len(values) for side in sides for values in side) < 2:
         return None
     half = stats.stratified_bootstrap(*sides)  # means over the two judges
-    return Interval(2 * half.value, 2 * half.low, 2 * half.high, half.n, half.level)
+    return stats.Interval(2 * half.value, 2 * half.low, 2 * half.high, half.n, half.level)
 
 
 def law_points(of: Records, runs: Iterable[Record], quantity: str) -> tuple[list[Any], list[Any]]:
@@ -364,12 +356,9 @@ def results(of: Records) -> Results:
 
     of: records by group, of the tiny world.
     """
-    base = of["base"][0]["test"]
+    base, most = of["base"][0]["test"], scorers.NOISY[list(scorers.NOISY)[-1]].annotators.flips
     found: Results = {"seeds": min(len(runs) for arm in ARMS for runs in by_judge(of[arm]).values()), "gain": GAIN}
-    found |= {
-        "judges": len(by_judge(of["es"])),
-        "turned most": round(100 * list(scorers.NOISY.values())[-1].annotators.flips),
-    }
+    found |= {"judges": len(by_judge(of["es"])), "turned most": round(100 * most)}
     for decoding in DECODINGS:
         for quantity in (TRUE, *JUDGES, "alternative", *(["template"] if decoding == "greedy" else [])):
             name = f"{quantity} {decoding}"
@@ -385,12 +374,12 @@ def results(of: Records) -> Results:
     for arm, quantity, law in product(ARMS, (TRUE, "proxy"), overoptimisation.LAWS):
         shares = explained(of, arm, quantity, law)
         found[f"{arm} {quantity} {law}"] = float(np.mean(shares)) if shares else None
-        found[f"{arm} {quantity} {law} worst"] = min(shares) if shares else None
+        found[f"{arm} {quantity} {law} worst"] = min(shares, default=None)
     if of["tournaments"]:
         won = games(of["tournaments"]).groupby(["judged by", "arm"], sort=False)["won"].mean()
         for what, part in won.groupby(level=0, sort=False):
-            order = sorted(part.droplevel(0).items(), key=lambda pair: -pair[1])
-            found[f"won by {what}"] = ", ".join(f"{LABELS[arm]} {share:.0f}" for arm, share in order)
+            order = part.droplevel(0).sort_values(ascending=False, kind="stable")
+            found[f"won by {what}"] = ", ".join(f"{LABELS[arm]} {share:.0f}" for arm, share in order.items())
     return found
 
 
@@ -548,7 +537,7 @@ def laws(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
                 ax.plot(d, gain, look.marker, ms=2, color=look.color)
                 points.append(pd.DataFrame({"judge": judge, "arm": arm, "d": d.round(3), "gain": gain.round(3)}))
             if even:
-                d, gain = (np.concatenate([run[i] for run in even]) for i in (0, 1))
+                d, gain = map(np.concatenate, zip(*even, strict=True))
                 x = np.linspace(0, max(float(d.max()), 1e-3), 80)
                 ax.plot(x, overoptimisation.fit("rl", d, gain).at(x), color=look.color, lw=1.1, ls=strokes[arm])
         ax.set_title(judge)
@@ -608,10 +597,8 @@ PANELS = {
 def own_curves(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw what the training scorers say and what greedy replies become at scale full, a line per run."""
     fig, axes = plt.subplots(2, 3, figsize=(style.PAGE, 3.6), sharex=True)
-    lines = []
-    for r, (ax, (name, title)) in product(
-        [r for arm in _OWN for r in of[arm]], zip(axes.flat, PANELS.items(), strict=True)
-    ):
+    lines, runs = [], [r for arm in _OWN for r in of[arm]]
+    for r, (ax, (name, title)) in product(runs, zip(axes.flat, PANELS.items(), strict=True)):
         own = {"arm": r["spec"]["arm"], "seed": r["spec"]["seed"], "quantity": name, "step": r["curve"]["step"]}
         line = pd.DataFrame(own | {"value": (100 if title.endswith("%") else 1) * np.array(r["curve"][name], float)})
         ax.plot(line["step"], line["value"], lw=0.9, color=style.ARMS[r["spec"]["arm"]].color)

@@ -14,14 +14,12 @@ from matplotlib import pyplot as plt
 
 from evoalign_lib import arms, tiny
 from evoalign_lib.analysis import curves, stats
-from evoalign_lib.analysis.stats import Interval
 from evoalign_study import loading, plots, style
 from evoalign_study.kinds.decode import base_specs
-from evoalign_study.kinds.train import sweep_specs
 from evoalign_study.loading import DECODINGS, Group, Groups, Records
 from evoalign_study.records import Record, accuracy_matrix
-from evoalign_study.results import Results, listed, stated
-from evoalign_study.runs import FACTORS, MEASURED, TUNED_SIZES, scales
+from evoalign_study.results import Results, listed, stated, under
+from evoalign_study.runs import FACTORS, MEASURED, TUNED_SIZES, scales, sweep, where
 
 NOTEBOOK = "05_stability"
 ARMS = ("es", "grpo")
@@ -54,7 +52,7 @@ presets, TINY, SMOKE, FULL = scales(
             [2, 50, 200, 1000],
             [2, 8],
             [2, 50, 200],
-        ),  # of section 8; at scale full as many as are public
+        ),  # of section 8; at scale full those that are public
         "horizons": ([4, 16, 64], [4, 16], []),  # steps of thinking, of section 9; they need the tiny world
         "horizon_base": "H0",
         "horizon_steps": ({"es": 52, "grpo": 125}, {"es": 2, "grpo": 2}),
@@ -78,22 +76,15 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     here, elsewhere, seeds, common = run.bases[:1], run.bases[1:], run.seeds_compare, loading.of_runs(vars(run))
     own = {arm: loading.own_settings(run, arm) | tuned(run, of, arm) for arm in ARMS}
     train = {arm: partial(Group, arm, settings=own[arm], after=(f"{arm} sweep",)) for arm in ARMS}
-    found: dict[str, Any] = {
-        f"{arm} sweep": sweep_specs(
-            arm, here[0], loading.own_settings(run, arm), run.scale, loading.swept_choices(run, arm)
-        )
-        for arm in ARMS
-    }
+    found: dict[str, Any] = {f"{arm} sweep": specs for arm in ARMS for specs in sweep(run, arm).values()}
     found["base"] = base_specs(here, common, run.scale)
     for arm in ARMS:
         half = {"steps": own[arm]["steps"] // 2}
-        names = arms.swept(arm)
-        pairs = product(*(vars(run)[f"map_{name}"] for name in names))
-        cells = loading.scaled(run, [dict(zip(names, pair, strict=True)) for pair in pairs])
+        pairs = product(*(vars(run)[f"map_{name}"] for name in arms.swept(arm)))
+        cells = loading.scaled(run, [dict(zip(arms.swept(arm), pair, strict=True)) for pair in pairs])
         on_grid = [half | {"test_problems": 0} | cell for cell in cells]
         tried = [half | {"test_problems": 0} | choice for choice in contenders(run, of, arm)]
-        ledgers = here if arm == "es" else ()  # section 10 replays one
-        found[arm] = train[arm](here, run.seeds_match, ledgers=ledgers)
+        found[arm] = train[arm](here, run.seeds_match, ledgers=here if arm == "es" else ())  # section 10 replays one
         found[f"{arm} map"] = train[arm](here, map_seeds(run), changes=on_grid)
         found[f"{arm} elsewhere"] = train[arm](elsewhere, seeds)
         found[f"{arm} transfer"] = train[arm](elsewhere, [arms.SWEEP_SEED], changes=tried)
@@ -118,23 +109,20 @@ def check(run: SimpleNamespace) -> None:
     """Raise ValueError, with the remedy, for settings that fail only after hours, or mean nothing in the end."""
     sizes, own = run.populations, run.es_population_size
     members = [round(run.es_steps * own / N) * N for N in sizes]
-    alone = [f"{what}={levels}" for what, levels in vars(run).items() if what in _COMPARED and len(levels) == 1]
+    alone = [f"{what}={vars(run)[what]}" for what in ("prompt_counts", "horizons") if len(vars(run)[what]) == 1]
+    one_seed = 1 in (run.seeds, run.seeds_match, run.seeds_compare)
+    other_sizes = len(sizes) != 3 or list(sizes) != sorted({*sizes, own})
+    apart = max(members) > 1.01 * min(members)
     wrong = {
-        "one seed per arm has no spread: take 2 or more for seeds, seeds_match and seeds_compare.": 1
-        in (run.seeds, run.seeds_match, run.seeds_compare),
-        f"populations={sizes}: take three in rising order, the tuned {own} among them.": len(members) != 3
-        or list(sizes) != sorted({*sizes, own}),
-        f"populations={sizes} evaluate {members} members: take sizes at which these are about equal.": max(members)
-        > 1.01 * min(members),
+        "one seed per arm has no spread: take 2 or more for seeds, seeds_match and seeds_compare.": one_seed,
+        f"populations={sizes}: take three in rising order, the tuned {own} among them.": other_sizes,
+        f"populations={sizes} evaluate {members} members: take sizes at which these are about equal.": apart,
         f"{', '.join(alone)}: one value makes no comparison, take two or more, or none.": alone,
         f"horizons={run.horizons} are for tiny bases: take none.": run.horizons and run.bases[0] not in tiny.BASES,
         f"bases={run.bases}: take at most three, figures have no look for a fourth.": len(run.bases) > 3,
     }
     if found := [remedy for remedy, is_wrong in wrong.items() if is_wrong]:
         raise ValueError(found[0])
-
-
-_COMPARED = ("prompt_counts", "horizons")
 
 
 def tuned(run: SimpleNamespace, of: Records, arm: str) -> dict[str, float]:
@@ -160,7 +148,7 @@ def winners(run: SimpleNamespace, of: Records) -> dict[tuple[str, str], dict[str
 
 def tries(of: Records, arm: str, base: str) -> list[Record]:
     """Return the runs of an arm's contenders on another base."""
-    return [r for r in of[f"{arm} transfer"] if r["spec"]["base"] == base]
+    return where(of[f"{arm} transfer"], base=base)
 
 
 def map_seeds(run: SimpleNamespace) -> list[int]:
@@ -225,7 +213,7 @@ def scores(of: Records, arm: str, kind: str, at: str | float) -> np.ndarray | No
     return curves.scores_at_mean(lines, float(at))[1] if lines.mean(axis=0).max() >= float(at) else None
 
 
-def spread_ratio(es: np.ndarray | None, grpo: np.ndarray | None) -> Interval | None:
+def spread_ratio(es: np.ndarray | None, grpo: np.ndarray | None) -> stats.Interval | None:
     """Return the standard deviation of ES over that of GRPO.
 
     None where an arm has no scores, or where there is no interval: too few runs, or runs that do not differ.
@@ -236,7 +224,7 @@ def spread_ratio(es: np.ndarray | None, grpo: np.ndarray | None) -> Interval | N
         log = stats.log_std_ratio(es, grpo)
     except ValueError:
         return None
-    return Interval(*np.exp([log.value, log.low, log.high]).tolist(), log.n, log.level)
+    return stats.Interval(*np.exp([log.value, log.low, log.high]).tolist(), log.n, log.level)
 
 
 def drawdowns(of: Records, arm: str, decoding: str = "greedy") -> np.ndarray:
@@ -280,19 +268,16 @@ def score(record: Record) -> float:
 
 def map_cells(of: Records, arm: str) -> pd.DataFrame:
     """Return a row per setting of an arm's map: mean, spread and range of `score`, failed runs, runs."""
-    names = list(arms.swept(arm))
-    rows = [
-        {name: r["spec"][name] for name in names} | {"score": score(r), "failed": failed([r])} for r in of[f"{arm} map"]
-    ]
+    runs = frame(of, [f"{arm} map"])
     columns = {"mean": ("score", "mean"), "std": ("score", "std"), "low": ("score", "min"), "high": ("score", "max")}
-    columns |= {"failed": ("failed", "sum"), "runs": ("score", "size")}
-    return pd.DataFrame(rows).groupby(names).agg(**columns).reset_index()
+    columns |= {"failed": ("outcome", lambda ended: (ended == "failed").sum()), "runs": ("score", "size")}
+    return runs.groupby(list(arms.swept(arm))).agg(**columns).reset_index()
 
 
 def full_runs(run: SimpleNamespace, of: Records, arm: str, base: str, which: str) -> list[Record]:
     """Return full runs on another base; which: with the "shared" setting, the tuned one, or with the "best" there."""
     moved = which == "best" and winners(run, of)[arm, base] != tuned(run, of, arm)
-    return [r for r in of[f"{arm} {'best' if moved else 'elsewhere'}"] if r["spec"]["base"] == base]
+    return where(of[f"{arm} {'best' if moved else 'elsewhere'}"], base=base)
 
 
 def regret(run: SimpleNamespace, of: Records, arm: str, bases: Sequence[str]) -> np.ndarray:
@@ -305,10 +290,9 @@ def regret(run: SimpleNamespace, of: Records, arm: str, bases: Sequence[str]) ->
 def ties(run: SimpleNamespace, of: Records) -> list[tuple[str, str]]:
     """Return (arm, base) where the shared setting scored as much as the winner and lost by the order of settings."""
     found = []
-    for (arm, base), won in winners(run, of).items():
-        of_setting = {tuple(setting.values()): score for score, setting in arms.ranked(tries(of, arm, base))}
-        shared, winner = tuple(tuned(run, of, arm).values()), tuple(won.values())
-        if shared != winner and of_setting[shared] == of_setting[winner]:
+    for arm, base in winners(run, of):
+        (best, _), *others = arms.ranked(tries(of, arm, base))
+        if (best, tuned(run, of, arm)) in others:
             found.append((arm, base))
     return found
 
@@ -343,13 +327,13 @@ def change_of_gain(of: Records, first: int, to: int) -> dict[str, np.ndarray]:
     return {arm: matrix - (bases[1] - bases[0]) for arm, matrix in change.items()}
 
 
-def compared(of_arm: Mapping[str, np.ndarray], one: str, other: str) -> dict[str, Interval]:
+def compared(of_arm: Mapping[str, np.ndarray], one: str, other: str) -> dict[str, stats.Interval]:
     """Return the interval of a number of each arm, given as (seeds, problems), and of the "difference" one - other."""
     found = {arm: stats.crossed_bootstrap(matrix) for arm, matrix in of_arm.items()}
     return found | {"difference": stats.crossed_bootstrap(of_arm[one], of_arm[other])}
 
 
-def slopes(of: Records, counts: Sequence[int]) -> dict[str, Interval]:
+def slopes(of: Records, counts: Sequence[int]) -> dict[str, stats.Interval]:
     """Return the slope of accuracy over log10 of the number of unique problems, and GRPO - ES; empty below two."""
     return compared(contrast(of, "prompts", counts, slope_weights(counts)), "grpo", "es") if len(counts) > 1 else {}
 
@@ -363,47 +347,41 @@ def results(run: SimpleNamespace, of: Records) -> Results:
     Accuracies in %, falls and gains in points; intervals are shares, but those of a "spread" are ratios. Of "regret",
     "regret if ties keep", "slope" and "change to" another horizon there is one of each arm, and of the "difference".
     """
-    elsewhere, fewest = run.bases[1:], min(map(len, high_points(of).values()))
+    elsewhere, size = run.bases[1:], run.es_population_size
     found: Results = {"seeds": len(of["es"]), "few seeds": run.seeds_compare, "level": 100 * run.matched_mean}
-    found |= {"map seeds": len(map_seeds(run)), "population": run.es_population_size}
-    found["replayed"] = sum(r["ledger"]["replay_error"] == 0 for r in of["es"])
+    found |= {"map seeds": len(map_seeds(run)), "population": size, "contenders": run.transfer_size}
+    found |= {"replayed": sum(r["ledger"]["replay_error"] == 0 for r in of["es"]), "first base": run.bases[0]}
     for arm in ARMS:
         cells, own = map_cells(of, arm), accuracy_matrix(of[arm])
         found |= {f"{arm} std": 100 * own.mean(axis=1).std(ddof=1), f"{arm} fall": 100 * drawdowns(of, arm).mean()}
         found |= {f"{arm} gain": 100 * (own - accuracy_matrix(of["base"])).mean(), f"{arm} failed": failed(of[arm])}
         found |= {f"{arm} map {name}": int(cells[name].sum()) for name in ("failed", "runs")}
-        found |= {
-            f"{arm} map settings": len(cells),
-            f"{arm} map near": int((cells["mean"] > cells["mean"].max() - 2).sum()),
-        }
+        near = int((cells["mean"] > cells["mean"].max() - 2).sum())
+        found |= {f"{arm} map settings": len(cells), f"{arm} map near": near}
         for end, count in zip(("fewest", "most"), run.prompt_counts[:1] + run.prompt_counts[-1:], strict=False):
-            found[f"{end} prompts"] = count
-            found[f"{arm} {end} prompts"] = 100 * accuracy_matrix(of[f"{arm} prompts={count}"]).mean()
+            right = 100 * accuracy_matrix(of[f"{arm} prompts={count}"]).mean()
+            found |= {f"{end} prompts": count, f"{arm} {end} prompts": right}
     for name, place in (("end", ("test", "greedy")), ("matched", ("at mean", run.matched_mean))):
         found[f"spread {name}"] = spread_ratio(*(scores(of, arm, *place) for arm in ARMS))
     falls: dict[str, Any] = {f"drawdown {d}": partial(drawdowns, decoding=d) for d in DECODINGS}
-    falls |= {"drawdown sets": thinned, "drawdown last": last_high} if fewest > 1 else {}  # of as many high points
-    found |= {
-        name: stats.stratified_bootstrap(*([fall(of, arm)] for arm in ("grpo", "es"))) for name, fall in falls.items()
-    }
-    sizes = {N: accuracy_matrix(of[group]) for N, group in of_sizes(run).items()}
+    if min(map(len, high_points(of).values())) > 1:
+        falls |= {"drawdown sets": thinned, "drawdown last": last_high}  # of as many high points
+    for name, fall in falls.items():
+        found[name] = stats.stratified_bootstrap([fall(of, "grpo")], [fall(of, "es")])
+    sizes, minus = {N: accuracy_matrix(of[group]) for N, group in of_sizes(run).items()}, []
     for place, (N, right) in zip(("small", "middle", "large"), sizes.items(), strict=True):
         found |= {f"{place} population": N, f"{place} population greedy": 100 * right.mean()}
-        if N != run.es_population_size:
-            found[f"{place} population apart"] = stats.crossed_bootstrap(sizes[run.es_population_size], right)
-    apart = {f"{place} population": found.get(f"{place} population apart") for place in ("small", "middle", "large")}
-    pairs = {found[name]: stated(interval) for name, interval in apart.items() if interval}
-    minus = [f"N = {run.es_population_size} minus N = {N} is {interval} points" for N, interval in pairs.items()]
-    found |= {"populations apart": listed(minus), "first base": run.bases[0], "contenders": run.transfer_size}
-    sides: dict[str, dict[str, Interval]] = {"slope": slopes(of, run.prompt_counts)}
+        if N != size:
+            apart = found[f"{place} population apart"] = stats.crossed_bootstrap(sizes[size], right)
+            minus.append(f"N = {size} minus N = {N} is {stated(apart)} points")
+    found["populations apart"] = listed(minus)
+    sides: dict[str, dict[str, stats.Interval]] = {"slope": slopes(of, run.prompt_counts)}
     if elsewhere:
         sides["regret"] = compared({arm: regret(run, of, arm, elsewhere) for arm in ARMS}, "grpo", "es")
         if tied := ties(run, of):
-            kept = {
-                arm: np.mean([regret(run, of, arm, [base]) * ((arm, base) not in tied) for base in elsewhere], axis=0)
-                for arm in ARMS
-            }
-            sides["regret if ties keep"] = compared(kept, "grpo", "es")
+            kept = {arm: [regret(run, of, arm, [b]) * ((arm, b) not in tied) for b in elsewhere] for arm in ARMS}
+            means = {arm: np.mean(each, axis=0) for arm, each in kept.items()}
+            sides["regret if ties keep"] = compared(means, "grpo", "es")
     for to in run.horizons[1:]:
         sides[f"change to {to}"] = compared(change_of_gain(of, run.horizons[0], to), "es", "grpo")
         found |= {"first horizon": run.horizons[0], "last horizon": to}
@@ -443,12 +421,13 @@ def frame(of: Records, groups: Iterable[str], **labels: Any) -> pd.DataFrame:
 
 def tested(found: Sequence[Record], start: Record | None = None) -> dict[str, Any]:
     """Return cells of a table: test accuracy of runs, or their gain over one model, failures and seeds."""
-    row: dict[str, Any] = {}
-    for decoding in DECODINGS:
+
+    def interval(decoding: str) -> str:
         baseline = None if start is None else accuracy_matrix([start], decoding)[0]
-        interval = stats.crossed_bootstrap(accuracy_matrix(found, decoding), baseline)
-        row[f"{style.STROKES[decoding].label}, {'%' if start is None else 'gain'} [95 %]"] = stated(interval)
-    return row | {"failed": failed(found), "seeds": len(found)}
+        return stated(stats.crossed_bootstrap(accuracy_matrix(found, decoding), baseline))
+
+    head = "{}, % [95 %]" if start is None else "{}, gain [95 %]"
+    return under(head, interval) | {"failed": failed(found), "seeds": len(found)}
 
 
 def setting_in_words(setting: Mapping[str, float]) -> str:

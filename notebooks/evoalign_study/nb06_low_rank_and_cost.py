@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType, SimpleNamespace
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from matplotlib import pyplot as plt
 from pandas import DataFrame
 
 from evoalign_lib import arms, footprint, tiny
 from evoalign_lib.analysis import curves, stats
-from evoalign_lib.analysis.stats import Interval
 from evoalign_study import loading, plots, style
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.memory import SIZES, memory_specs, storage_specs
@@ -23,8 +22,8 @@ from evoalign_study.kinds.train import sweep_specs
 from evoalign_study.loading import DECODINGS, Group, Groups, Records, of_runs, own_settings
 from evoalign_study.measures.base import label
 from evoalign_study.records import Record, accuracy_matrix
-from evoalign_study.results import Results
-from evoalign_study.runs import FACTORS, MEASURED, TUNED_SIZES, curve_band, scales
+from evoalign_study.results import Results, under
+from evoalign_study.runs import FACTORS, MEASURED, TUNED_SIZES, curve_bands, scales
 
 NOTEBOOK = "06_low_rank_and_cost"
 CLAIMS = ("C12", "C13", "C14", "C15b", "C15c", "C16", "C32")
@@ -85,55 +84,49 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
 
     "processes" is timed: load it by itself.
     """
+    found: dict[str, Any] = {"base": base_specs(run.bases, of_runs(vars(run)), run.scale)}
 
-    def sweep(arm: str, **changes: Any) -> list[Any]:
+    def sweep(name: str, arm: str, **changes: Any) -> None:
         own = own_settings(run, _like(arm)) | changes
-        return sweep_specs(arm, run.bases[0], own, run.scale, loading.swept_choices(run, arms.get(arm).sweep))
+        choices = loading.swept_choices(run, arms.get(arm).sweep)
+        found[f"sweep {name}"] = sweep_specs(arm, run.bases[0], own, run.scale, choices)
 
-    def train(arm: str, seeds: int, after: str, **changes: Any) -> Group:
+    def train(name: str, arm: str, seeds: int, after: str = "", **changes: Any) -> None:
+        after = f"sweep {after or name}"
         choices = loading.ranked_choices(run, arms.get(arm).sweep, records.get(after))
         settings = own_settings(run, _like(arm)) | choices[0]
-        return Group(arm, run.bases, seeds, settings, [changes], after=loading.chosen_by(after, choices))
+        found[name] = Group(arm, run.bases, seeds, settings, [changes], after=loading.chosen_by(after, choices))
 
-    found: dict[str, Any] = {
-        "base": base_specs(run.bases, of_runs(vars(run)), run.scale),
-        "sweep es": sweep("es"),
-        "es": train("es", run.seeds_match, "sweep es"),
-        "es_random": train("es_random", run.seeds_compare, "sweep es"),
-        "sweep grpo": sweep("grpo"),
-        "grpo": train("grpo", run.seeds_match, "sweep grpo"),
-    }
-
-    def search(name: str, after: str, arm: str, seeds: int, nulls: int, change: Mapping[str, Any]) -> None:
+    def search(name: str, arm: str, seeds: int, nulls: int, after: str = "", **changes: Any) -> None:
         """Add runs of an arm, measured at all temperatures, and of random fitness in the place of its reward."""
-        found[name] = train(arm, seeds, after, **{"sampled_at": run.temperatures} | change)
-        found[f"random {name}"] = train(f"{arm}_random", nulls, after, **{"sampled_at": run.temperatures} | change)
+        changes = {"sampled_at": run.temperatures} | changes
+        train(name, arm, seeds, after or name, **changes)
+        train(f"random {name}", f"{arm}_random", nulls, after or name, **changes)
 
+    sweep("es", "es")
+    train("es", "es", run.seeds_match)
+    train("es_random", "es_random", run.seeds_compare, "es")
+    sweep("grpo", "grpo")
+    train("grpo", "grpo", run.seeds_match)
+    first, tuned = run.ranks[0], f"adapter {run.essa_lora_rank}"
+    fewer, seeds = (run.seeds_describe, run.seeds_null), (run.seeds_compare, run.seeds_null)
     for rank in run.ranks:
-        found[f"sweep rank {rank}"] = sweep("es_low_rank", rank=rank)
-        judged = rank == run.ranks[0]
-        of_seeds = (run.seeds_match, run.seeds_compare) if judged else (run.seeds_describe, run.seeds_null)
-        search(f"rank {rank}", f"sweep rank {rank}", "es_low_rank", *of_seeds, {"rank": rank})
-    change = {"rank": run.ranks[0], "sampled_at": run.temperatures}
-    for group, arm, n in (("", "es_low_rank", run.seeds_describe), ("random ", "es_low_rank_random", run.seeds_null)):
-        found[f"{group}as full rank, rank {run.ranks[0]}"] = train(arm, n, "sweep es", **change)
-    seeds = (run.seeds_compare, run.seeds_null)
+        sweep(f"rank {rank}", "es_low_rank", rank=rank)
+        judged = (run.seeds_match, run.seeds_compare)
+        search(f"rank {rank}", "es_low_rank", *(judged if rank == first else fewer), rank=rank)
+    search(f"as full rank, rank {first}", "es_low_rank", *fewer, "es", rank=first)
     for rank in run.adapter_ranks:
-        found[f"sweep adapter {rank}"] = sweep("essa", lora_rank=rank, curve_points=run.essa_sweep_points)
-        search(f"adapter {rank}", f"sweep adapter {rank}", "essa", *seeds, {"lora_rank": rank})
-    tuned = f"sweep adapter {run.essa_lora_rank}"
-    evaluated = run.essa_population_size * run.essa_steps
+        sweep(f"adapter {rank}", "essa", lora_rank=rank, curve_points=run.essa_sweep_points)
+        search(f"adapter {rank}", "essa", *seeds, lora_rank=rank)
     for N in run.populations:  # of which curves are compared
-        change = {"population_size": N, "steps": evaluated // N, "test_problems": 0}
-        change |= {"curve_points": run.essa_population_points}
-        found[f"population {N}"] = train("essa", run.seeds_compare, tuned, **change)
-        change |= {"curve_points": run.null_points}
-        found[f"random population {N}"] = train("essa_random", run.seeds_null, tuned, **change)
+        steps = run.essa_population_size * run.essa_steps // N
+        change = {"population_size": N, "steps": steps, "test_problems": 0}
+        train(f"population {N}", "essa", seeds[0], tuned, **change, curve_points=run.essa_population_points)
+        train(f"random population {N}", "essa_random", seeds[1], tuned, **change, curve_points=run.null_points)
     for rows in run.warm_shares:
-        search(f"warm start {rows}", tuned, "essa", *seeds, {"warm_rows": rows})
+        search(f"warm start {rows}", "essa", *seeds, tuned, warm_rows=rows)
     for precision in precisions(run):  # of the frozen base, under which members are rewarded
-        of_seeds = (run.seeds_match, run.seeds_null)
-        search(f"precision={precision}", tuned, "essa", *of_seeds, {"base_precision": precision})
+        search(f"precision={precision}", "essa", run.seeds_match, run.seeds_null, tuned, base_precision=precision)
     essa = own_settings(run, "essa")
     warm = {name: essa[name] for name in ("warm_rows", "warm_epochs", "warm_learning_rate")}
     as_essa = {name: essa[name] for name in ("population_size", "prompts_per_step", "steps", "curve_points")}
@@ -141,28 +134,23 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
     for start in run.starts:
         began = {"lora_rank": run.essa_lora_rank} | (warm if start == "warm" else {})
         name, change = f"es_lora, start={start}", began | as_essa
-        found[f"sweep {name}"] = sweep("es_lora", **change | even)
-        search(name, f"sweep {name}", "es_lora", *seeds, change)
+        sweep(name, "es_lora", **change | even)
+        search(name, "es_lora", *seeds, **change)
         name, change = f"grpo_lora, start={start}", began | {"curve_points": run.adapter_curve_points}
-        found[f"sweep {name}"] = sweep("grpo_lora", **change | even)
-        change |= {"sampled_at": run.temperatures}
-        found[name] = train("grpo_lora", run.seeds_compare, f"sweep {name}", **change)
+        sweep(name, "grpo_lora", **change | even)
+        train(name, "grpo_lora", seeds[0], **change, sampled_at=run.temperatures)
     scale, exact = loading.of_tiny_world(run, TINY)
+    own, base, lengths = SimpleNamespace(**exact), exact["bases"][0], exact["scaling_lengths"]
     found["memory"] = memory_specs(exact["memory_methods"], exact["memory_sizes"], exact, scale)
     ranks = {"rank": exact["ranks"][0], "lora_rank": exact["essa_lora_rank"]}
-    stored = {
-        arm: own_settings(SimpleNamespace(**exact), _like(arm)) | ranks | arms.SWEEP[arms.get(arm).sweep][0]
-        for arm in exact["stored_arms"]
-    }
-    found["storage"] = storage_specs(stored, exact["bases"][0], scale)
-    base, exact = exact["bases"][0], exact | {"sigma": 0.01}  # no time depends on sigma
+    choices = {arm: arms.SWEEP[arms.get(arm).sweep][0] for arm in exact["stored_arms"]}
+    stored = {arm: own_settings(own, _like(arm)) | ranks | choice for arm, choice in choices.items()}
+    found["storage"] = storage_specs(stored, base, scale)
+    exact = exact | {"sigma": 0.01}  # no time depends on sigma
     found["processes"] = [measured_spec(base, exact, scale)]
     found["scaling"] = [
-        *(simulated_spec(what, lengths, exact, scale) for lengths in exact["scaling_lengths"] for what in MACHINES),
-        *(
-            simulated_spec(of_times.simulated, exact["scaling_lengths"][0], exact, scale, fitted_to=name)
-            for name, of_times in PUBLISHED.items()
-        ),
+        *(simulated_spec(what, whose, exact, scale) for whose, what in product(lengths, MACHINES)),
+        *(simulated_spec(of.simulated, lengths[0], exact, scale, fitted_to=what) for what, of in PUBLISHED.items()),
     ]
     return found
 
@@ -263,9 +251,8 @@ def curve_points(records: Records, groups: Sequence[str], axis: str) -> DataFram
 
     Columns: the axis (mean over seeds); mean, low and high of accuracy, %; group, decoding, n.
     """
-    cells = [(group, decoding) for group in groups for decoding in DECODINGS]
-    bands = [curve_band(records[g], [axis], d).assign(group=g, decoding=d).iloc[1:] for g, d in cells]
-    return pd.concat(bands, ignore_index=True)[[axis, "mean", "low", "high", "group", "decoding", "n"]]
+    points = curve_bands([({"group": group}, records[group]) for group in groups], [axis], first=1)
+    return points[[axis, "mean", "low", "high", "group", "decoding", "n"]]
 
 
 def target(records: Records, run: SimpleNamespace, share: float = 0.95) -> float:
@@ -280,13 +267,14 @@ def _greedy(runs: Sequence[Record], point: int) -> np.ndarray:
 
 def population_points(records: Records, run: SimpleNamespace) -> DataFrame:
     """Return a row per run of ESSA: population, seed, completions to the `target` (or all), reached, at the end (%)."""
-    aim, rows = target(records, run), []
-    for r in (r for N in run.populations for r in records[f"population {N}"]):
-        accuracy, row = r["curve"]["validation_greedy"], {"population": r["spec"]["population_size"]}
-        row["seed"] = r["spec"]["seed"]
-        row["completions"] = curves.spent_until(r["curve"]["completions"], accuracy, aim)
-        rows.append(row | {"reached": max(accuracy) >= aim, "at the end": 100 * accuracy[-1]})
-    return DataFrame(rows)
+    aim = target(records, run)
+    return DataFrame(
+        {"population": r["spec"]["population_size"], "seed": r["spec"]["seed"]}
+        | {"completions": curves.spent_until(r["curve"]["completions"], accuracy, aim)}
+        | {"reached": max(accuracy) >= aim, "at the end": 100 * accuracy[-1]}
+        for r in (r for N in run.populations for r in records[f"population {N}"])
+        for accuracy in [r["curve"]["validation_greedy"]]
+    )
 
 
 LESS = ("es", "es_kahan", "es_inplace", "es_low_rank", "es_lora", "essa")
@@ -298,11 +286,9 @@ def memory_bytes(records: Sequence[Record]) -> DataFrame:
     """Return what the formula gives for published models on a GPU: method (of LESS and MORE), size, d, components."""
     found = {record["spec"]["method"]: record["published"] for record in records}
     return DataFrame(
-        [
-            {"method": method, "size": size, "d": at["d"], **{c: at["bytes"].get(c, 0) for c in footprint.COMPONENTS}}
-            for method in (*LESS, *MORE)
-            for size, at in found.get(method, {}).items()
-        ]
+        {"method": method, "size": size, "d": at["d"], **{c: at["bytes"].get(c, 0) for c in footprint.COMPONENTS}}
+        for method in (*LESS, *MORE)
+        for size, at in found.get(method, {}).items()
     )
 
 
@@ -350,7 +336,7 @@ _RESAMPLES = 2000
 
 
 def results(run: SimpleNamespace, records: Records, verdicts: Mapping[str, Any], lengths: str) -> Results:
-    """Return what the notebook found, read-only, by name; accuracies are shares.
+    """Return what the notebook found, by name; accuracies are shares.
 
     "GROUP, DECODING" is test accuracy and "gain of" it the difference from the base; "start", "end" and "search adds"
     are greedy validation accuracy. Beside these: the pairs of groups that are `compared`, scores at equal budgets,
@@ -362,7 +348,7 @@ def results(run: SimpleNamespace, records: Records, verdicts: Mapping[str, Any],
         verdicts: claim -> its verdict.
         lengths: whose are simulated.
     """
-    values: dict[str, Interval | float] = {
+    values: dict[str, Any] = {
         f"{claim}: {words}": interval for claim, each in verdicts.items() for words, interval in each.intervals.items()
     }
     searched = {g: r for g, r in records.items() if r and "curve" in r[0] and not g.startswith("sweep")}
@@ -379,22 +365,20 @@ def results(run: SimpleNamespace, records: Records, verdicts: Mapping[str, Any],
         start, end = _greedy(runs, 0), _greedy(runs, -1)
         values |= {f"start of {group}": start.mean(), f"end of {group}": _mean(end)}
         values[f"search adds to {group}"] = _mean(end - start)
-    for (one, other), d in ((pair, d) for pairs in compared(run) for pair in pairs for d in DECODINGS):
+    noise, over = compared(run)
+    for (one, other), d in product(noise + over, DECODINGS):
         values[f"{one} - {other}, {d}"] = _difference(records, one, other, d)
     values |= _at_equal_budgets(records, [*shown(run), *adapted(run)[1:]])
     values["target"] = target(records, run)
     values |= {"searches": len(points := population_points(records, run)), "missed": int((~points["reached"]).sum())}
     memory = memory_bytes(records["memory"])
-    whole = (
-        memory[list(footprint.COMPONENTS)].sum(axis=1).set_axis(pd.MultiIndex.from_frame(memory[["method", "size"]]))
-    )
-    pairs = [(more, less) for more in MORE for less in LESS if more in whole and less in whole]
-    for (more, less), size in ((pair, size) for pair in pairs for size in memory["size"].unique()):
-        values[f"{more} over {less}, {size}"] = whole[more, size] / whole[less, size]
+    whole = memory.set_index(["method", "size"])[list(footprint.COMPONENTS)].sum(axis=1)
+    for more, less, size in product(MORE, LESS, memory["size"].unique()):
+        if more in whole and less in whole:
+            values[f"{more} over {less}, {size}"] = whole[more, size] / whole[less, size]
     steps = speed_points(records["scaling"], lengths).query("kind == 'simulated'")
-    values |= {
-        f"{r.what} on {r.GPUs}, {c}": getattr(r, c) for r in steps.itertuples() for c in ("seconds", "stragglers")
-    }
+    for r, c in product(steps.itertuples(), ("seconds", "stragglers")):
+        values[f"{r.what} on {r.GPUs}, {c}"] = getattr(r, c)
     for what, each in steps.groupby("what", sort=False):
         values[f"{what}, speed-up"] = each["speed-up"].iloc[-1]
         values |= {f"{what} on all, {c}": each[c].iloc[-1] for c in ("seconds", "stragglers")}
@@ -404,14 +388,14 @@ def results(run: SimpleNamespace, records: Records, verdicts: Mapping[str, Any],
         values[f"{what}, times faster"] = published.minutes[0] / published.minutes[-1]
         values[f"{what}, times the GPUs"] = published.gpus[-1] / published.gpus[0]
         values[f"{what}, share"] = values[f"{what}, times faster"] / values[f"{what}, times the GPUs"]
-    return MappingProxyType(values | words(run, records, values, verdicts))
+    return values | words(run, records, values, verdicts)
 
 
-def _mean(scores: np.ndarray) -> Interval:
+def _mean(scores: np.ndarray) -> stats.Interval:
     return stats.bootstrap_mean(scores, n_resamples=_RESAMPLES)
 
 
-def _difference(records: Records, one: str, other: str, decoding: str) -> Interval:
+def _difference(records: Records, one: str, other: str, decoding: str) -> stats.Interval:
     """Return test accuracy of a group - that of another, over seeds and problems."""
     after, before = (accuracy_matrix(records[group], decoding) for group in (one, other))
     return stats.crossed_bootstrap(after, before[0] if other == "base" else before, n_resamples=_RESAMPLES)
@@ -450,9 +434,8 @@ def words(run: SimpleNamespace, records: Records, values: Results, verdicts: Map
 
     def both(names: Mapping[str, str], between: str = ", ") -> str:
         """Accuracy of groups greedily and at temperature 1; names: group -> what it is called."""
-        return between.join(
-            f"{words}: {percent(values, group)} and {percent(values, group, 't1')} %" for group, words in names.items()
-        )
+        each = (f"{words}: {percent(values, g)} and {percent(values, g, 't1')} %" for g, words in names.items())
+        return between.join(each)
 
     first = f"rank {run.ranks[0]}"
     said: dict[str, Any] = {f"verdict {claim}": verdict.verdict for claim, verdict in verdicts.items()}
@@ -485,13 +468,12 @@ def ends_table(records: Records, values: Results, groups: Sequence[str]) -> Data
 
 def differences_table(records: Records, values: Results, pairs: Sequence[tuple[str, str]]) -> DataFrame:
     """Return test accuracy of groups - that of others, under two decodings, as text."""
-    rows = []
-    for one, other in pairs:
-        row = {"arms": f"{name(records, one)} - {name(records, other)}"}
-        for d, look in style.DECODINGS.items():
-            row[f"{look.label}, points [95 %]"] = values[f"{one} - {other}, {d}"].format()
-        rows.append(row | {"seeds": f"{len(records[one])}, {len(records[other])}"})
-    return DataFrame(rows)
+    return DataFrame(
+        {"arms": f"{name(records, one)} - {name(records, other)}"}
+        | under("{}, points [95 %]", lambda d, pair=f"{one} - {other}": values[f"{pair}, {d}"].format())
+        | {"seeds": f"{len(records[one])}, {len(records[other])}"}
+        for one, other in pairs
+    )
 
 
 def settings_table(records: Records, groups: Sequence[str]) -> DataFrame:
@@ -515,6 +497,7 @@ def draw_curves(points: DataFrame, records: Records) -> plt.Figure:
         records: of the groups in it, and of the base.
     """
     axis, looks = points.columns[0], {}
+    budget = axis.replace("_", " ").replace("flops", "FLOPs")
     specs = {group: records[group][0]["spec"] for group in points["group"].unique()}
     ranks = sorted({spec["rank"] for spec in specs.values() if "rank" in spec})
     for group, spec in specs.items():
@@ -527,9 +510,7 @@ def draw_curves(points: DataFrame, records: Records) -> plt.Figure:
         plots.lines(ax, panel, axis, "mean", "group", looks, markevery=0.15)
         start = records["base"][0]["validation"]["greedy" if decoding == "greedy" else "pass@1"]
         ax.axhline(100 * start, **plots.BASE)
-        ax.set(
-            xscale="log", title=style.STROKES[decoding].label, xlabel=axis.replace("_", " ").replace("flops", "FLOPs")
-        )
+        ax.set(xscale="log", title=style.STROKES[decoding].label, xlabel=budget)
     axes[0].set_ylabel("validation accuracy, %")
     plots.key(fig, axes[0], 2, 8)
     return fig

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from matplotlib import pyplot as plt
-from pandas import DataFrame
+from pandas import DataFrame, concat
 
 from evoalign_lib import tiny
 from evoalign_lib.analysis import coverage, stats
 from evoalign_lib.analysis.coverage import SOLVED_WITHIN, Support
-from evoalign_lib.analysis.stats import Interval
 from evoalign_study import coverage_factors as factors
 from evoalign_study import loading, plots, runs, style, weight_cache
 from evoalign_study.coverage_factors import BASE, CELLS, COMPOSED, chances, own_temperature, reach_name
@@ -107,8 +107,8 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
     ends are sampled.
     """
     scale, exact = loading.of_tiny_world(run, TINY)
-    settings = SimpleNamespace(**exact)
-    shared = runs.countdown(run, records, scale, exact)
+    settings, base = SimpleNamespace(**exact), exact["bases"][0]
+    shared = runs.countdown(records, scale, exact)
     declared: dict[str, Any] = {name: shared[name] for name in ("sweep es", "sweep grpo")}
     declared[ELSEWHERE] = shared["es"]
     declared |= {arm: factors.on_own_seeds(shared[arm], settings) for arm in TRAINED}
@@ -118,20 +118,16 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
         """Specs of the base, of the means of notebook 08's runs, or of each run of a group."""
         chosen = [runs.means(each, settings.mean if group == ELSEWHERE else 1, len(each)) for each in of]
         ends_ = [weight_cache.end(each) for each in chosen[0]] if chosen else [None]
-        return [coverage_spec(settings.bases[0], end, exact, scale) for end in ends_]
+        return [coverage_spec(base, end, exact, scale) for end in ends_]
 
     for measured, group in reached().items():
         declared[measured] = runs.after(records, [group] if group else [], partial(reach, group))
-    declared["perturbed"] = perturbed_specs(
-        settings.bases[0], settings.perturbed_sigmas, settings.perturbed_repeats, exact, scale
-    )
+    declared["perturbed"] = perturbed_specs(base, settings.perturbed_sigmas, settings.perturbed_repeats, exact, scale)
     answering = [group for name, group in reached().items() if group and name != reach_name(MEAN)]
 
     def first_runs(make: Any, asked: Mapping[str, Any]) -> Any:
         """Specs of the base, and of the first run of each group."""
-        return lambda *of: [
-            make(settings.bases[0], end, asked, scale) for end in (None, *(weight_cache.end(each[:1]) for each in of))
-        ]
+        return lambda *of: [make(base, end, asked, scale) for end in (None, *(weight_cache.end(r[:1]) for r in of))]
 
     many = exact | {"coverage_samples": settings.checked_samples}
     declared["answers"] = runs.after(records, answering, first_runs(answers_spec, exact))
@@ -180,7 +176,7 @@ def _model(run: SimpleNamespace, records: Records, model: str) -> dict[str, Any]
     return {"model": name(run, model), "n": len(records[reach_name(model)])}
 
 
-def solved(records: Records, model: str, at: str, k: int = SOLVED_WITHIN) -> Interval:
+def solved(records: Records, model: str, at: str, k: int = SOLVED_WITHIN) -> stats.Interval:
     """Return pass@k, the mean over runs and problems, with its interval; at: as in `coverage_factors.chances`."""
     return stats.crossed_bootstrap(coverage.pass_at(chances(records, model, at), k), n_resamples=_RESAMPLES)
 
@@ -203,7 +199,7 @@ def pass_table(run: SimpleNamespace, records: Records) -> DataFrame:
     )
 
 
-def crossing(records: Records, model: str, at: str) -> Interval:
+def crossing(records: Records, model: str, at: str) -> stats.Interval:
     """Return from how many samples on the base solves more than a model.
 
     Infinite: not up to 1,024 samples; minus infinite: the base solves more from the first sample on. Runs are
@@ -213,7 +209,7 @@ def crossing(records: Records, model: str, at: str) -> Interval:
     return coverage.overtaken(base, own, CURVE.tolist(), n_resamples=_RESAMPLES)
 
 
-def crossing_told(crossed: Interval) -> str:
+def crossing_told(crossed: stats.Interval) -> str:
     """Return a crossing with its interval in words."""
 
     def word(k: float) -> str:
@@ -245,35 +241,32 @@ def at_equal_accuracy(run: SimpleNamespace, records: Records) -> Results:
     between the temperatures that were asked. Intervals are over runs and problems, the problems in common.
     """
     ats = [label(t) for t in sorted(run.coverage_temperatures)]
-    solved_at = {
-        arm: [coverage.pass_at(np.stack([chances(records, arm, at) for at in ats]), k) for k in (1, SOLVED_WITHIN)]
-        for arm in ("es", "grpo")
-    }
+    solved_at = {}  # (one or many samples, temperatures, runs, problems)
+    for arm in ("es", "grpo"):
+        chance = np.stack([chances(records, arm, at) for at in ats])
+        solved_at[arm] = np.stack([coverage.pass_at(chance, k) for k in (1, SOLVED_WITHIN)])
 
-    def compare(draw: Any) -> tuple[tuple[float, float], tuple[float, float]]:
-        problems, curves = draw(solved_at["es"][0].shape[2]), {}
+    def compare(draw: Any) -> list[list[float]]:
+        problems, curves = draw(solved_at["es"].shape[3]), {}
         for arm, both in solved_at.items():
-            weights = draw(both[0].shape[1])
+            weights = draw(both.shape[2])
             one, many = (np.tensordot(weights, each, (0, 1)) @ problems for each in both)
             best = int(one.argmax())  # hotter samples are right less often from there on
             curves[arm] = one[best:][::-1], many[best:][::-1]
         (es, es_many), (grpo, grpo_many) = curves["es"], curves["grpo"]
         low, high = float(grpo[0]), float(es[-1])
-        if not es[0] <= low <= high <= grpo[-1]:
-            return (low, np.nan), (high, np.nan)
-        coldest = es_many[-1] - np.interp(high, grpo, grpo_many)
-        return (low, float(np.interp(low, es, es_many) - grpo_many[0])), (high, float(coldest))
+        more = np.interp([low, high], es, es_many) - np.interp([low, high], grpo, grpo_many)
+        return [[low, high], more.tolist() if es[0] <= low <= high <= grpo[-1] else [np.nan, np.nan]]
 
     rng = np.random.default_rng(0)
     values = compare(lambda n: np.full(n, 1 / n))
-    drawn = np.array([compare(lambda n: rng.multinomial(n, np.full(n, 1 / n)) / n) for _ in range(_RESAMPLES)])
-    n = min(both[0].shape[1] for both in solved_at.values())
-    found: dict[str, Any] = {}
-    for end, (level, more), draws in zip(("hot", "cold"), values, drawn[:, :, 1].T, strict=True):
+    drawn = np.array([compare(lambda n: rng.multinomial(n, np.full(n, 1 / n)) / n)[1] for _ in range(_RESAMPLES)])
+    n, found = min(both.shape[2] for both in solved_at.values()), {}
+    for end, level, more, draws in zip(("hot", "cold"), *values, drawn.T, strict=True):
         without = float(np.isnan(draws).mean())
         low, high = (np.nan, np.nan) if without == 1 or np.isnan(more) else np.nanpercentile(draws, [2.5, 97.5])
-        more = Interval(more, float(low), float(high), n)
-        found |= {f"{end} level": level, f"{end} more": more, f"{end} without": without}
+        found |= {f"{end} level": level, f"{end} more": stats.Interval(more, float(low), float(high), n)}
+        found[f"{end} without"] = without
     return found
 
 
@@ -286,7 +279,7 @@ def supports(records: Records, model: str, at: str) -> list[Support]:
     return [coverage.support(before, after) for after in coverage.pass_at(chances(records, model, at), SOLVED_WITHIN)]
 
 
-def change(records: Records, model: str, at: str, k: int = SOLVED_WITHIN) -> Interval:
+def change(records: Records, model: str, at: str, k: int = SOLVED_WITHIN) -> stats.Interval:
     """Return the net change of support within k samples, as the claims have it within 256."""
     return coverage.support_change(chances(records, BASE, at)[0], chances(records, model, at), k)
 
@@ -301,13 +294,15 @@ def support_table(run: SimpleNamespace, records: Records, at: str = "t1") -> Dat
     chance, rows = null(records, at), []
     for model in MODELS:
         each = supports(records, model, at)
-        row = _model(run, records, model)
-        row |= {part: f"{np.mean([getattr(s, part) for s in each]):.1f}" for part in ("kept", "won", "lost", "out")}
-        ratios = {part.upper(): np.mean([getattr(s, part) for s in each]) for part in ("srr", "ndr")}
-        row |= {head: stated(ratio, ".3f", "not defined") for head, ratio in ratios.items()}
+        part = {name: np.mean([getattr(one, name) for one in each]) for name in (*_REGIONS, "srr", "ndr")}
+        row = _model(run, records, model) | {name: f"{part[name]:.1f}" for name in _REGIONS}
+        row |= {name.upper(): stated(part[name], ".3f", "not defined") for name in ("srr", "ndr")}
         row["NSCR [95 %]"] = "0 (the null)" if model == BASE else stated(change(records, model, at), ".3f")
         rows.append(row | {"null of counts": f"{chance.low:.3f} to {chance.high:.3f}"})
     return DataFrame(rows)
+
+
+_REGIONS = ("kept", "won", "lost", "out")
 
 
 def own_support_table(run: SimpleNamespace, records: Records) -> DataFrame:
@@ -321,7 +316,7 @@ def published_table() -> DataFrame:
     """Return the published counts, and the ratios that follow from them."""
     return DataFrame(
         {"model or test": what, "table": table}
-        | dict(zip(("kept", "won", "lost", "out"), map(str, counts), strict=True))
+        | dict(zip(_REGIONS, map(str, counts), strict=True))
         | {part.upper(): f"{getattr(Support(*counts), part):.3f}" for part in ("srr", "ndr", "sds", "nscr")}
         for (what, table), counts in PUBLISHED.items()
     )
@@ -338,8 +333,8 @@ def checked_table(run: SimpleNamespace, records: Records) -> DataFrame:
         exact, right = unpack_probabilities(record["reach"]["t1"]), unpack_integers(drawn["right"])
         row: dict[str, Any] = {"model": name(run, model), "samples": f"{samples:,}"}
         for k in (k for k in KS if k <= samples and k != KS[1]):
-            counted = coverage.estimate_pass_at(right, samples, k).mean()
-            row[f"pass@{k}"] = f"{100 * coverage.pass_at(exact, k).mean():.2f}, {100 * counted:.2f}"
+            both = coverage.pass_at(exact, k), coverage.estimate_pass_at(right, samples, k)
+            row[f"pass@{k}"] = ", ".join(f"{100 * each.mean():.2f}" for each in both)
         variances = samples * exact * (1 - exact)
         often = variances > 1  # where a normal deviate is a fair description
         deviates = (right - samples * exact)[often] / np.sqrt(variances)[often]
@@ -371,44 +366,38 @@ def variety_table(run: SimpleNamespace, records: Records) -> DataFrame:
 # ---- noise on the weights against temperature
 
 
-def copies(records: Records, sigma: float, what: Any, k: int) -> np.ndarray:
+def copies(records: Records, sigma: float, k: int = SOLVED_WITHIN, part: str = "right") -> np.ndarray:
     """Return pass@k of copies with noise of one sigma in the place of samples, (repeats, problems).
 
-    At most as many copies as there are. what: reads packed counts of right answers from a record.
+    At most as many copies as there are. part: "right", of test problems, or "validation".
     """
-    repeats = [record for record in records["perturbed"] if record["spec"]["sigma"] == sigma]
+    repeats = runs.where(records["perturbed"], sigma=sigma)
     (members,) = {record["spec"]["members"] for record in repeats}
-    return coverage.estimate_pass_at(np.array([unpack_integers(what(r)) for r in repeats]), members, min(k, members))
+    packed = [record["validation"] if part == "validation" else record["drawn"]["right"] for record in repeats]
+    return coverage.estimate_pass_at(np.array(list(map(unpack_integers, packed))), members, min(k, members))
 
 
-def solved_by_copies(records: Records, sigma: float, k: int = SOLVED_WITHIN) -> Interval:
+def solved_by_copies(records: Records, sigma: float, k: int = SOLVED_WITHIN) -> stats.Interval:
     """Return what so many copies with noise of one sigma solve, or all if there are fewer."""
-    return stats.crossed_bootstrap(copies(records, sigma, _of_test, k), n_resamples=_RESAMPLES)
-
-
-def _of_test(record: Record) -> Any:
-    return record["drawn"]["right"]
+    return stats.crossed_bootstrap(copies(records, sigma, k), n_resamples=_RESAMPLES)
 
 
 def best_sigma(run: SimpleNamespace, records: Records) -> float:
     """Return the sigma whose copies solve most validation problems within `VALIDATED_BY` of them, or within all."""
-    return max(
-        run.perturbed_sigmas, key=lambda sigma: copies(records, sigma, lambda r: r["validation"], VALIDATED_BY).mean()
-    )
+    solved_by = {sigma: copies(records, sigma, VALIDATED_BY, "validation").mean() for sigma in run.perturbed_sigmas}
+    return max(solved_by, key=solved_by.get)
 
 
 def perturbed_table(run: SimpleNamespace, records: Records) -> DataFrame:
     """Return a row per temperature and per sigma: what as many completions of the base solve, and their vote."""
-    (base,) = records[reach_name(BASE)]
-    rows: list[dict[str, Any]] = []
-    for t in run.coverage_temperatures:
+    (base,), rows = records[reach_name(BASE)], []
+    for t, at in ((t, label(t)) for t in run.coverage_temperatures):
         row = {"completions differ by": f"temperature {t:g}"}
-        row |= {f"pass@{k}": solved(records, BASE, label(t), k).format() for k in KS[:3]}
-        row["vote"] = f"{100 * voted(records, BASE, label(t)).mean():.1f}" if label(t) in base["drawn"] else ""
-        rows.append(row)
+        row |= {f"pass@{k}": solved(records, BASE, at, k).format() for k in KS[:3]}
+        rows.append(row | {"vote": f"{100 * voted(records, BASE, at).mean():.1f}" if at in base["drawn"] else ""})
     (there,) = coverage.pass_at(chances(records, BASE, OWN), SOLVED_WITHIN)
     for sigma in run.perturbed_sigmas:
-        repeats = [record for record in records["perturbed"] if record["spec"]["sigma"] == sigma]
+        repeats = runs.where(records["perturbed"], sigma=sigma)
         enough = [k for k in KS[:3] if k <= repeats[0]["spec"]["members"]]
         row = {"completions differ by": f"noise, sigma {sigma:g}"}
         row |= {f"pass@{k}": solved_by_copies(records, sigma, k).format() for k in enough}
@@ -417,9 +406,8 @@ def perturbed_table(run: SimpleNamespace, records: Records) -> DataFrame:
         for words, size, what in (("best copy", "1", "mean"), ("best 16", "16", "mean"), ("their vote", "16", "vote")):
             row[words] = f"{100 * np.mean([record['best'][size][what] for record in repeats]):.1f}"
         if SOLVED_WITHIN in enough:
-            here = [coverage.support(there, each) for each in copies(records, sigma, _of_test, SOLVED_WITHIN)]
-            row["found here alone"] = f"{np.mean([each.won for each in here]):.1f}"
-            row["found there alone"] = f"{np.mean([each.lost for each in here]):.1f}"
+            here = DataFrame([vars(coverage.support(there, each)) for each in copies(records, sigma)]).mean()
+            row |= {"found here alone": f"{here['won']:.1f}", "found there alone": f"{here['lost']:.1f}"}
         rows.append(row)
     return DataFrame(rows).fillna("")
 
@@ -490,13 +478,9 @@ def figure_pass_at_k(run: SimpleNamespace, records: Records) -> tuple[plt.Figure
 def figure_matched(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw what is solved within 256 samples against what one sample solves, a curve through the temperatures."""
     points = DataFrame(
-        {"model": name(run, model), "temperature": t}
-        | {
-            axis: 100 * coverage.pass_at(chances(records, model, label(t)), k).mean()
-            for axis, k in {"across": 1, "value": SOLVED_WITHIN}.items()
-        }
-        for model in _CURVES
-        for t in run.coverage_temperatures
+        {"model": name(run, model), "temperature": t, "across": 100 * one.mean(), "value": 100 * many.mean()}
+        for model, t in product(_CURVES, run.coverage_temperatures)
+        for one, many in [[coverage.pass_at(chances(records, model, label(t)), k) for k in (1, SOLVED_WITHIN)]]
     )
     looks = {model: look | {"markevery": 1, "marker": look["marker"] or "o"} for model, look in _looks(run).items()}
     fig, ax = plt.subplots(figsize=(0.8 * style.PAGE, 3.0))
@@ -536,14 +520,13 @@ def figure_support(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, 
 
 def figure_training(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw along the runs what is won and lost within 256 samples against the base, at temperature 1."""
-    points = DataFrame(
-        {"panel": what, "model": name(run, arm), "step": step, "value": value}
-        for what in ("won", "lost")
-        for arm in ("es", "es_sampled", "grpo", "dr_grpo", "es_random")
-        for curves in [[record["curve"] for record in records[arm]]]
-        for step, value in zip(
-            curves[0]["step"], 100 * np.mean([curve[f"{what}_t1"] for curve in curves], axis=0), strict=True
+    shown = ("es", "es_sampled", "grpo", "dr_grpo", "es_random")
+    curves_of = {arm: [record["curve"] for record in records[arm]] for arm in shown}
+    points = concat(
+        DataFrame({"panel": what, "model": name(run, arm), "step": curves[0]["step"]}).assign(
+            value=100 * np.mean([curve[f"{what}_t1"] for curve in curves], axis=0)
         )
+        for what, (arm, curves) in product(("won", "lost"), curves_of.items())
     )
     share = points.assign(share=100 * points["step"] / points.groupby("model")["step"].transform("max"))
     labels = {"xlabel": "steps of the run, %", "ylabel": "validation problems, %", "ylim": (0, None)}
@@ -555,13 +538,9 @@ def figure_accuracies(run: SimpleNamespace, records: Records) -> tuple[plt.Figur
     """Draw how many problems have which chance that one sample at temperature 1 is right."""
     edges = np.array([0.0, 0.001, 0.01, 0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0])
     names = ["0", *(f"to {edge:g}" for edge in edges[1:-1]), "below 1", "1"]
-    points = DataFrame(
-        {"model": name(run, model), "chance": chance, "value": value}
-        for model in (BASE, "es", "es_sampled", "grpo", "sft")
-        for chance, value in zip(
-            names, coverage.accuracy_bins(chances(records, model, "t1"), edges).mean(0), strict=True
-        )
-    )
+    shown = {name(run, model): chances(records, model, "t1") for model in (BASE, "es", "es_sampled", "grpo", "sft")}
+    counted = {model: coverage.accuracy_bins(chance, edges).mean(0) for model, chance in shown.items()}
+    points = concat(DataFrame({"model": model, "chance": names, "value": n}) for model, n in counted.items())
     looks = {model: look | {"marker": None, "lw": 1.6} for model, look in _looks(run).items()}
     fig, ax = plt.subplots(figsize=(style.PAGE, 2.8))
     plots.lines(ax, points, "chance", "value", "model", looks, drawstyle="steps-mid")

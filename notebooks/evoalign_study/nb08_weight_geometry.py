@@ -14,13 +14,12 @@ from pandas import DataFrame, concat
 
 from evoalign_lib import arms, tiny
 from evoalign_lib.analysis import attenuation, curves, geometry, gram_matrix, stats
-from evoalign_lib.analysis.stats import Interval
 from evoalign_study import loading, plots, runs, style, trainers
 from evoalign_study.kinds.train import sweep_specs
 from evoalign_study.kinds.weights import merge_specs, products_specs
 from evoalign_study.loading import After, Group, Groups, Records
 from evoalign_study.records import Record, accuracy_matrix, ledger_file
-from evoalign_study.results import Results, stated, told
+from evoalign_study.results import Results, stated, told, under
 
 NOTEBOOK = "08_weight_geometry"
 CLAIMS = ("E5", "E6", "E6b", "E7", "E8", "E9", "E10", "E11", "C20", "C21", "C22", "C23", "C24")
@@ -49,10 +48,7 @@ presets, TINY, SMOKE, FULL = runs.scales(
         "shrunk": ({"es": 4, "es_random": 4}, {"es": 2, "es_random": 2}),
         "shrunk_far": (16, 2),  # runs of ES to the length of whose mean single ones are shrunk
         "multiples": [0.0, 2.0, 3.0],  # of the mean of all ES runs; 0 is the base
-        "anchor_decays": (
-            [0.005, 0.02],
-            [0.02],
-        ),  # share of the way from the base that a step takes back
+        "anchor_decays": ([0.005, 0.02], [0.02]),  # share of the way from the base that a step takes back
         "populations": ([8, 128], [2]),  # besides the tuned one, at as many evaluated members
         "shares": ([0.125, 0.25, 0.5], [0.5]),  # of the steps of ES and GRPO, of shorter runs
         "sgd_rates": ([0.03, 0.1, 0.3, 1.0, 3.0], [0.1]),  # learning rates of GRPO with SGD, of which a sweep chooses
@@ -102,13 +98,12 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
     """
     scale, exact = loading.of_tiny_world(run, TINY)
     settings = SimpleNamespace(**exact)
-    declared = runs.countdown(run, records, scale, exact)
+    declared = runs.countdown(records, scale, exact)
     declared |= _factorial(settings, records, declared["grpo"], scale)
     compared = (*TRAINED, FIRST_STEP)
     declared["products"] = runs.after(records, compared, lambda *each: products_specs(each, scale))
-    declared |= _remedies(settings, declared["es"])
-    declared |= (shorter := _shorter(settings, declared))
-    return declared | _merged(settings, records, scale, shorter)
+    varied = _varied(settings, declared)
+    return declared | varied | _merged(settings, records, scale, varied)
 
 
 def _factorial(run: SimpleNamespace, records: Records, grpo: Group, scale: str) -> dict[str, Any]:
@@ -121,34 +116,29 @@ def _factorial(run: SimpleNamespace, records: Records, grpo: Group, scale: str) 
     best = arms.ranked(records["sweep grpo_sgd"])[0][1] if "sweep grpo_sgd" in records else rates[0]
     declared: dict[str, Any] = {"sweep grpo_sgd": After(sweep, grpo.after)}
     for arm in FACTORIAL:
-        own, after = ({}, grpo.after) if arm == "grpo_rounded" else (best, (*grpo.after, "sweep grpo_sgd"))
-        settings = dict(grpo.settings) | own
-        declared[arm] = grpo._replace(arm=arm, seeds=run.seeds_factorial, settings=settings, after=after)
+        own, after = ({}, ()) if arm == "grpo_rounded" else (best, ("sweep grpo_sgd",))
+        how = {"settings": dict(grpo.settings) | own, "after": (*grpo.after, *after)}
+        declared[arm] = grpo._replace(arm=arm, seeds=run.seeds_factorial, **how)
     step = {"learning_rate": run.first_step_rate, "steps": 1, "prompts_per_step": run.first_step_prompts}
     # in sixteen parts: the completions of all prompts at once would not fit into memory
     step |= {"curve_points": 3, "micro_batch": grpo.settings["num_generations"] * run.first_step_prompts // 16}
     settings = dict(grpo.settings) | step
-    declared[FIRST_STEP] = grpo._replace(arm="grpo_sgd", seeds=run.seeds_factorial, settings=settings)
-    return declared
+    return declared | {FIRST_STEP: grpo._replace(arm="grpo_sgd", seeds=run.seeds_factorial, settings=settings)}
 
 
-def _remedies(run: SimpleNamespace, es: Group) -> dict[str, Group]:
-    """Return ES runs that may drift less: pulled to the base, or with another population."""
-    each = es._replace(seeds=run.means_of_each, ledgers=())
-    anchored = {
-        anchored_name(decay): each._replace(arm="es_anchored", changes=[{"anchor_decay": decay}])
-        for decay in run.anchor_decays
-    }
-    return anchored | {sized_name(N): each._replace(changes=[loading.of_size(es.settings, N)]) for N in run.populations}
+def _varied(run: SimpleNamespace, groups: Mapping[str, Group]) -> dict[str, Group]:
+    """Return ES runs that may drift less, pulled to the base or with another population, and runs with fewer steps.
 
-
-def _shorter(run: SimpleNamespace, groups: Mapping[str, Any]) -> dict[str, Group]:
-    """Return runs of ES and of GRPO with fewer steps. Their prompts are drawn as a full run's, and are others."""
-    return {
-        name: groups[arm]._replace(seeds=run.means_of_each, ledgers=(), changes=[{"steps": steps}])
-        for arm in SHORTER
-        for name, steps in shorter_names(run, arm, groups[arm].settings["steps"]).items()
-    }
+    The prompts of a shorter run are drawn as a full run's, and are others.
+    """
+    changed = {f"es_anchored={decay:g}": ("es_anchored", {"anchor_decay": decay}) for decay in run.anchor_decays}
+    changed |= {f"es N={N}": ("es", loading.of_size(groups["es"].settings, N)) for N in run.populations}
+    for arm in SHORTER:
+        shorter = shorter_names(run, arm, groups[arm].settings["steps"])
+        changed |= {name: (arm, {"steps": steps}) for name, steps in shorter.items()}
+    own = {"es_anchored": groups["es"]} | {arm: groups[arm] for arm in SHORTER}
+    few = {"seeds": run.means_of_each, "ledgers": ()}
+    return {name: own[arm]._replace(arm=arm, changes=[change], **few) for name, (arm, change) in changed.items()}
 
 
 def shorter_names(run: SimpleNamespace, arm: str, steps: int) -> dict[str, int]:
@@ -156,17 +146,7 @@ def shorter_names(run: SimpleNamespace, arm: str, steps: int) -> dict[str, int]:
     return {f"{arm} T={round(share * steps)}": round(share * steps) for share in run.shares}
 
 
-def anchored_name(decay: float) -> str:
-    """Return the name of the group of runs with anchored weight decay."""
-    return f"es_anchored={decay:g}"
-
-
-def sized_name(N: int) -> str:
-    """Return the name of the group of runs with N members."""
-    return f"es N={N}"
-
-
-def _merged(run: SimpleNamespace, records: Records, scale: str, shorter: Iterable[str]) -> dict[str, After]:
+def _merged(run: SimpleNamespace, records: Records, scale: str, varied: Iterable[str]) -> dict[str, After]:
     """Return the models that are made of several runs, one group for each way."""
     make = partial(merge_specs, settings=vars(run), scale=scale)
     es = records.get("es", ())
@@ -187,9 +167,7 @@ def _merged(run: SimpleNamespace, records: Records, scale: str, shorter: Iterabl
     merged["random"] = After([make([record], draw=record["spec"]["seed"]) for record in singles], ("es",))
     for factor in run.multiples:
         merged[f"es times {factor:g}"] = After([make(es, factor=factor)] if es else [], ("es",))
-    for name in (*map(anchored_name, run.anchor_decays), *map(sized_name, run.populations), *shorter):
-        merged[f"{name} mean=1"] = After([make(each) for each in means(name, 1)], (name,))
-    return merged
+    return merged | {f"{name} mean=1": After([make(each) for each in means(name, 1)], (name,)) for name in varied}
 
 
 def ends(run: SimpleNamespace, records: Records) -> tuple[str, str, str]:
@@ -284,19 +262,15 @@ def displacement_table(run: SimpleNamespace, records: Records) -> DataFrame:
 
 def factorial_table(run: SimpleNamespace, records: Records) -> DataFrame:
     """Return a row per optimiser and dtype of GRPO: rate, weights that stay, norm, head, and what the runs can do."""
-    rows = []
-    for arm in VARIATIONS:
-        entry = style.ARMS[arm]
-        row = {"optimiser": "SGD" if entry.options.get("optim") == "sgd" else "AdamW", "weights": entry.weights}
-        row |= {"learning rate": f"{records[arm][0]['spec']['learning_rate']:g}", "runs": len(records[arm])}
-        row["stay, bfloat16, % [95 %]"] = stats.bootstrap_mean(stay(records, arm)).format()
-        row["norm"] = _mean_and_std(norms(records, arm), ".2f")
-        row["head over its size"] = _mean_and_std(head_shares(records, arm), ".2f")
-        for decoding in style.DECODINGS:
-            right = stats.crossed_bootstrap(accuracy_matrix(records[arm], decoding))
-            row[f"{style.STROKES[decoding].label}, % [95 %]"] = right.format()
-        rows.append(row)
-    return DataFrame(rows)
+    return DataFrame(
+        {"optimiser": "SGD" if style.ARMS[arm].options.get("optim") == "sgd" else "AdamW"}
+        | {"weights": style.ARMS[arm].weights, "learning rate": f"{own[0]['spec']['learning_rate']:g}"}
+        | {"runs": len(own), "stay, bfloat16, % [95 %]": stats.bootstrap_mean(stay(records, arm)).format()}
+        | {"norm": _mean_and_std(norms(records, arm), ".2f")}
+        | {"head over its size": _mean_and_std(head_shares(records, arm), ".2f")}
+        | under("{}, % [95 %]", lambda d, own=own: stats.crossed_bootstrap(accuracy_matrix(own, d)).format())
+        for arm, own in ((arm, records[arm]) for arm in VARIATIONS)
+    )
 
 
 # ---- cosines
@@ -314,28 +288,25 @@ def signal(records: Records, arm: str) -> attenuation.Signal:
 
 def signal_table(run: SimpleNamespace, records: Records) -> DataFrame:
     """Return a row per arm: how much of a run is common to all of them."""
-    rows = []
-    for arm in (arm for arm in (*TRAINED, FIRST_STEP) if len(records[arm]) > 1):
-        common = signal(records, arm)
-        row = {"arm": label(arm), "runs": len(records[arm])}
-        row["common share of |D|^2 [95 %]"] = common.share.format(percent=False, digits=4)
-        row["norm of the common part"] = f"{np.sqrt(common.square.value):.2f}" if common.square.value > 0 else "none"
-        row |= {"norm of the mean": f"{common.mean_norm:.2f}", "cosine of two runs": f"{common.run_cosine:.4f}"}
-        rows.append(row)
-    return DataFrame(rows)
+    common = {arm: signal(records, arm) for arm in (*TRAINED, FIRST_STEP) if len(records[arm]) > 1}
+    return DataFrame(
+        {"arm": label(arm), "runs": len(records[arm]), "common share of |D|^2 [95 %]": stated(own.share, ".4f")}
+        | {"norm of the common part": f"{np.sqrt(own.square.value):.2f}" if own.square.value > 0 else "none"}
+        | {"norm of the mean": f"{own.mean_norm:.2f}", "cosine of two runs": f"{own.run_cosine:.4f}"}
+        for arm, own in common.items()
+    )
 
 
 def cosine_table(run: SimpleNamespace, records: Records) -> DataFrame:
     """Return a row per pair of arms: the cosine of two runs, of the means of all, and of what each has in common."""
-    rows = []
-    for a, b in PAIRS:
-        n, m = len(records[a]), len(records[b])
-        if min(n, m) > 1:
-            cosine = corrected(records, a, b)
-            row = {"arms": f"{label(a)} and {label(b)}", "runs": f"{n} and {m}"}
-            row |= {"two runs": f"{cosine.run_cosine:.4f}", "means": f"{cosine.mean_cosine:.3f}"}
-            rows.append(row | {"in common [95 %]": stated(cosine.value, ".2f")})
-    return DataFrame(rows)
+    return DataFrame(
+        {"arms": f"{label(a)} and {label(b)}", "runs": f"{len(records[a])} and {len(records[b])}"}
+        | {"two runs": f"{cosine.run_cosine:.4f}", "means": f"{cosine.mean_cosine:.3f}"}
+        | {"in common [95 %]": stated(cosine.value, ".2f")}
+        for a, b in PAIRS
+        if min(len(records[a]), len(records[b])) > 1
+        for cosine in [corrected(records, a, b)]
+    )
 
 
 # ---- models merged from several runs
@@ -346,7 +317,7 @@ def accuracies(models: Sequence[Record], decoding: str = "greedy") -> np.ndarray
     return accuracy_matrix(models, decoding).mean(axis=1)
 
 
-def accuracy_difference(records: Records, a: str, b: str, decoding: str = "greedy") -> Interval:
+def accuracy_difference(records: Records, a: str, b: str, decoding: str = "greedy") -> stats.Interval:
     """Return by how much models of one group are more accurate than those of another, fractions."""
     return stats.crossed_bootstrap(accuracy_matrix(records[a], decoding), accuracy_matrix(records[b], decoding))
 
@@ -356,13 +327,13 @@ def skills(models: Sequence[Record], what: str) -> np.ndarray:
     return np.array([np.mean([each[what] for each in model["skills"].values()]) for model in models])
 
 
-def drift_ratio(records: Records, a: str, b: str) -> Interval:
+def drift_ratio(records: Records, a: str, b: str) -> stats.Interval:
     """Return the geometric mean of the KL on other skills of models of one group over that of another; NaN where 0."""
     over, under = (skills(records[group], "kl") for group in (a, b))
     if min(*over, *under) <= 0:
-        return Interval(np.nan, np.nan, np.nan, min(len(over), len(under)))
+        return stats.Interval(np.nan, np.nan, np.nan, min(len(over), len(under)))
     ratio = stats.stratified_bootstrap([np.log(over)], [np.log(under)])
-    return Interval(*np.exp([ratio.value, ratio.low, ratio.high]).tolist(), ratio.n, ratio.level)
+    return stats.Interval(*np.exp([ratio.value, ratio.low, ratio.high]).tolist(), ratio.n, ratio.level)
 
 
 def by_steps(run: SimpleNamespace, records: Records, arm: str) -> list[tuple[int, Sequence[Record]]]:
@@ -375,7 +346,7 @@ def by_steps(run: SimpleNamespace, records: Records, arm: str) -> list[tuple[int
     return [*shorter, (full, records[f"{arm} mean=1"])]
 
 
-def equal_gain(run: SimpleNamespace, records: Records) -> list[tuple[int, Interval]]:
+def equal_gain(run: SimpleNamespace, records: Records) -> list[tuple[int, stats.Interval]]:
     """Return how far GRPO drifts over how far ES does, where GRPO solves greedily what ES does.
 
     An entry per number of steps of ES: the steps, and the ratio (`curves.cost_at_equal_score`, from the base on, whose
@@ -383,22 +354,20 @@ def equal_gain(run: SimpleNamespace, records: Records) -> list[tuple[int, Interv
     """
     base = _base_right(records)
     es, grpo = (
-        [(accuracies(models), skills(models, "kl")) for _, models in by_steps(run, records, arm)] for arm in SHORTER
+        {steps: (accuracies(models), skills(models, "kl")) for steps, models in by_steps(run, records, arm)}
+        for arm in SHORTER
     )
-    return [
-        (steps, curves.cost_at_equal_score(grpo, own, start=base))
-        for (steps, _), own in zip(by_steps(run, records, "es"), es, strict=True)
-    ]
+    return [(steps, curves.cost_at_equal_score([*grpo.values()], own, start=base)) for steps, own in es.items()]
 
 
 def equal_gain_table(run: SimpleNamespace, records: Records) -> DataFrame:
     """Return a row per number of steps of ES: its accuracy and drift, and GRPO's drift where it solves as much."""
-    rows = []
-    for (steps, ratio), (_, models) in zip(equal_gain(run, records), by_steps(run, records, "es"), strict=True):
-        row = {"steps of ES": steps, "runs": len(models), "greedy, %": f"{100 * accuracies(models).mean():.1f}"}
-        row["KL off the task"] = f"{skills(models, 'kl').mean():.3f}"
-        rows.append(row | {"GRPO's there, times [95 %]": stated(ratio, ".2f")})
-    return DataFrame(rows)
+    lengths = zip(equal_gain(run, records), by_steps(run, records, "es"), strict=True)
+    return DataFrame(
+        {"steps of ES": steps, "runs": len(models), "greedy, %": f"{100 * accuracies(models).mean():.1f}"}
+        | {"KL off the task": f"{skills(models, 'kl').mean():.3f}", "GRPO's there, times [95 %]": stated(ratio, ".2f")}
+        for (steps, ratio), (_, models) in lengths
+    )
 
 
 def merged_models(run: SimpleNamespace, records: Records) -> dict[str, Sequence[Record]]:
@@ -420,36 +389,33 @@ def merged_models(run: SimpleNamespace, records: Records) -> dict[str, Sequence[
 
 def merged_table(run: SimpleNamespace, records: Records) -> DataFrame:
     """Return a row per kind of merged model: norm, accuracy under each decoding, KL on the task and off it, skills."""
-    return DataFrame(
-        {"model": name, "models": len(models), "norm": f"{np.mean([r['norm'] for r in models]):.2f}"}
-        | {f"{style.STROKES[d].label}, %": f"{100 * accuracies(models, d).mean():.1f}" for d in DECODINGS}
-        | {
-            "KL on the task": f"{np.mean([r['kl_policy_base']['exact_nats_per_token'] for r in models]):.4f}",
-            "KL off the task": f"{skills(models, 'kl').mean():.4f}",
-            "other skills, %": f"{100 * skills(models, 'greedy').mean():.1f}",
-        }
-        for name, models in merged_models(run, records).items()
-    )
+    rows = []
+    for name, models in merged_models(run, records).items():
+        row = {"model": name, "models": len(models), "norm": f"{np.mean([r['norm'] for r in models]):.2f}"}
+        row |= {f"{style.STROKES[d].label}, %": f"{100 * accuracies(models, d).mean():.1f}" for d in DECODINGS}
+        on_task = np.mean([r["kl_policy_base"]["exact_nats_per_token"] for r in models])
+        row |= {"KL on the task": f"{on_task:.4f}", "KL off the task": f"{skills(models, 'kl').mean():.4f}"}
+        rows.append(row | {"other skills, %": f"{100 * skills(models, 'greedy').mean():.1f}"})
+    return DataFrame(rows)
 
 
 def remedies(run: SimpleNamespace) -> dict[str, str]:
     """Return what runs that may drift less are called -> the group of their models."""
-    named = {f"{label('es_anchored')}, {decay:g} a step": anchored_name(decay) for decay in run.anchor_decays}
-    named |= {f"{label('es')}, N = {N}": sized_name(N) for N in run.populations}
+    named = {f"{label('es_anchored')}, {decay:g} a step": f"es_anchored={decay:g}" for decay in run.anchor_decays}
+    named |= {f"{label('es')}, N = {N}": f"es N={N}" for N in run.populations}
     return {words: f"{name} mean=1" for words, name in named.items()}
 
 
 def remedy_table(run: SimpleNamespace, records: Records) -> DataFrame:
     """Return a row per way of drifting less: norm, and drift and accuracies against those of a run of ES."""
-    size = run.shrunk["es"]
+    size, one = run.shrunk["es"], "es mean=1"
     kinds = remedies(run) | {f"{label('es')}, mean of {size}": f"es mean={size}"}
     return DataFrame(
         {"model": name, "models": len(records[group]), "norm": f"{np.mean([r['norm'] for r in records[group]]):.2f}"}
-        | {"drift, times [95 %]": stated(drift_ratio(records, group, "es mean=1"), ".2f")}
-        | {
-            f"{style.STROKES[d].label}, points [95 %]": accuracy_difference(records, group, "es mean=1", d).format()
-            for d in DECODINGS
-        }
+        | {"drift, times [95 %]": stated(drift_ratio(records, group, one), ".2f")}
+        | under(
+            "{}, points [95 %]", lambda d, group=group: accuracy_difference(records, group, one, d).format(), DECODINGS
+        )
         for name, group in kinds.items()
     )
 
@@ -461,14 +427,15 @@ def skills_table(run: SimpleNamespace, records: Records) -> DataFrame:
     kinds |= {f"{label(arm)}, one run": records[f"{arm} mean=1"] for arm in ("es", "grpo", "es_random", "grpo_random")}
     kinds[f"{label('es')}, mean of {several}"] = records[f"es mean={several}"]
 
-    rows = []
-    for name, models in kinds.items():
-        row: dict[str, Any] = {"model": name, "models": len(models)}
-        for skill in models[0]["skills"]:
-            means = DataFrame([model["skills"][skill] for model in models]).mean()
-            row[f"{skill}: right, %; KL"] = f"{100 * means['greedy']:.1f}; {means['kl']:.3f}"
-        rows.append(row)
-    return DataFrame(rows)
+    def told_of(models: Sequence[Record], skill: str) -> str:
+        means = DataFrame([model["skills"][skill] for model in models]).mean()
+        return f"{100 * means['greedy']:.1f}; {means['kl']:.3f}"
+
+    return DataFrame(
+        {"model": name, "models": len(models)}
+        | {f"{skill}: right, %; KL": told_of(models, skill) for skill in models[0]["skills"]}
+        for name, models in kinds.items()
+    )
 
 
 # ---- what the notebook finds
@@ -478,8 +445,7 @@ def results(run: SimpleNamespace, records: Records) -> Results:
     """Return the numbers that the answers and the paper's macros are read from, by name; shares are fractions."""
     size, many = run.shrunk["es"], max(run.means["es"])
     entries: Results = {"size": size, "many": many}
-    for arm in ("es", "grpo", "es_sampled", *VARIATIONS, FIRST_STEP):
-        entries[f"{arm} runs"] = len(records[arm])
+    entries |= {f"{arm} runs": len(records[arm]) for arm in ("es", "es_sampled", *VARIATIONS, FIRST_STEP)}
     for arm in ("es", "grpo"):
         entries |= {f"{arm} norm": norms(records, arm).mean(), f"{arm} common": signal(records, arm).share}
     entries |= {"longer": entries["es norm"] / entries["grpo norm"], "head": head_shares(records, "grpo").mean()}
@@ -489,9 +455,8 @@ def results(run: SimpleNamespace, records: Records) -> Results:
         said = f"{stated(walk, '.4f')} (n = {walk.n} runs)" if walk else "not defined (no run moved)"
         entries[f"{arm} walk said"] = said
     entries |= {f"{arm} stays": stats.bootstrap_mean(stay(records, arm)) for arm in VARIATIONS}
-    cosines = {
-        pair: corrected(records, *pair) for pair in product(("es", "es_sampled"), ("grpo", "grpo_sgd", FIRST_STEP))
-    }
+    pairs = product(("es", "es_sampled"), ("grpo", "grpo_sgd", FIRST_STEP))
+    cosines = {pair: corrected(records, *pair) for pair in pairs}
     entries |= {f"{a} {b} cosine": cosine.value for (a, b), cosine in cosines.items()}
     entries["raw cosine"] = cosines["es", "grpo"].run_cosine
     mean = f"es mean={size}"
@@ -504,9 +469,7 @@ def results(run: SimpleNamespace, records: Records) -> Results:
         entries[f"{name} drift"] = stats.bootstrap_mean(skills(records[group], "kl"))
         entries[f"{name} skills"] = stats.bootstrap_mean(skills(records[group], "greedy"))
     for i, (steps, ratio) in enumerate(equal_gain(run, records)):
-        entries |= dict.fromkeys((f"steps {i}", "steps last"), steps) | dict.fromkeys(
-            (f"equal {i}", "equal last"), ratio
-        )
+        entries |= {f"steps {i}": steps, "steps last": steps, f"equal {i}": ratio, "equal last": ratio}
     for i, group in enumerate(remedies(run).values()):
         ratio, gain = drift_ratio(records, group, "es mean=1"), accuracy_difference(records, group, "es mean=1")
         entries |= {f"remedy {i}": ratio, f"remedy {i} gain": gain, "remedy last": ratio}
@@ -526,13 +489,14 @@ def figure_signal(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, D
     short, size = "es, one run as short", run.shrunk["es"]
     groups = {(arm, n): records[f"{arm} mean={n}"] for arm in ("es", "grpo", "es_random") for n in run.means[arm]}
     groups |= {(short, size): records[f"es shrunk={size}"], (short, run.shrunk_far): records["es shrunk far"]}
-    panels = {d: partial(_percent, decoding=d) for d in ("greedy", "t1")} | {"drift": partial(skills, what="kl")}
+    panels: dict[str, Any] = {d: partial(accuracies, decoding=d) for d in ("greedy", "t1")}
+    panels["drift"] = partial(skills, what="kl")
     points = DataFrame(
         {"panel": panel, "arm": arm, "runs": size, "value": value}
         for panel, read in panels.items()
         for (arm, size), models in groups.items()
         if models
-        for value in read(models)
+        for value in (1 if panel == "drift" else 100) * read(models)
     )
     looks = {arm: plots.look(arm, ms=4) for arm in ("es", "grpo", "es_random")}
     looks[short] = plots.look("es", ms=5, mfc="white", ls=":", label=f"{label('es')}, one run as short")
@@ -550,10 +514,6 @@ def figure_signal(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, D
     axes[2].set(title="KL off the task", ylabel="nats per token", yscale="log")
     plots.key(fig, axes[0], 5)
     return fig, points
-
-
-def _percent(models: Sequence[Record], decoding: str) -> np.ndarray:
-    return 100 * accuracies(models, decoding)
 
 
 def _base_right(records: Records, decoding: str = "greedy") -> float:
@@ -605,24 +565,22 @@ def figure_cosines(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, 
     """Draw the cosine of the means of K runs of ES and K of GRPO, its ceilings and its null, against K."""
     words = {"es": "ES, GRPO", "es_random": "ES with random fitness, GRPO"}
     counted = {arm: attenuation.cosine_by_count(*gram_of_two(records, arm, "grpo")) for arm in words}
-    lines = [("means", "es", "cosine"), ("foretold", "es", "predicted"), ("means", "es_random", "cosine")]
+    drawn = [("means", "es", "cosine"), ("foretold", "es", "predicted"), ("means", "es_random", "cosine")]
     means = DataFrame(
         {"panel": panel, "pair": words[arm], "runs": point.k, "value": getattr(point, what)}
-        for panel, arm, what in lines
+        for panel, arm, what in drawn
         for point in counted[arm]
     )
     cosines = {f"{label(a)} · {label(b)}": corrected(records, a, b).value for a, b in reversed(PAIRS)}
-    told_apart = [
-        {"panel": "in common", "pair": pair} | plots.ends(cosine)
-        for pair, cosine in cosines.items()
-        if not np.isnan(cosine.low)
-    ]
-    common = DataFrame(told_apart, columns=["panel", "pair", "value", "low", "high"])
+    known = {pair: cosine for pair, cosine in cosines.items() if not np.isnan(cosine.low)}
+    common = [{"panel": "in common", "pair": pair} | plots.ends(cosine) for pair, cosine in known.items()]
+    common = DataFrame(common, columns=["panel", "pair", "value", "low", "high"])
     fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 3.1))
-    looks = {words[arm]: plots.look(arm, ms=3, label=words[arm]) for arm in words}
-    plots.lines(left, means[means["panel"] == "means"], "runs", "value", "pair", looks)
-    foretold = plots.look("es", ls=":", lw=1, marker=None, label="foretold from all runs")
-    plots.lines(left, means[means["panel"] == "foretold"], "runs", "value", "panel", {"foretold": foretold})
+    looks = {("means", pair): plots.look(arm, ms=3, label=pair) for arm, pair in words.items()}
+    looks["foretold", words["es"]] = plots.look("es", ls=":", lw=1, marker=None, label="foretold from all runs")
+    for (panel, pair), look in looks.items():
+        points = means[(means["panel"] == panel) & (means["pair"] == pair)]
+        left.plot(points["runs"], points["value"], **look)
     left.axhline(0, **plots.NULL)
     left.set(xlabel="runs in each mean", ylabel="cosine of the means", title="as runs are averaged")
     left.legend(fontsize=6, loc="center right")
@@ -639,24 +597,22 @@ def figure_drift(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, Da
 
     A line joins the means of an arm's runs at growing numbers of steps.
     """
-    mean = f"es mean={run.shrunk['es']}"
     drifting = ("es", "es_sampled", "es_random", "grpo", "grpo_random", "sft")
     looks = {f"{arm} mean=1": plots.look(arm, ms=4, ls="") for arm in drifting}
-    models = {name: [[model] for model in records[name]] for name in looks}
     for arm in SHORTER:
         looks[f"{arm}, by steps"] = plots.look(arm, marker=".", ms=3, lw=1, label=f"{label(arm)}, by steps")
-        models[f"{arm}, by steps"] = [of_length for _, of_length in by_steps(run, records, arm)]
-    looks[mean] = plots.look("es", mfc="white", ms=5, ls="", label=f"{label('es')}, mean of {run.shrunk['es']}")
-    for decay, fill in zip(run.anchor_decays, (style.ARMS["es_anchored"].color, "white"), strict=False):
-        name = f"{label('es_anchored')}, {decay:g} a step"
-        looks[f"{anchored_name(decay)} mean=1"] = plots.look("es_anchored", mfc=fill, ms=5, ls="", label=name)
+    hollow, size = {"mfc": "white", "ms": 5, "ls": ""}, run.shrunk["es"]
+    looks[f"es mean={size}"] = plots.look("es", label=f"{label('es')}, mean of {size}", **hollow)
+    anchored = [(words, group) for words, group in remedies(run).items() if group.startswith("es_anchored")]
+    for (words, group), fill in zip(anchored, (style.ARMS["es_anchored"].color, "white"), strict=False):
+        looks[group] = plots.look("es_anchored", label=words, **hollow | {"mfc": fill})
     looks["random"] = {"color": "black", "marker": "x", "ms": 4, "ls": "", "label": "random direction as long as ES"}
-    models |= {name: [[model] for model in records[name]] for name in looks if name not in models}
+    by_length = {f"{arm}, by steps": [models for _, models in by_steps(run, records, arm)] for arm in SHORTER}
     points = DataFrame(
         {"panel": what, "model": name, "x": 100 * accuracies(each).mean(), "y": factor * skills(each, what).mean()}
         for what, factor in (("kl", 1), ("greedy", 100))
         for name in looks
-        for each in models[name]
+        for each in by_length.get(name) or [[model] for model in records[name]]
     )
     fig, axes, shown = plots.panels(points, "panel", 2.9, sharex=True)
     for ax, _, panel in shown:

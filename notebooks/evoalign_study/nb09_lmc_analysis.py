@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from itertools import combinations, product
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,6 @@ from pandas import DataFrame, concat
 
 from evoalign_lib import arms, tiny
 from evoalign_lib.analysis import connectivity, gram_matrix, regimes, stats
-from evoalign_lib.analysis.connectivity import BarrierEstimate
-from evoalign_lib.analysis.stats import Interval
 from evoalign_study import collapse, loading, path_points, plots, runs, style, weight_cache
 from evoalign_study.kinds.weights import noise_spec, path_spec, products_specs
 from evoalign_study.loading import Group, Groups, Records
@@ -91,7 +90,7 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
     """Return the runs by name: notebook 02's arms, products of their displacements, lines, noise."""
     scale, exact = loading.of_tiny_world(run, TINY)
     settings = SimpleNamespace(**exact)
-    shared = runs.countdown(run, records, scale, exact)
+    shared = runs.countdown(records, scale, exact)
     declared = {name: shared[name] for name in shared if name in (*TRAINED, BASE) or name.startswith("sweep")}
     declared["products"] = runs.after(records, TRAINED, lambda *each: products_specs(each, scale))
     for pair in (*PAIRS, *product([BASE], REACHED)):
@@ -116,11 +115,9 @@ def _regimes(run: SimpleNamespace, records: Records, scale: str) -> dict[str, An
     took small steps.
     """
     settings = {arm: runs.conciseness(scale, arm) for arm in run.regime_steps}
+    make, changes = partial(Group, bases=[run.regime_base], seeds=run.regime_seeds, scale=scale), run.regime_steps
     declared: dict[str, Any] = {
-        name: Group(
-            arm, [run.regime_base], run.regime_seeds, settings[arm], [run.regime_steps[arm][steps]], scale=scale
-        )
-        for name, (arm, steps) in REGIMES.items()
+        name: make(arm, settings=settings[arm], changes=[changes[arm][steps]]) for name, (arm, steps) in REGIMES.items()
     }
     asked = {"task": "conciseness", "max_completion_length": settings["es"]["max_completion_length"]}
     asked |= {"validation_problems": run.regime_problems, "path_points": run.regime_points}
@@ -183,7 +180,7 @@ def errors(records: Records, first: str, last: str, decoding: str) -> np.ndarray
     return path_points.errors(records[name_of(first, last)], decoding)
 
 
-def barrier(records: Records, first: str, last: str, decoding: str) -> BarrierEstimate:
+def barrier(records: Records, first: str, last: str, decoding: str) -> connectivity.BarrierEstimate:
     """Return the height of the mean error over the straight line between the ends' errors, a fraction."""
     wrong = errors(records, first, last, decoding)
     outcomes = np.full((len(wrong), *wrong.shape), np.nan)
@@ -191,7 +188,7 @@ def barrier(records: Records, first: str, last: str, decoding: str) -> BarrierEs
     return connectivity.estimate_barrier(outcomes, across="curve", n_resamples=_RESAMPLES)
 
 
-def half_gain(records: Records, end: str, decoding: str, by: str = "weights") -> Interval:
+def half_gain(records: Records, end: str, decoding: str, by: str = "weights") -> stats.Interval:
     """Return where on the way from the base half of the gain of accuracy lies: a share of the way, or of the final KL.
 
     by: "weights" or "KL". NaN where no line of the kind has a gain.
@@ -228,10 +225,12 @@ def from_base_table(run: SimpleNamespace, records: Records) -> DataFrame:
         gain = stats.crossed_bootstrap(wrong[:, :, 0] - wrong[:, :, -1])
         row = {"end": end_label(end), "decoding": style.STROKES[decoding].label, "lines": len(wrong)}
         row["gain, points [95 %]"] = gain.format()
-        halves = {by: half_gain(records, end, decoding, by) for by in ("weights", "KL")}
-        # without a gain of its own a line has no half of it
-        known = {by: stated(half, ".2f") for by, half in halves.items() if gain.low > 0 and np.isfinite(half.low)}
-        rows.append(row | {f"half of it, by {by}": known.get(by, "no gain") for by in halves})
+        for by in ("weights", "KL"):
+            half = half_gain(records, end, decoding, by)
+            # without a gain of its own a line has no half of it
+            known = gain.low > 0 and np.isfinite(half.low)
+            row[f"half of it, by {by}"] = stated(half, ".2f") if known else "no gain"
+        rows.append(row)
     return DataFrame(rows)
 
 
@@ -250,24 +249,23 @@ def kept(shaken: Sequence[Record], part: str, decoding: str) -> np.ndarray:
 
 def noise_table(run: SimpleNamespace, records: Records) -> DataFrame:
     """Return a row per kind of model and decoding: accuracy without noise, and the share that is kept of it."""
-    rows = []
-    for end, decoding in product(SHAKEN, DECODINGS):
-        shaken = records[f"noise on {end}"]
-        row = {"model": end_label(end), "decoding": style.STROKES[decoding].label, "models": len(shaken)}
-        row["without noise, %"] = f"{100 * np.mean([r['clean'][decoding] for r in shaken]):.1f}"
-        for part in ("isotropic", "relative", "head", "body"):
-            row[f"kept, {part}, %"] = kept_told(kept_share(records, end, part, decoding), len(shaken))
-        rows.append(row)
-    return DataFrame(rows)
+    parts = ("isotropic", "relative", "head", "body")
+    return DataFrame(
+        {"model": end_label(end), "decoding": style.STROKES[d].label, "models": len(shaken)}
+        | {"without noise, %": f"{100 * np.mean([r['clean'][d] for r in shaken]):.1f}"}
+        | {f"kept, {part}, %": kept_told(kept_share(records, end, part, d), len(shaken)) for part in parts}
+        for end, d in product(SHAKEN, DECODINGS)
+        for shaken in [records[f"noise on {end}"]]
+    )
 
 
-def kept_share(records: Records, end: str, part: str, decoding: str) -> Interval | None:
+def kept_share(records: Records, end: str, part: str, decoding: str) -> stats.Interval | None:
     """Return the mean share over models and sizes of the noise; None where no model has anything to keep."""
     shares = kept(records[f"noise on {end}"], part, decoding)
     return stats.bootstrap_mean(shares.mean(axis=1)) if len(shares) else None
 
 
-def kept_told(share: Interval | None, models: int = 0) -> str:
+def kept_told(share: stats.Interval | None, models: int = 0) -> str:
     """Return a share that is kept in words, with the number of its models unless that is `models`, or one."""
     if share is None or share.n == 1:
         return f"{100 * share.value:.1f}" if share else "nothing to keep"
@@ -302,15 +300,13 @@ def regime_table(records: Records) -> DataFrame:
     """Return a row per group of runs: how they end, and their barriers to one another and to runs with small steps."""
     rows = []
     for name in REGIMES:
-        ended = records[name]
-        row: dict[str, Any] = {"runs": regime_label(name), "n": len(ended)}
-        row["hacked"] = ", ".join(str(sum(collapse.end(r, d) == "hacked" for r in ended)) for d in DECODINGS)
-        row["right, %"] = f"{100 * np.mean([r['curve']['right_greedy'][-1] for r in ended]):.0f}"
-        row["KL"] = f"{np.mean([r['curve']['kl'][-1] for r in ended]):.1f}"
-        heights = np.array([mean_barriers(records, name, decoding) for decoding in DECODINGS])
-        for column, values in zip(("barriers among them", "to small steps"), 100 * heights.T, strict=True):
-            row[column] = ", ".join(stated(value, ".0f", MISSING) for value in values)
-        rows.append(row)
+        ended, heights = records[name], 100 * np.array([mean_barriers(records, name, d) for d in DECODINGS])
+        hacked = [sum(collapse.end(r, d) == "hacked" for r in ended) for d in DECODINGS]
+        right, kl = (np.mean([r["curve"][what][-1] for r in ended]) for what in ("right_greedy", "kl"))
+        row = {"runs": regime_label(name), "n": len(ended), "hacked": ", ".join(map(str, hacked))}
+        row |= {"right, %": f"{100 * right:.0f}", "KL": f"{kl:.1f}"}
+        among, to_small = (", ".join(stated(height, ".0f", MISSING) for height in each) for each in heights.T)
+        rows.append(row | {"barriers among them": among, "to small steps": to_small})
     return DataFrame(rows)
 
 
@@ -326,8 +322,7 @@ def results(run: SimpleNamespace, records: Records) -> Results:
     entries["barrier from the mean"] = barrier(records, MEAN, "grpo", "greedy").interval
     entries |= {f"half {end}": half_gain(records, end, "greedy") for end in ("es", "grpo")}
     entries |= {f"kept {end}": kept_share(records, end, "isotropic", "greedy") for end in _ASKED}
-    kept_by = [f"{end_label(end)} {kept_told(entries[f'kept {end}'])}" for end in _ASKED]
-    entries["shares kept"] = ", ".join(kept_by)
+    entries["shares kept"] = ", ".join(f"{end_label(end)} {kept_told(entries[f'kept {end}'])}" for end in _ASKED)
     hacked = np.array([collapse.end(run) == "hacked" for name in LEARNED for run in records[name]])
     entries |= {"hacked": int(hacked.sum()), "unhacked": int((~hacked).sum()), "basin": None}
     if hacked.sum() > 1 and not hacked.all():
@@ -351,17 +346,16 @@ def _looks(ends: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 def figure_barriers(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw the accuracy along lines from ES to GRPO, and the barrier of each kind of line under each decoding."""
-    along = DataFrame(
-        {"panel": decoding, "alpha": alpha, "value": here.mean(), "low": here.min(), "high": here.max()}
-        for decoding in DECODINGS
-        for right in [100 * (1 - errors(records, "es", "grpo", decoding).mean(1))]
-        for alpha, here in zip(np.linspace(0, 1, right.shape[1]), right.T, strict=True)
+    lines = {d: 100 * (1 - errors(records, "es", "grpo", d).mean(1)) for d in DECODINGS}
+    x = np.linspace(0, 1, lines["greedy"].shape[1])
+    along = concat(
+        DataFrame({"panel": d, "alpha": x, "value": right.mean(0), "low": right.min(0), "high": right.max(0)})
+        for d, right in lines.items()
     )
     heights = DataFrame(
-        {"panel": "barrier", "line": line_label(*pair), "decoding": decoding}
-        | plots.ends(barrier(records, *pair, decoding).interval, 100)
-        for pair in reversed(PAIRS)
-        for decoding in DECODINGS
+        {"panel": "barrier", "line": line_label(*pair), "decoding": d}
+        | plots.ends(barrier(records, *pair, d).interval, 100)
+        for pair, d in product(PAIRS[::-1], DECODINGS)
     )
     fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 3.3), width_ratios=(1, 1.3))
     looks = {d: {"color": "black", "ls": look.linestyle, "label": look.label} for d, look in style.STROKES.items()}
@@ -369,12 +363,11 @@ def figure_barriers(run: SimpleNamespace, records: Records) -> tuple[plt.Figure,
     for _, line in along.groupby("panel"):
         left.plot([0, 1], line["value"].iloc[[0, -1]], color="#999999", lw=0.8)
     left.set(xlabel="from ES (0) to GRPO (1)", ylabel="accuracy, %", title="along the line", ylim=(0, None))
-    names = [f"{'null: ' if pair in NULLS else ''}{line_label(*pair)}" for pair in reversed(PAIRS)]
-    marks = dict(zip(DECODINGS, ((0.22, "black"), (0, "#888888"), (-0.22, "white")), strict=True))
-    for decoding, (offset, fill) in marks.items():
-        bars = {"color": "black", "lw": 0.9, "mfc": fill, "ms": 4, "capsize": 1.5, "fmt": "o"}
-        points = heights[heights["decoding"] == decoding]
-        plots.whiskers(right, points, up=np.arange(len(points)) + offset, label=style.STROKES[decoding].label, **bars)
+    bars = {"color": "black", "lw": 0.9, "ms": 4, "capsize": 1.5, "fmt": "o"}
+    for d, offset, fill in zip(DECODINGS, (0.22, 0, -0.22), ("black", "#888888", "white"), strict=True):
+        up = np.arange(len(PAIRS)) + offset
+        plots.whiskers(right, heights[heights["decoding"] == d], up=up, label=looks[d]["label"], mfc=fill, **bars)
+    names = [f"{'null: ' if pair in NULLS else ''}{line_label(*pair)}" for pair in PAIRS[::-1]]
     right.set_yticks(range(len(names)), names, fontsize=6)
     right.axvline(2, **plots.NULL)  # points, of claim C25
     right.set(xlabel="largest error above the line, points", title="barrier")
@@ -386,17 +379,14 @@ def figure_barriers(run: SimpleNamespace, records: Records) -> tuple[plt.Figure,
 def figure_from_base(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw the accuracy on the way from the base to each kind of end, by weights and by KL."""
 
-    def way(end: str, decoding: str, by: str) -> Iterator[tuple[float, float]]:
+    def way(end: str, decoding: str, by: str) -> dict[str, np.ndarray]:
         right = 100 * (1 - errors(records, BASE, end, decoding).mean((0, 1)))
         kl = path_points.curves(records[name_of(BASE, end)], "kl").mean(0)
-        return zip(kl if by == "kl" else np.linspace(0, 1, len(right)), right, strict=True)
+        return {"x": kl if by == "kl" else np.linspace(0, 1, len(right)), "value": right}
 
     panels = (("greedy", "weights"), ("t1", "weights"), ("greedy", "kl"))
-    points = DataFrame(
-        {"panel": ", ".join(panel), "end": end, "x": x, "value": value}
-        for panel in panels
-        for end in REACHED
-        for x, value in way(end, *panel)
+    points = concat(
+        DataFrame({"panel": ", ".join(panel), "end": end} | way(end, *panel)) for panel, end in product(panels, REACHED)
     )
     labels = {"xlabel": "share of the way from the base", "ylabel": "accuracy, %", "ylim": (0, None)}
     fig, axes = plots.grid(points, "x", "value", "end", _looks(REACHED), 2.7, **labels)
@@ -417,9 +407,9 @@ def figure_plane(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, Da
     off = np.sqrt(np.maximum(np.diagonal(gram) - np.square(places).sum(1), 0))
     points = DataFrame({"arm": arm_of, "along GRPO": places[:, 0], "across": places[:, 1], "off the plane": off})
     distances = points.groupby("arm")["off the plane"].mean()
-    looks = {
-        arm: look | {"label": f"{look['label']}: {distances[arm]:.2f} off"} for arm, look in _looks(TRAINED).items()
-    }
+    looks = _looks(TRAINED)
+    for arm, look in looks.items():
+        look["label"] += f": {distances[arm]:.2f} off"
     fig, ax = plt.subplots(figsize=(style.COLUMN + 0.9, 2.7))
     plots.lines(ax, points, "along GRPO", "across", "arm", looks, ms=4, ls="", alpha=0.8)
     ax.plot(0, 0, "+", color="black", ms=10, label="base")
@@ -450,11 +440,9 @@ def figure_noise(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, Da
         shaken = records[f"noise on {end}"]
         return 100 * np.mean([[r["clean"][decoding], *np.mean(r[part][decoding], axis=1)] for r in shaken], axis=0)
 
-    points = DataFrame(
-        {"panel": ", ".join(panel), "end": end, "x": x, "value": value}
-        for panel in product(("isotropic", "relative"), ("greedy", "t1"))
-        for end in SHAKEN
-        for x, value in zip([0, *run.noise_sigmas], right(end, *panel), strict=True)
+    points = concat(
+        DataFrame({"panel": ", ".join(panel), "end": end, "x": [0, *run.noise_sigmas], "value": right(end, *panel)})
+        for panel, end in product(product(("isotropic", "relative"), ("greedy", "t1")), SHAKEN)
     )
     labels = {"xlabel": "deviation, weight units", "ylabel": "accuracy, %", "ylim": (0, None)}
     fig, _ = plots.grid(points, "x", "value", "end", _looks(SHAKEN), 2.5, **labels)
@@ -464,11 +452,11 @@ def figure_noise(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, Da
 def figure_likelihood(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw the negative log-likelihood of right answers along the lines to GRPO, over the line between its ends."""
     pairs = [pair for pair in PAIRS if pair[1] == "grpo"]
-    points = DataFrame(
-        {"line": line_label(*pair), "x": x, "value": nll - (1 - x) * curve[0] - x * curve[-1]}
-        for pair in pairs
-        for curve in [path_points.curves(records[name_of(*pair)], "nll").mean(0)]
-        for x, nll in zip(np.linspace(0, 1, len(curve)), curve, strict=True)
+    nll = {pair: path_points.curves(records[name_of(*pair)], "nll").mean(0) for pair in pairs}
+    x = np.linspace(0, 1, len(nll[pairs[0]]))
+    points = concat(
+        DataFrame({"line": line_label(*pair), "x": x, "value": curve - (1 - x) * curve[0] - x * curve[-1]})
+        for pair, curve in nll.items()
     )
     looks = {line_label(*pair): _looks(pair)[pair[0]] | {"label": line_label(*pair)} for pair in pairs}
     fig, ax = plt.subplots(figsize=(style.COLUMN + 0.6, 2.5))

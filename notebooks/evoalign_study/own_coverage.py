@@ -14,11 +14,11 @@ from matplotlib import pyplot as plt
 from pandas import DataFrame
 
 from evoalign_lib.analysis import coverage, stats
-from evoalign_lib.analysis.stats import Interval
 from evoalign_study import plots
 from evoalign_study.measures.base import label
 from evoalign_study.records import Record, unpack_integers
 from evoalign_study.results import stated
+from evoalign_study.runs import where
 
 Models = Mapping[str, Sequence[Record]]
 """Name -> records of all blocks and temperatures; the model itself first."""
@@ -58,7 +58,7 @@ def counts(records: Sequence[Record], temperature: float) -> np.ndarray:
     Raises:
         ValueError: blocks that are missing or overlap, and records of more than one model.
     """
-    own = sorted((r for r in records if r["spec"]["temperature"] == temperature), key=lambda r: r["spec"]["block"])
+    own = sorted(where(records, temperature=temperature), key=lambda r: r["spec"]["block"])
     if len({str(sorted((k, v) for k, v in record["spec"].items() if k != "block")) for record in own}) > 1:
         raise ValueError(f"{len(own)} records differ in more than their blocks: give those of one model and setting.")
     at = 0
@@ -81,14 +81,9 @@ def ks(n: int) -> list[int]:
     return sorted({4**i for i in range(n.bit_length()) if 4**i <= n} | {n})
 
 
-def solved(right: np.ndarray, n: int, k: int) -> Interval:
+def solved(right: np.ndarray, n: int, k: int) -> stats.Interval:
     """Return pass@k, unbiased, with its interval over problems; right: (problems,), of n samples each."""
     return stats.crossed_bootstrap(coverage.estimate_pass_at(right, n, k)[None], n_resamples=_RESAMPLES)
-
-
-def standard_error(right: np.ndarray, n: int, k: int) -> float:
-    """Return the standard error that the samples alone give pass@k, on these problems; NaN where 2k > n."""
-    return float(np.sqrt(coverage.variance_of_pass_at(right, n, k).sum()) / len(right))
 
 
 def pass_table(models: Models, temperature: float) -> DataFrame:
@@ -101,12 +96,12 @@ def pass_table(models: Models, temperature: float) -> DataFrame:
         right = counts(records, temperature)
         for k in ks(n):
             row = {"model": name, "problems": len(right), "k": k, "pass@k, % [95 %]": solved(right, n, k).format()}
-            error = stated(standard_error(right, n, k), ".2%", "not known")
-            rows.append(row | {"standard error of sampling, points": error})
+            error = float(np.sqrt(coverage.variance_of_pass_at(right, n, k).sum()) / len(right))  # NaN where 2k > n
+            rows.append(row | {"standard error of sampling, points": stated(error, ".2%", "not known")})
     return DataFrame(rows)
 
 
-def change(before: np.ndarray, after: np.ndarray, n: int, k: int) -> Interval:
+def change(before: np.ndarray, after: np.ndarray, n: int, k: int) -> stats.Interval:
     """Return the net change of support within k samples, from counts of n samples, with its interval over problems."""
     base, end = (coverage.estimate_pass_at(right, n, k) for right in (before, after))
     return coverage.support_change(base, end[None], 1, n_resamples=_RESAMPLES)
@@ -162,14 +157,12 @@ def cover_table(models: Models, temperature: float, taus: Sequence[float] = TAUS
 def token_table(models: Models) -> DataFrame:
     """Return a row per model and temperature: tokens generated, mean length of a sample, and how many were cut off."""
     n, rows = samples(models), []
-    for name, records in models.items():
-        for temperature in temperatures(models):
-            own = [record for record in records if record["spec"]["temperature"] == temperature]
-            drawn = n * sum(record["n_problems"] for record in own)
-            tokens = sum(record["generated_tokens"] for record in own)
-            row = {"model": name, "temperature": f"{temperature:g}", "samples": f"{drawn:,}", "tokens": f"{tokens:,}"}
-            row["mean length"] = f"{tokens / drawn:.1f}"
-            rows.append(row | {"cut off, %": f"{100 * sum(record['clipped'] for record in own) / drawn:.2f}"})
+    for (name, records), temperature in product(models.items(), temperatures(models)):
+        counted = DataFrame(where(records, temperature=temperature))[["n_problems", "generated_tokens", "clipped"]]
+        problems, tokens, clipped = counted.sum()
+        row = {"model": name, "temperature": f"{temperature:g}", "samples": f"{n * problems:,}"}
+        row |= {"tokens": f"{tokens:,}", "mean length": f"{tokens / (n * problems):.1f}"}
+        rows.append(row | {"cut off, %": f"{100 * clipped / (n * problems):.2f}"})
     return DataFrame(rows)
 
 

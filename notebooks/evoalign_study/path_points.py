@@ -82,12 +82,11 @@ def barriers(
     lines, ends = by_ends(records), [Model((run["digest"],)) for run in runs]
     found: dict[tuple[int, int], NDArray[np.float64]] = {}
     for i, j in combinations(range(len(runs)), 2):
-        a, b = ends[i], ends[j]
-        if (a, b) not in lines and (b, a) not in lines:
+        there, back = lines.get((ends[i], ends[j])), lines.get((ends[j], ends[i]))
+        if not (there or back):
             digests = " and ".join(runs[each]["digest"] for each in (i, j))
             raise ValueError(f"no line was measured between the runs with the weights {digests}")
-        line = lines.get((a, b)) or lines[b, a]
-        found[i, j] = errors([line], decoding)[0][:, :: 1 if (a, b) in lines else -1]
+        found[i, j] = errors([there or back], decoding)[0][:, :: 1 if there else -1]
     if not found:
         raise ValueError(f"{len(runs)} runs have no line between them: give two at least")
     outcomes = np.full((len(runs), len(runs), *found[0, 1].shape), np.nan)

@@ -45,7 +45,7 @@ def panels(
 
 
 def lines(
-    ax: Axes, frame: DataFrame, x: str, y: str, by: str, looks: Mapping[Any, Mapping[str, Any]], **how: Any
+    ax: Axes, frame: DataFrame, x: str, y: str, by: Any, looks: Mapping[Any, Mapping[str, Any]], **how: Any
 ) -> None:
     """Draw a line through the points of each name in a column, and a band where the frame has low and high for it.
 
@@ -54,7 +54,7 @@ def lines(
         frame: a row per point; columns low and high are the ends of a band.
         x: column of what is across.
         y: column of what is up.
-        by: column of the names, in the order in which they are drawn.
+        by: column of the names, or columns, in the order in which they are drawn.
         looks: name -> keyword arguments of `Axes.plot`.
         **how: the same for all lines, where their own look says nothing else.
     """
@@ -96,10 +96,8 @@ def grid(
 
 def curves(ax: Axes, frame: DataFrame, x: str, y: str, **how: Any) -> None:
     """Draw a line with its band for each arm and decoding, columns of the frame, in their looks."""
-    for (arm, decoding), points in frame.groupby(["arm", "decoding"], sort=False):
-        drawn = style.line(arm, decoding) | how
-        ax.plot(points[x], points[y], **drawn)
-        style.band(ax, points[x], points["low"], points["high"], drawn["color"])
+    pairs = frame[["arm", "decoding"]].itertuples(index=False, name=None)
+    lines(ax, frame, x, y, ["arm", "decoding"], {pair: style.line(*pair) | how for pair in pairs})
 
 
 def whiskers(ax: Axes, frame: DataFrame, across: Any = None, up: Any = None, **how: Any) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evoalign_lib.analysis.stats import Interval
+from evoalign_study import style
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -124,6 +125,17 @@ def cells(frame: DataFrame, by: Sequence[str], columns: Mapping[str, tuple[str, 
 
     groups = frame.groupby(list(by), sort=False)
     return pd.DataFrame({head: groups[name].agg(function(how)) for head, (name, how) in columns.items()}).reset_index()
+
+
+def under(head: str, cell: Callable[[str], Any], decodings: Iterable[str] = ("greedy", "t1")) -> dict[str, Any]:
+    """Return the cells of a row under some decodings.
+
+    Args:
+        head: of the columns, with {} in the place of the decoding.
+        cell: makes the cell of a decoding, given by its key.
+        decodings: keys of `style.STROKES`.
+    """
+    return {head.format(style.STROKES[decoding].label): cell(decoding) for decoding in decodings}
 
 
 def three_digits(x: float, whole: float = 1000, digits: int = 3) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -128,10 +128,10 @@ def scales(
     return presets, *own.values()
 
 
-def sweep(run: SimpleNamespace, arm: str) -> Groups:
-    """Return the sweep that tunes an arm of notebook 02 on the first base, under its name."""
-    choices = loading.swept_choices(run, arm)
-    return {f"sweep {arm}": sweep_specs(arm, run.bases[0], loading.own_settings(run, arm), run.scale, choices)}
+def sweep(run: SimpleNamespace, *tried: str) -> Groups:
+    """Return the sweeps that tune arms of notebook 02 on the first base, under their names."""
+    own = {arm: (loading.own_settings(run, arm), run.scale, loading.swept_choices(run, arm)) for arm in tried}
+    return {f"sweep {arm}": sweep_specs(arm, run.bases[0], *asked) for arm, asked in own.items()}
 
 
 def tuned(
@@ -160,36 +160,26 @@ def tuned(
     return Group(arm, bases, seeds, own, [changes], after=(f"sweep {by}",), ledgers=ledgers)
 
 
-def countdown(run: SimpleNamespace, records: Records, scale: str, exact: Mapping[str, Any]) -> dict[str, Any]:
+def countdown(records: Records, scale: str, exact: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tuned arms of notebook 02 on one base, with the sweeps that tune them, notebook 01's nulls, the base.
 
     Args:
-        run: the notebook's parameters.
         records: of the groups loaded so far.
         scale: of the runs.
         exact: the notebook's settings at this scale (`loading.of_tiny_world`), with seeds_es, seeds_random and
             seeds_sampled.
     """
     here = exact["bases"][:1]
-    own = settings_at(scale, COUNTDOWN)
+    own, shuffled = settings_at(scale, COUNTDOWN), settings_at(scale, ES_COUNTDOWN)
     if scale == "smoke":  # arms are compared by their spread
         own |= {"seeds_compare": 2, "seeds_describe": 2}
     tune = SimpleNamespace(**own, bases=here, scale=scale)
-    seeds = {
-        "es": exact["seeds_es"],
-        "es_sampled": exact["seeds_sampled"],
-        "es_random": exact["seeds_random"],
-        "grpo": tune.seeds_match,
-        "dr_grpo": tune.seeds_compare,
-        "grpo_random": tune.seeds_compare,
-        "sft": tune.seeds_describe,
-    }
-    shuffled = settings_at(scale, ES_COUNTDOWN)
-    groups: dict[str, Any] = sweep(tune, "es") | sweep(tune, "grpo")
-    groups |= {
-        arm: tuned(tune, records, arm, here, n, here if arm == "es" else ())._replace(scale=scale)
-        for arm, n in seeds.items()
-    }
+    seeds = {"es": exact["seeds_es"], "es_sampled": exact["seeds_sampled"], "es_random": exact["seeds_random"]}
+    seeds |= {"grpo": tune.seeds_match, "dr_grpo": tune.seeds_compare, "grpo_random": tune.seeds_compare}
+    groups: dict[str, Any] = sweep(tune, *TUNED)
+    for arm, n in (seeds | {"sft": tune.seeds_describe}).items():
+        ledgers = here if arm == "es" else ()
+        groups[arm] = tuned(tune, records, arm, here, n, ledgers)._replace(scale=scale)
     groups["es_shuffled"] = Group("es_shuffled", here, shuffled["n_seeds"], loading.of_runs(shuffled), scale=scale)
     return groups | {"base": base_specs(here, loading.of_runs(own), scale)}
 
@@ -200,30 +190,43 @@ def conciseness(scale: str, arm: str) -> dict[str, Any]:
     return loading.own_settings(run, arm) | {"curve_points": 3, "sampled_at": run.temperatures}
 
 
+def where(records: Sequence[Record], **fields: Any) -> list[Record]:
+    """Return the records whose spec has these values."""
+    return [record for record in records if fields.items() <= record["spec"].items()]
+
+
 def means(records: Sequence[Record], size: int, most: int) -> list[Sequence[Record]]:
     """Return groups of so many runs, in the order of their seeds; no run is in two of them."""
     return [records[first : first + size] for first in range(0, len(records) - size + 1, size)][:most]
 
 
-def curve_band(records: Sequence[Record], axes: Sequence[str], decoding: str, scale: float = 100) -> DataFrame:
-    """Return validation accuracy along runs of one setting, a row per point.
+def curve_bands(
+    groups: Iterable[tuple[Mapping[str, Any], Sequence[Record]]], axes: Sequence[str], scale: int = 100, first: int = 0
+) -> DataFrame:
+    """Return validation accuracy along training runs, a row per group, decoding and point.
 
     Args:
-        records: training runs with as many points.
+        groups: columns that name a group, and its runs, of one setting and with as many points.
         axes: budgets of the curve, of which the mean over runs is taken.
-        decoding: its key in the records.
         scale: of the accuracies, 1 for shares.
+        first: point with which the rows begin; on a logarithmic axis the first has no place.
 
     Returns:
-        The axes; mean, low and high of accuracy (in %, if `scale` is 100), a 95 % band over seeds; and n, the runs.
+        The axes; mean, low and high of accuracy (in %, if `scale` is 100), a 95 % band over seeds; decoding; n, the
+        runs; and the columns of the groups.
     """
     import numpy as np
     import pandas as pd
 
-    curves = [record["curve"] for record in records]
-    budgets = {axis: np.mean([curve[axis] for curve in curves], axis=0) for axis in axes}
-    band = stats.curve_band(scale * np.array([curve[f"validation_{decoding}"] for curve in curves]))
-    return pd.DataFrame(budgets | dict(zip(("mean", "low", "high"), band, strict=True))).assign(n=len(curves))
+    bands = []
+    for names, records in groups:
+        curves = [record["curve"] for record in records]
+        budgets = {axis: np.mean([curve[axis] for curve in curves], axis=0) for axis in axes}
+        for decoding in loading.DECODINGS:
+            band = stats.curve_band(scale * np.array([curve[f"validation_{decoding}"] for curve in curves]))
+            points = pd.DataFrame(budgets | dict(zip(("mean", "low", "high"), band, strict=True)))
+            bands.append(points.assign(decoding=decoding, n=len(curves), **names).iloc[first:])
+    return pd.concat(bands, ignore_index=True)
 
 
 def after(records: Records, needed: Sequence[str], make: Callable[..., Sequence[Spec]]) -> After:

@@ -35,10 +35,6 @@ def notebook(request):
 # ---- the rules
 
 
-def outputs_of(cell):
-    return cell.get("outputs", [])
-
-
 def headings(notebook):
     """(level, text) of every heading, but those in blocks of code."""
     texts = [re.sub(r"```.*?```", "", c.source, flags=re.DOTALL) for c in notebook.cells if c.cell_type == "markdown"]
@@ -57,7 +53,7 @@ def shown(notebook):
     """All that the outputs say, as text."""
     texts = []
     for cell in notebook.cells:
-        for output in outputs_of(cell):
+        for output in cell.get("outputs", []):
             data = output.get("data", {})
             html = unescape(re.sub("<[^>]*>", " ", data.get("text/html", "")))
             texts += [output.get("text", ""), data.get("text/plain", ""), html]

@@ -6,40 +6,19 @@ from functools import cache
 import numpy as np
 import pytest
 from evoalign_study import coverage_factors as factors
-from evoalign_study import nb01_es_countdown as nb01
-from evoalign_study import nb02_grpo_countdown as nb02
-from evoalign_study import nb03_conciseness as nb03
-from evoalign_study import nb04_safety_judges as nb04
-from evoalign_study import nb05_stability as nb05
-from evoalign_study import nb06_low_rank_and_cost as nb06
-from evoalign_study import nb07_solution_coverage as nb07
-from evoalign_study import nb08_weight_geometry as nb08
-from evoalign_study import nb09_lmc_analysis as nb09
-from evoalign_study import parameters, paths, published_judgments, results, style
-from evoalign_study.loading import Loader
+from evoalign_study import paths, published_judgments, results, style
 from evoalign_study.rendering import csv_text
 from evoalign_study.results import answered, macros
 from matplotlib import colors
+from test_notebooks import MODULES, loaded
 
-from evoalign_lib import arms, tiny
+from evoalign_lib import arms
 from evoalign_lib.analysis.stats import Interval
 
-pytestmark = [
-    pytest.mark.usefixtures("drawn"),
-    pytest.mark.skipif(not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES), reason="no bases yet"),
-]
-LECTURES = (nb01, nb02, nb03, nb04, nb05, nb06, nb07, nb08, nb09)
+pytestmark = pytest.mark.usefixtures("drawn")
+nb01, nb02, nb03, nb04, nb05, nb06, nb07, nb08, nb09 = MODULES
 MORE = {nb01: ("", ", exactly"), nb03: ("", ", published"), nb04: ("", ", published")}
 """Notebook -> its parts in answers.yaml and numbers.yaml."""
-TINY = {"scale": "tiny", "model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": True}
-
-
-@cache
-def loaded(study):
-    """Settings and committed records of a notebook."""
-    run = parameters.check_parameters(TINY.copy(), study.presets())
-    load = Loader(study.NOTEBOOK, run, study.groups)
-    return run, load(*load.names)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +40,7 @@ def found(verdicts, committed_records):
     return cache(lambda study: (make[study] if study in make else study.results)(*loaded(study)))
 
 
-@pytest.mark.parametrize("study", LECTURES, ids=lambda study: study.NOTEBOOK)
+@pytest.mark.parametrize("study", MODULES, ids=lambda study: study.NOTEBOOK)
 def test_the_papers_numbers_come_from_the_results(study, found):
     committed = json.loads((paths.GENERATED / f"numbers_{study.NOTEBOOK}.json").read_text(encoding="utf-8"))
     parts = [f"{study.NOTEBOOK}{more}" for more in MORE.get(study, ("",))]
@@ -70,7 +49,7 @@ def test_the_papers_numbers_come_from_the_results(study, found):
     assert macros(parts[0], {}) == {}
 
 
-@pytest.mark.parametrize("study", LECTURES, ids=lambda study: study.NOTEBOOK)
+@pytest.mark.parametrize("study", MODULES, ids=lambda study: study.NOTEBOOK)
 def test_every_question_has_its_answer(study, found):
     known = results._file("answers.yaml")
     parts = [part for more in MORE.get(study, ("",)) if (part := f"{study.NOTEBOOK}{more}") in known]
@@ -134,36 +113,17 @@ def test_results_are_what_the_claims_are_judged_by(study, read, claim, label, fo
     assert any(value == pytest.approx(each) for each in judged)
 
 
-def of(frame, draw):
-    """Return what makes a frame, and a figure of it."""
-
-    def figure(run, records):
-        points = frame(run, records)
-        return draw(points, records), points
-
-    return figure
+def of(points, draw, *more):
+    return draw(points, *more), points
 
 
 FIGURES = {
-    "es_countdown_gain": (of(nb01.test_points, lambda f, _: nb01.figure_gain(f)), nb01, "accuracy"),
-    "es_countdown_curves": (of(nb01.curve_points, lambda f, r: nb01.figure_curves(f, r["base"])), nb01, ""),
-    "es_estimator": (
-        of(lambda _, r: nb01.single_steps(r["estimator"]), lambda f, _: nb01.figure_estimator(f)),
-        nb01,
-        "",
-    ),
-    "es_arithmetic_paths": (
-        of(lambda _, r: nb01.audits(r)[nb01.AUDITED], lambda f, _: nb01.figure_arithmetic(f)),
-        nb01,
-        "path",
-    ),
-    "grpo_es_curves": (
-        of(lambda _, r: nb02.curve_points(r), lambda f, _: nb02.draw_curves(f, {"greedy": 14, "t1": 13})),
-        nb02,
-        "mean",
-    ),
-    "grpo_temperature": (of(lambda _, r: nb02.by_temperature(r), lambda *_: None), nb02, ""),
-    "conciseness_answer": (lambda run, r: nb03.answer_figure(run, r, nb03.results(run, r)), nb03, ""),
+    "es_countdown_gain": (lambda run, r: of(nb01.test_points(run, r), nb01.figure_gain), nb01, "accuracy"),
+    "es_countdown_curves": (lambda run, r: of(nb01.curve_points(run, r), nb01.figure_curves, r["base"]), nb01, ""),
+    "es_estimator": (lambda _, r: of(nb01.single_steps(r["estimator"]), nb01.figure_estimator), nb01, ""),
+    "es_arithmetic_paths": (lambda _, r: of(nb01.audits(r)[nb01.AUDITED], nb01.figure_arithmetic), nb01, "path"),
+    "grpo_es_curves": (lambda _, r: of(nb02.curve_points(r), nb02.draw_curves, {"greedy": 14, "t1": 13}), nb02, "mean"),
+    "grpo_temperature": (lambda _, r: of(nb02.by_temperature(r), nb02.draw_temperatures), nb02, ""),
     "conciseness_right": (nb03.ways_and_ends, nb03, ""),
     "conciseness_fronts": (lambda _, r: nb03.fronts(r), nb03, ""),
     "conciseness_gaps": (lambda _, r: nb03.gaps_by_end(r), nb03, "0.01"),
@@ -172,19 +132,17 @@ FIGURES = {
     "safety_published_ratings": (lambda _, r: published_judgments.ratings(r["judgments"]), nb04, "value"),
     "stability_drawdown_runs": (lambda _, r: nb05.figure_drawdowns(r), nb05, "greedy"),
     "low_rank_curves": (
-        of(lambda run, r: nb06.curve_points(r, nb06.shown(run), "completions"), nb06.draw_curves),
+        lambda run, r: of(nb06.curve_points(r, nb06.shown(run), "completions"), nb06.draw_curves, r),
         nb06,
         "mean",
     ),
     "essa_population_size": (
-        of(lambda run, r: nb06.population_points(r, run), lambda f, _: nb06.draw_populations(f, 0.2)),
+        lambda run, r: of(nb06.population_points(r, run), nb06.draw_populations, 0.2),
         nb06,
         "at the end",
     ),
     "coverage_factors": (factors.figure_cells, nb07, "value"),
     "coverage_order": (factors.figure_composed, nb07, "value"),
-    "geometry_drift": (nb08.figure_drift, nb08, "y"),
-    "lmc_plane": (nb09.figure_plane, nb09, "across"),
     "stability_maps": (nb05.figure_maps, nb05, "score"),
     "stability_population_curves": (nb05.figure_populations, nb05, "greedy"),
     "stability_prompts_runs": (nb05.figure_prompts, nb05, "reward"),
@@ -196,6 +154,8 @@ FIGURES |= {
         (nb05, "stability", "seeds", "", "greedy"),
         (nb07, "coverage", "pass_at_k matched support training accuracies", "", "value"),
         (nb08, "geometry", "signal norms layers cosines", "", "value"),
+        (nb08, "geometry", "drift", "", "y"),
+        (nb09, "lmc", "plane", "", "across"),
         (nb09, "lmc", "barriers from_base noise likelihood", "", "value"),
     )
     for name in names.split()

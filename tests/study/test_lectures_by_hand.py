@@ -5,24 +5,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from evoalign_study import coverage_factors as factors
-from evoalign_study import nb01_es_countdown as nb01
-from evoalign_study import nb02_grpo_countdown as nb02
-from evoalign_study import nb05_stability as nb05
-from evoalign_study import nb06_low_rank_and_cost as nb06
-from evoalign_study import nb07_solution_coverage as nb07
-from evoalign_study import nb08_weight_geometry as nb08
 from evoalign_study.kinds import memory
 from evoalign_study.records import pack_bits, pack_counts, pack_probabilities
 from evoalign_study.trl_loss import losses_agree
-from test_lectures import loaded
+from test_notebooks import MODULES, loaded
 
-from evoalign_lib import footprint, tiny
+from evoalign_lib import footprint
 from evoalign_lib.engines.memory import shape
 
-pytestmark = [
-    pytest.mark.usefixtures("drawn"),
-    pytest.mark.skipif(not all((tiny.bases_folder() / base).is_dir() for base in tiny.BASES), reason="no bases yet"),
-]
+nb01, nb02, _, _, nb05, nb06, nb07, nb08, _ = MODULES
+pytestmark = pytest.mark.usefixtures("drawn")
 
 
 # ---- 01 and 02

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from evoalign_study import collapse, paths
 from evoalign_study import nb03_conciseness as study
+from evoalign_study.rendering import csv_text
 
 from evoalign_lib.analysis import hacking
 
@@ -61,7 +62,8 @@ def test_tables_count_runs(run, records, found):
 
 
 def test_figures_name_what_stands_out(run, records, found, drawn):
-    fig, _ = study.answer_figure(run, records, found)
+    fig, plotted = study.answer_figure(run, records, found)
+    assert csv_text(plotted) == (paths.FIGURES / "conciseness_answer.csv").read_text(encoding="utf-8")
     assert [text.get_text() for text in fig.axes[1].texts] == ["ES does not get there"]  # at temperature 1, at -5
     fig, _ = study.es_map(run, records)
     walk, noise = fig.axes[0].lines

@@ -1,17 +1,12 @@
 """What stands behind the notebooks: presets, groups of runs, their loader, and the numbers that the paper quotes."""
 
 import re
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from evoalign_study import nb01_es_countdown as es_countdown
-from evoalign_study import nb02_grpo_countdown as grpo_countdown
-from evoalign_study import nb03_conciseness as conciseness
-from evoalign_study import nb04_safety_judges as safety_judges
-from evoalign_study import nb05_stability as stability
 from evoalign_study import parameters, paths, sweep
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.loading import Group, Loader
@@ -19,32 +14,26 @@ from evoalign_study.records import read_records, record_files, spec_hash
 
 from tests.helpers import random_model, tokenizer
 
-MODULES = [
-    import_module(f"evoalign_study.{file.stem}") for file in sorted(Path(es_countdown.__file__).parent.glob("nb*.py"))
-]
+MODULES = [import_module(f"evoalign_study.{file.stem}") for file in sorted(Path(sweep.__file__).parent.glob("nb*.py"))]
+es_countdown, grpo_countdown, conciseness, safety_judges, stability, *_ = MODULES
 PARAMETERS = {"scale": "tiny", "model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
 
 
-def run_of(module, **given):
-    """The parameters and settings of a notebook."""
-    namespace = PARAMETERS | given
-    return parameters.check_parameters(namespace, module.presets(namespace["model"]))
-
-
 def loader_of(module, **given):
-    return Loader(module.NOTEBOOK, run_of(module, **given), module.groups)
+    namespace = PARAMETERS | given
+    run = parameters.check_parameters(namespace, module.presets(namespace["model"]))
+    return Loader(module.NOTEBOOK, run, module.groups)
 
 
 def hashes(specs):
     return {name: [spec_hash(spec) for spec in own] for name, own in specs.items()}
 
 
-@lru_cache
+@cache
 def loaded(module):
-    """The loader of a notebook at scale tiny, with the committed records of every group."""
+    """Settings at scale tiny and committed records of a notebook."""
     load = loader_of(module, dry_run=True)
-    load(*load.names)
-    return load
+    return load._run, load(*load.names)
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +75,10 @@ def test_the_groups_are_the_committed_records():
     committed = {r["spec_hash"]: r for file in record_files("tiny") for r in read_records(file)}
     declared = set()
     for module in MODULES:
-        load = loaded(module)
-        specs = hashes(load.specs())  # the records of the sweeps are there: nothing is a stand-in
-        assert specs == {name: [r["spec_hash"] for r in load.records[name]] for name in specs}
+        load, (_, records) = loader_of(module, dry_run=True), loaded(module)
+        load.records |= records  # those of the sweeps are there: nothing is a stand-in
+        specs = hashes(load.specs())
+        assert specs == {name: [r["spec_hash"] for r in records[name]] for name in specs}
         own = {h for h, record in committed.items() if record["notebook"] == module.NOTEBOOK}
         declared |= {h for each in specs.values() for h in each}
         assert own <= declared, module.NOTEBOOK
@@ -233,7 +223,9 @@ def test_the_tables_of_groups_and_of_settings():
     assert list(table["arm or kind"]) == ["base", "es", "es", "es"] and list(table["seeds"]) == ["", "0 to 1", "1", "0"]
     assert list(table["changed"]) == ["", "", "", "alpha 1"] and set(table["bases"]) == {"A0"}
 
-    table = loaded(stability).table()
+    load = loader_of(stability, dry_run=True)
+    load.records |= loaded(stability)[1]
+    table = load.table()
     assert table.loc["es map", "changed"] == "9 settings" and table.loc["es map", "seeds"] == "0, 1, 2, 100"
     assert table.loc["grpo best", "changed"] == "a setting per base" and table.loc["grpo best", "runs"] == 8
     table = parameters.table({"tiny": {"steps": 9, "few": None}, "full": {"steps": 9, "few": 2, "new": 1}})
