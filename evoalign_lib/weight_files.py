@@ -101,8 +101,7 @@ def weights(source: str | os.PathLike[str], base: str | os.PathLike[str] | State
     """
     text = str(source)
     if text.endswith((".jsonl", ".jsonl.gz")):
-        named = not isinstance(base, StateDict)
-        require(named, f"{text!r} is a ledger: give the name or folder of its base, not weights.")
+        require(not isinstance(base, StateDict), f"{text!r} is a ledger: give its base's name or folder, not weights.")
         return _Ledger(text, base)
     folder = _folder(text)
     if (folder / "adapter_config.json").is_file():
@@ -312,8 +311,7 @@ class _Ledger(StateDict):
         self.source, self._model = source, base
         self.run: ledger.Ledger = ledger.read(source)
         remedy = "write the model or adapter of its last step (evoalign replay --out FOLDER), and give that folder"
-        whole = self.run.settings["frozen"] is None
-        require(whole, f"the run of {source} moves a part of its model only: {remedy}.")
+        require(self.run.settings["frozen"] is None, f"the run of {source} moves a part of its model only: {remedy}.")
         self.shapes = {name: tuple(s) for name, s in ledger.unpack_shapes(self.run.header["model"]["parameters"])}
         self.dtypes = frozenset({"float32"})
 

@@ -198,14 +198,13 @@ def overtaken(base: ArrayLike, runs: ArrayLike, ks: Sequence[int], *, n_resample
     """
     own = pass_at(_probabilities(runs, "runs", 2), ks)
     before = pass_at(_probabilities(base, "base", 1), ks)
-    same = own.shape[1] == len(before)
-    require(same, f"runs have {own.shape[1]} problems and the base {len(before)}: give the same ones.")
+    n, problems = own.shape[:2]
+    require(problems == len(before), f"runs have {problems} problems and the base {len(before)}: give the same ones.")
 
     def crossed(mean: NDArray[np.float64], of_base: NDArray[np.float64]) -> float:
         k = float(crossing(ks, mean, of_base))
         return (-np.inf if mean[0] < of_base[0] else np.inf) if np.isnan(k) else k
 
-    n, problems = own.shape[:2]
     value = crossed(own.mean((0, 1)), before.mean(0))
     if n == 1:
         return Interval(value, np.nan, np.nan, n)
@@ -554,8 +553,7 @@ def _net_and_reached(base: ArrayLike, name: str, runs: ArrayLike, k: int) -> _Gr
     before = pass_at(_probabilities(base, "base", 1), whole_number("k", k))
     after = pass_at(_probabilities(runs, name, 2), k)
     wanted = f"give (runs, {len(before)}), the same problems in the same order"
-    same = after.shape[1] == len(before)
-    require(same, f"{name} have shape {after.shape} and the base {before.shape}: {wanted}")
+    require(after.shape[1] == len(before), f"{name} have shape {after.shape} and the base {before.shape}: {wanted}")
     return after - before, after + before - after * before
 
 

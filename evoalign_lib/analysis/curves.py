@@ -85,8 +85,7 @@ def score_at(x: ArrayLike, score: ArrayLike, budget: float) -> float:
     spent, scores = np.asarray(x, np.float64), np.asarray(score, np.float64)
     begun = spent > 0
     first = spent[begun].min(initial=inf)
-    inside = first <= budget <= spent[-1]
-    require(inside, f"a curve from {first:g} to {spent[-1]:g} has no score at {budget:g}")
+    require(first <= budget <= spent[-1], f"a curve from {first:g} to {spent[-1]:g} has no score at {budget:g}")
     return float(np.interp(np.log(budget), np.log(spent[begun]), scores[begun]))
 
 

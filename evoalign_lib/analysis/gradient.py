@@ -91,8 +91,7 @@ def enumerate_completions(
     from transformers import DynamicCache
 
     prompts = [list(map(int, ids)) for ids in prompts_ids]
-    some = prompts and all(prompts)
-    require(some, f"every prompt needs at least one token, got {len(prompts)} prompts: {prompts[:3]}")
+    require(prompts and all(prompts), f"every prompt needs a token at least, got {len(prompts)} prompts: {prompts[:3]}")
     whole_number("max_new_tokens", max_new_tokens)
     require(0 <= min_probability < 1, f"min_probability must lie in [0, 1), got {min_probability}")
     threshold = math.log(min_probability) if min_probability else -math.inf

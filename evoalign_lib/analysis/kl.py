@@ -132,8 +132,7 @@ def check_sampling(temperature: float) -> None:
         ValueError: a temperature that is not positive, as that of greedy decoding.
     """
     why = "greedy decoding (0) puts all probability on one token, which makes the KL 0 or infinite. Measure on samples."
-    fits = temperature > 0 and math.isfinite(temperature)
-    require(fits, f"temperature={temperature!r} must be positive and finite: {why}")
+    require(0 < temperature < math.inf, f"temperature={temperature!r} must be positive and finite: {why}")
 
 
 # ---- Schulman's Gaussians
@@ -157,8 +156,7 @@ def gaussian_exact(mean: float) -> dict[str, float]:
     >>> {k: round(v, 4) for k, v in gaussian_exact(1.0).items()}
     {'kl': 0.5, 'k1_bias': 0.0, 'k1_std': 2.0, 'k2_bias': 0.25, 'k2_std': 1.7321, 'k3_bias': 0.0, 'k3_std': 1.695}
     """
-    sized = mean != 0 and math.isfinite(mean)
-    require(sized, f"mean={mean!r} must be finite and not 0: bias and std are given as multiples of the KL.")
+    require(0 < abs(mean) < math.inf, f"mean={mean!r} must be finite and not 0: bias and std are multiples of the KL.")
     kl, square = mean**2 / 2, mean**2
     biases = 0.0, square**2 / 8, 0.0
     variances = square, square**2 / 2 + square**3 / 4, math.expm1(square) - square

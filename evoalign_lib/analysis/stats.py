@@ -418,7 +418,8 @@ def rate_difference(hits: int, n: int, other_hits: int, other_n: int, level: flo
     """
     from statsmodels.stats.proportion import confint_proportions_2indep
 
-    _table(hits, n, other_hits, other_n)
+    _rate(hits, n)
+    _rate(other_hits, other_n)
     low, high = confint_proportions_2indep(hits, n, other_hits, other_n, method="newcomb", alpha=1 - level)
     value = hits / n - other_hits / other_n
     return Interval(value, min(float(low), value), max(float(high), value), min(n, other_n), level)
