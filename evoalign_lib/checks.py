@@ -1,13 +1,17 @@
 """Checks of settings, with the same words everywhere: names, choices, whole numbers, keys."""
 
-from __future__ import annotations
-
 import difflib
 import os
 from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
 from urllib.parse import urlsplit
+
+
+def require(holds: Any, message: str) -> None:
+    """Raise ValueError with a message unless something holds."""
+    if not holds:
+        raise ValueError(message)
 
 
 def nearest(name: Any, known: Iterable[str], cutoff: float = 0.4) -> str:
@@ -79,10 +83,10 @@ def address(name: str, url: str) -> str:
         ValueError: it is none, or holds a password or a query, which logs would show.
     """
     parts = urlsplit(url)
-    if parts.username is not None or parts.password is not None or parts.query:
-        raise ValueError(f"{name} holds a password or a query: name a variable that holds the key as api_key_env.")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{name}={url!r} must be an address such as http://localhost:8000.")
+    open_to_all = parts.username is parts.password is None and not parts.query
+    require(open_to_all, f"{name} holds a password or a query: name a variable that holds the key as api_key_env.")
+    known = parts.scheme in ("http", "https") and parts.hostname
+    require(known, f"{name}={url!r} must be an address such as http://localhost:8000.")
     return url.rstrip("/")
 
 
@@ -97,8 +101,7 @@ def key_in(variable: str, needed: bool = True) -> str:
         ValueError: there is none, or one that no HTTP header can hold: the errors of HTTP libraries would show it.
     """
     key = os.environ.get(variable, "").strip()
-    if needed and not key:
-        raise ValueError(f"no key in the environment: set {variable}.")
-    if not (key.isascii() and key.isprintable()):
-        raise ValueError(f"the key in {variable} is no single line of ASCII characters, as a key must be: set it anew.")
+    require(key or not needed, f"no key in the environment: set {variable}.")
+    plain = key.isascii() and key.isprintable()
+    require(plain, f"the key in {variable} is no single line of ASCII characters, as a key must be: set it anew.")
     return key

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from evoalign_lib import ledger, models
+from evoalign_lib.checks import require
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _PART = 1 << 20  # entries that are compared at once
@@ -100,8 +101,7 @@ def weights(source: str | os.PathLike[str], base: str | os.PathLike[str] | State
     """
     text = str(source)
     if text.endswith((".jsonl", ".jsonl.gz")):
-        if base is not None and not isinstance(base, (str, os.PathLike)):
-            raise ValueError(f"{text!r} is a ledger: give the name or folder of its base, not weights.")
+        require(not isinstance(base, StateDict), f"{text!r} is a ledger: give its base's name or folder, not weights.")
         return _Ledger(text, base)
     folder = _folder(text)
     if (folder / "adapter_config.json").is_file():
@@ -144,26 +144,26 @@ class _Files(StateDict):
     def __init__(self, folder: Path, source: str):
         self.source = source
         configuration = _json(folder / "config.json") if (folder / "config.json").is_file() else {}
-        if quantisation := configuration.get("quantization_config"):
-            method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
-            raise ValueError(f"{source!r} is quantised (quant_method={method!r}): give the model as it was before.")
+        quantised = configuration.get("quantization_config")
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        require(not quantised, f"{source!r} is quantised (quant_method={method!r}): give the model as it was before.")
         self._files: dict[str, Any] = {}
         for path, expected in _shards(folder, source).items():
             file = _open(path)
-            names = set(file.keys())
-            if expected is not None and (missing := sorted(expected - names)):
-                raise ValueError(f"{path} lacks {missing[0]!r}, which the index says it has: fetch the folder again.")
-            self._files |= dict.fromkeys(sorted(names), file)
-        slices = {name: file.get_slice(name) for name, file in self._files.items()}
-        self.shapes = {name: tuple(found.get_shape()) for name, found in slices.items()}
-        for name, shape in list(self.shapes.items()):
+            missing = sorted(expected - set(file.keys()))
+            require(not missing, f"{path} lacks {missing[:1]}, which the index says it has: fetch the folder again.")
+            self._files |= dict.fromkeys(sorted(file.keys()), file)
+        self.shapes, stored = {}, set()
+        for name, file in self._files.items():
+            entries = file.get_slice(name)
+            shape, dtype = tuple(entries.get_shape()), entries.get_dtype()
             if _BUFFER.search(name) or (_MASK.search(name) and len(shape) == 4):
-                del self.shapes[name]
-        stored = {name: slices[name].get_dtype() for name in self.shapes}
-        if other := [name for name, dtype in stored.items() if dtype not in _DTYPES]:
-            kind = f"{other[0]!r} of {source!r} is stored as {stored[other[0]]}"
-            raise ValueError(f"{kind}, which is not read: save the model as one of {', '.join(_DTYPES)}.")
-        self.dtypes = frozenset(_DTYPES[dtype] for dtype in stored.values())
+                continue
+            kind = f"{name!r} of {source!r} is stored as {dtype}, which is not read"
+            require(dtype in _DTYPES, f"{kind}: save the model as one of {', '.join(_DTYPES)}.")
+            self.shapes[name] = shape
+            stored.add(_DTYPES[dtype])
+        self.dtypes = frozenset(stored)
         if configuration.get("tie_word_embeddings") is not False:
             self._drop_tied_head()
 
@@ -183,28 +183,27 @@ class _Files(StateDict):
         return self._files[name].get_tensor(name).reshape(-1)[start:stop].to(torch.float32, copy=True)
 
 
-def _shards(folder: Path, source: str) -> dict[Path, set[str] | None]:
-    """Return a folder's weight files, and the names that the index promises of each."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return {single: None}
-    if not index.is_file():
-        if (folder / ledger.NAME).is_file():
-            raise ValueError(f"{source!r} holds no model, but a ledger: give {str(folder / ledger.NAME)!r}.")
-        raise ValueError(_no_safetensors(source, "model.safetensors"))
-    shards: dict[Path, set[str] | None] = {}
+def _shards(folder: Path, source: str) -> dict[Path, set[str]]:
+    """Return a folder's weight files, and the names that an index promises of each."""
+    name, index = "model.safetensors", folder / "model.safetensors.index.json"
+    if (folder / name).is_file() or not index.is_file():
+        return {_safetensors(folder, name, source): set()}
+    shards: dict[Path, set[str]] = {}
     places = _json(index).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise ValueError(f"{index} has no weight_map: fetch the folder again.")
+    require(isinstance(places, dict) and places, f"{index} has no weight_map: fetch the folder again.")
     for name, file in places.items():
-        if Path(str(file)).name != file or not (folder / file).is_file():
-            raise ValueError(f"{index} places {name!r} in {file!r}, which is no file there: fetch the folder again.")
+        there = Path(str(file)).name == file and (folder / file).is_file()
+        require(there, f"{index} places {name!r} in {file!r}, which is no file there: fetch the folder again.")
         shards.setdefault(folder / file, set()).add(name)
     return shards
 
 
-def _no_safetensors(source: str, name: str) -> str:
-    return f"{source!r} has no {name}: other formats may hold code and are not read. Save it anew (save_pretrained())."
+def _safetensors(folder: Path, name: str, source: str) -> Path:
+    run, there = folder / ledger.NAME, (folder / name).is_file()
+    require(there or not run.is_file(), f"{source!r} holds no model, but a ledger: give {str(run)!r}.")
+    why = "other formats may hold code and are not read. Save it anew (save_pretrained())."
+    require(there, f"{source!r} has no {name}: {why}")
+    return folder / name
 
 
 class _Adapter(StateDict):
@@ -213,13 +212,12 @@ class _Adapter(StateDict):
     def __init__(self, folder: Path, base: str | os.PathLike[str] | StateDict | None):
         self.source = str(folder)
         settings = _json(folder / "adapter_config.json")
-        self._check_kind(settings)
+        plain = {"peft_type": ("LORA",), "bias": ("none", None), "init_lora_weights": _PLAIN_STARTS}
+        for name, known in (plain | dict.fromkeys(_OTHER_KINDS, (False, None, [], {}))).items():
+            self._require(settings.get(name) in known, f"{name} is {settings.get(name)!r}")
         self._base = self._open_base(settings.get("base_model_name_or_path"), base)
         self.shapes = dict(self._base.shapes)
-        path = folder / "adapter_model.safetensors"
-        if not path.is_file():
-            raise ValueError(_no_safetensors(self.source, path.name))
-        self._file = _open(path)
+        self._file = _open(_safetensors(folder, "adapter_model.safetensors", self.source))
         factors: dict[str, dict[str, str]] = {}
         self._whole: dict[str, str] = {}
         self._embedded: set[str] = set()
@@ -233,62 +231,50 @@ class _Adapter(StateDict):
             else:
                 self._whole[name.replace(".base_layer.", ".")] = key
         for name in (*factors, *self._whole):
-            if name not in self.shapes:
-                tied = " (a head tied to the embedding has no weights of its own)" if name.endswith(_HEADS) else ""
-                raise self._refused(f"it moves {name!r}, which its base does not have{tied}")
-        if tied := [name for name in factors if _EMBEDDING.search(name)]:
-            if not any(name.endswith(_HEADS) for name in self.shapes):
-                raise self._refused(f"it moves {tied[0]!r} as embedding only, but the head is tied to it")
+            tied = " (a head tied to the embedding has no weights of its own)" if name.endswith(_HEADS) else ""
+            self._require(name in self.shapes, f"it moves {name!r}, which its base does not have{tied}")
+        untied = any(name.endswith(_HEADS) for name in self.shapes)
+        for name in filter(_EMBEDDING.search, factors):
+            self._require(untied, f"it moves {name!r} as embedding only, but the head is tied to it")
         for name, key in self._whole.items():
-            if (shape := tuple(self._file.get_slice(key).get_shape())) != self.shapes[name]:
-                raise self._refused(f"{name!r} has the shape {shape}, in its base {self.shapes[name]}")
+            shape, wanted = tuple(self._file.get_slice(key).get_shape()), self.shapes[name]
+            self._require(shape == wanted, f"{name!r} has the shape {shape}, in its base {wanted}")
         self._transposed = bool(settings.get("fan_in_fan_out"))
         self._factors = {name: self._product(name, keys, settings) for name, keys in factors.items()}
         self.dtypes = frozenset({"float32"})
 
-    def _refused(self, why: str) -> ValueError:
+    def _require(self, holds: Any, why: str) -> None:
         remedy = "merge it in PEFT (merge_and_unload(), then save_pretrained(), in float32) and give that folder"
-        return ValueError(f"the adapter {self.source!r} is not read: {why}: {remedy}.")
-
-    def _check_kind(self, settings: Mapping[str, Any]) -> None:
-        plain = {"peft_type": ("LORA",), "bias": ("none", None), "init_lora_weights": _PLAIN_STARTS}
-        for name, known in (plain | dict.fromkeys(_OTHER_KINDS, (False, None, [], {}))).items():
-            if (value := settings.get(name)) not in known:
-                raise self._refused(f"{name} is {value!r}")
+        require(holds, f"the adapter {self.source!r} is not read: {why}: {remedy}.")
 
     def _open_base(self, named: Any, base: str | os.PathLike[str] | StateDict | None) -> StateDict:
         if isinstance(base, StateDict):
             return base
-        if base is None and not named:
-            raise ValueError(f"the adapter {self.source!r} does not name its base: give it as base.")
+        require(base or named, f"the adapter {self.source!r} does not name its base: give it as base.")
         base = str(named if base is None else base)
-        if named and not _same_model(str(named), base):
-            remedy = "give that base, or correct base_model_name_or_path in its adapter_config.json"
-            raise ValueError(f"the adapter {self.source!r} was trained over {named!r}, not over {base!r}: {remedy}.")
+        remedy = "give that base, or correct base_model_name_or_path in its adapter_config.json"
+        other = f"the adapter {self.source!r} was trained over {named!r}, not over {base!r}: {remedy}."
+        require(not named or _same_model(str(named), base), other)
         found = _folder(base)
-        if (found / "adapter_config.json").is_file():
-            raise ValueError(f"the base {base!r} is an adapter itself: merge it first (merge_and_unload()).")
+        second = (found / "adapter_config.json").is_file()
+        require(not second, f"the base {base!r} is an adapter itself: merge it first (merge_and_unload()).")
         return _Files(found, base)
 
     def _product(self, name: str, keys: Mapping[str, str], settings: Mapping[str, Any]) -> tuple[Tensor, Tensor, float]:
         """Return left and right, float32, and the scaling: scaling * left @ right is added to the weight."""
-        if keys.keys() != {"A", "B"}:
-            raise self._refused(f"{name!r} has only one of its two matrices")
+        self._require(keys.keys() == {"A", "B"}, f"{name!r} has only one of its two matrices")
         a, b = (self._file.get_tensor(keys[side]).float() for side in "AB")
-        if len(self.shapes[name]) != 2 or a.ndim != 2 or b.ndim != 2:
-            raise self._refused(f"{name!r} is no matrix")
+        self._require(len(self.shapes[name]) == a.ndim == b.ndim == 2, f"{name!r} is no matrix")
         module = name.removesuffix(".weight")
         try:
             rank = int(_of_pattern(settings.get("rank_pattern"), module, settings["r"]))
             alpha = float(_of_pattern(settings.get("alpha_pattern"), module, settings["lora_alpha"]))
         except (re.error, KeyError, TypeError, ValueError) as error:
-            raise self._refused(
-                f"its ranks and alphas are not those of LoRA, no pattern or number ({error!r})"
-            ) from error
+            self._require(False, f"its ranks and alphas are not those of LoRA, no pattern or number ({error!r})")
         left, right = (a.T, b.T) if name in self._embedded or self._transposed else (b, a)
-        if a.shape[0] != rank or b.shape[1] != rank or (left.shape[0], right.shape[1]) != self.shapes[name]:
-            matrices = f"{tuple(b.shape)} and {tuple(a.shape)} with rank {rank}"
-            raise self._refused(f"{name!r} has matrices of {matrices}, in its base the shape {self.shapes[name]}")
+        fits = a.shape[0] == b.shape[1] == rank and (left.shape[0], right.shape[1]) == self.shapes[name]
+        matrices = f"{tuple(b.shape)} and {tuple(a.shape)} with rank {rank}"
+        self._require(fits, f"{name!r} has matrices of {matrices}, in its base the shape {self.shapes[name]}")
         return left, right, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
@@ -307,18 +293,15 @@ class _Adapter(StateDict):
 
 def _of_pattern(patterns: Any, module: str, default: Any) -> Any:
     """Return a module's own rank or alpha, where a pattern names it as PEFT matches them."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
+    named = (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", module))
+    return next(named, default)
 
 
 def _same_model(named: str, base: str) -> bool:
     one, other = models.place(named), models.place(base)
-    if one == other or os.path.realpath(one) == os.path.realpath(other):
-        return True
+    same = one == other or os.path.realpath(one) == os.path.realpath(other)
     # a folder may be a copy of the model that the adapter names by another place
-    return not (os.path.isdir(one) and os.path.isdir(other)) and Path(one).name == Path(other).name
+    return same or (not (os.path.isdir(one) and os.path.isdir(other)) and Path(one).name == Path(other).name)
 
 
 class _Ledger(StateDict):
@@ -327,17 +310,15 @@ class _Ledger(StateDict):
     def __init__(self, source: str, base: str | os.PathLike[str] | None):
         self.source, self._model = source, base
         self.run: ledger.Ledger = ledger.read(source)
-        if self.run.settings["frozen"] is not None:
-            remedy = "write the model or adapter of its last step (evoalign replay --out FOLDER), and give that folder"
-            raise ValueError(f"the run of {source} moves a part of its model only: {remedy}.")
+        remedy = "write the model or adapter of its last step (evoalign replay --out FOLDER), and give that folder"
+        require(self.run.settings["frozen"] is None, f"the run of {source} moves a part of its model only: {remedy}.")
         self.shapes = {name: tuple(s) for name, s in ledger.unpack_shapes(self.run.header["model"]["parameters"])}
         self.dtypes = frozenset({"float32"})
 
     @cached_property
     def _tensors(self) -> dict[str, Any]:
         model = self._model or self.run.header["model"]["name"]
-        if model is None:
-            raise ValueError(f"{self.source} does not name the model that the run started from: give it as base.")
+        require(model, f"{self.source} does not name the model that the run started from: give it as base.")
         return ledger.replay_by_name(self.run, model)
 
     def part(self, name: str, start: int, stop: int) -> Tensor:

@@ -1,18 +1,11 @@
 """Checks of what analyses are made of: arrays of a shape and a range, and what must hold besides."""
 
-from __future__ import annotations
-
 from math import inf
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-
-def require(holds: Any, message: str) -> None:
-    """Raise ValueError with a message unless something holds."""
-    if not holds:
-        raise ValueError(message)
+from evoalign_lib.checks import require
 
 
 def array(

@@ -12,14 +12,13 @@ Functions take a (K, K) Gram matrix, of the model (`Displacements.total`) or of 
 weight units squared. Ratios that are not defined, such as those of a signal that is estimated as 0 or less, are NaN.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib.analysis.arrays import array, require
@@ -54,16 +53,10 @@ def signal(gram: ArrayLike, runs: Sequence[int] | None = None) -> Signal:
     g = _gram(gram)
     rows = _group(g, runs, "runs")
 
-    def square(chosen: NDArray) -> float:
-        return _off_diagonal(g, chosen)
-
-    def share(chosen: NDArray) -> float:
-        return float(ratio(_off_diagonal(g, chosen), g[chosen, chosen].mean()))
-
     return Signal(
-        _jackknife(square, [rows]),
-        _jackknife(share, [rows]),
-        math.sqrt(max(g[np.ix_(rows, rows)].mean(), 0.0)),
+        _jackknife(partial(_off_diagonal, g), [rows]),
+        _jackknife(lambda chosen: float(ratio(_off_diagonal(g, chosen), g[chosen, chosen].mean())), [rows]),
+        math.sqrt(max(_mean(g, rows, rows), 0.0)),
         _off_diagonal(_normalised(g), rows),
     )
 
@@ -110,20 +103,13 @@ def corrected_cosine(gram: ArrayLike, a: Sequence[int], b: Sequence[int]) -> Cor
     shared = sorted(set(rows_a.tolist()) & set(rows_b.tolist()))
     require(not shared, f"runs {shared} are in both groups: a product with itself is no product of two runs")
 
-    def cross(x: NDArray, y: NDArray) -> float:
-        return float(g[np.ix_(x, y)].mean())
-
-    signals = tuple(_jackknife(partial(_off_diagonal, g), [rows]) for rows in (rows_a, rows_b))
-    found = _jackknife(partial(_plain_corrected, g), [rows_a, rows_b])
+    groups = [rows_a, rows_b]
+    signals = tuple(_jackknife(partial(_off_diagonal, g), [rows]) for rows in groups)
+    found = _jackknife(partial(_cosine, _off_diagonal, g), groups)
     if not all(s.low > 0 for s in signals):
         found = Interval(found.value, math.nan, math.nan, found.n)
-    return Corrected(
-        found,
-        _jackknife(cross, [rows_a, rows_b]),
-        signals,
-        float(_normalised(g)[np.ix_(rows_a, rows_b)].mean()),
-        _cosine_of_means(g, rows_a, rows_b),
-    )
+    cross, run_cosine = _jackknife(partial(_mean, g), groups), _mean(_normalised(g), *groups)
+    return Corrected(found, cross, signals, run_cosine, _cosine(_square_of_mean, g, *groups))
 
 
 @dataclass(frozen=True)
@@ -157,20 +143,15 @@ def cosine_by_count(gram: ArrayLike, a: Sequence[int], b: Sequence[int], draws: 
     rng, points = np.random.default_rng(0), []
     for k in range(1, min(len(rows_a), len(rows_b)) + 1):
         subsets = [[rng.choice(rows, k, replace=False) for rows in (rows_a, rows_b)] for _ in range(draws)]
-        means = [_cosine_of_means(g, *subset) for subset in subsets]
-        corrected = np.array([_plain_corrected(g, *subset) for subset in subsets]) if k > 1 else np.full(draws, np.nan)
+        means, corrected = (
+            np.array([_cosine(square, g, *subset) for subset in subsets]) for square in (_square_of_mean, _off_diagonal)
+        )
         defined = corrected[~np.isnan(corrected)]
         squares = [s + n / k for s, n in zip(signals, noises, strict=True)]
-        points.append(
-            CountPoint(
-                k,
-                float(np.mean(means)),
-                float(np.std(means)),
-                float(np.median(defined)) if len(defined) else math.nan,
-                1 - len(defined) / draws,
-                everything.cross.value / math.sqrt(squares[0] * squares[1]) if min(squares) > 0 else math.nan,
-            )
-        )
+        median = float(np.median(defined)) if len(defined) else math.nan
+        predicted = everything.cross.value / math.sqrt(squares[0] * squares[1]) if min(squares) > 0 else math.nan
+        point = CountPoint(k, float(means.mean()), float(means.std()), median, 1 - len(defined) / draws, predicted)
+        points.append(point)
     return points
 
 
@@ -202,24 +183,26 @@ def _normalised(gram: Vector) -> Vector:
     return ratio(gram, np.outer(norms, norms))
 
 
-def _plain_corrected(gram: Vector, a: NDArray, b: NDArray) -> float:
-    one, other = _off_diagonal(gram, a), _off_diagonal(gram, b)
-    return float(gram[np.ix_(a, b)].mean() / math.sqrt(one * other)) if one > 0 and other > 0 else math.nan
+def _mean(gram: Vector, a: NDArray, b: NDArray) -> float:
+    return float(gram[np.ix_(a, b)].mean())
 
 
-def _cosine_of_means(gram: Vector, a: NDArray, b: NDArray) -> float:
-    squares = [gram[np.ix_(rows, rows)].mean() for rows in (a, b)]
-    return float(gram[np.ix_(a, b)].mean() / math.sqrt(squares[0] * squares[1])) if min(squares) > 0 else math.nan
+def _square_of_mean(gram: Vector, rows: NDArray) -> float:
+    return _mean(gram, rows, rows)
+
+
+def _cosine(square: Callable[[Vector, NDArray], float], gram: Vector, a: NDArray, b: NDArray) -> float:
+    """Return the mean product of two groups over the root of their squares; NaN unless both are above 0."""
+    one, other = square(gram, a), square(gram, b)
+    return _mean(gram, a, b) / math.sqrt(one * other) if one > 0 and other > 0 else math.nan
 
 
 def _jackknife(statistic: Callable[..., float], groups: Sequence[NDArray]) -> Interval:
     """Return a statistic of independent groups of runs with its delete-one jackknife interval."""
-    from scipy.stats import t
-
     value, variance, fewest = statistic(*groups), 0.0, min(map(len, groups))
     for chosen, k in enumerate(map(len, groups)):
         left = [[np.delete(rows, i) if g == chosen else rows for g, rows in enumerate(groups)] for i in range(k)]
         found = np.array([statistic(*others) for others in left])
         variance += (k - 1) / k * float(np.square(found - found.mean()).sum())
-    reach = float(t.ppf(0.975, fewest - 1)) * math.sqrt(variance)
+    reach = float(scipy.stats.t.ppf(0.975, fewest - 1)) * math.sqrt(variance)
     return Interval(value, value - reach, value + reach, fewest)

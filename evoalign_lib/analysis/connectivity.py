@@ -15,18 +15,16 @@ The sup of measured points is too high. Each point has noise of its own, and the
 docstring says where the rest of the bias lies.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import nan
 from typing import Literal, NamedTuple
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib.analysis.arrays import array, require
-from evoalign_lib.analysis.stats import ENDS, Interval
+from evoalign_lib.analysis.stats import Interval, interval_of
 from evoalign_lib.checks import choose, whole_number
 
 Array = NDArray[np.float64]
@@ -61,7 +59,8 @@ def barrier_line(curve: ArrayLike) -> Peak:
     >>> round(float(height), 3), float(alpha)
     (0.3, 0.5)
     """
-    return _peak(curve, _line)
+    errors = _inner(curve)
+    return _peak(errors, _line(errors))
 
 
 def barrier_mean(curve: ArrayLike) -> Peak:
@@ -69,21 +68,26 @@ def barrier_mean(curve: ArrayLike) -> Peak:
 
     Argument and errors are those of `barrier_line`. Source: Frankle et al. 2020 (arXiv 1912.05671), section 2.
     """
-    return _peak(curve, lambda errors, alphas: (errors[..., :1] + errors[..., -1:]) / 2)
+    errors = _inner(curve)
+    return _peak(errors, (errors[..., :1] + errors[..., -1:]) / 2)
 
 
-def _peak(curve: ArrayLike, level: Callable[[Array, Array], Array]) -> Peak:
+def _inner(curve: ArrayLike) -> Array:
     errors = np.asarray(curve, np.float64)
     inner = errors.ndim and errors.shape[-1] > 2
     require(inner, f"a curve of shape {errors.shape} has no inner point: give (..., points), 3 at least")
-    alphas = np.linspace(0, 1, errors.shape[-1])
-    excess = errors - level(errors, alphas)
-    height = excess.max(-1)
+    return errors
+
+
+def _peak(errors: Array, level: Array) -> Peak:
+    excess = errors - level
+    height, alphas = excess.max(-1), np.linspace(0, 1, errors.shape[-1])
     return Peak(height, np.where(np.isnan(height), nan, alphas[np.nan_to_num(excess, nan=-np.inf).argmax(-1)]))
 
 
-def _line(errors: Array, alphas: Array) -> Array:
+def _line(errors: Array) -> Array:
     """Return the line between the ends of each curve, exact at both."""
+    alphas = np.linspace(0, 1, errors.shape[-1])
     start, end = errors[..., :1], errors[..., -1:]
     return np.where(alphas <= 0.5, start + alphas * (end - start), end - (1 - alphas) * (end - start))
 
@@ -110,11 +114,7 @@ class BarrierEstimate:
 
 
 def estimate_barrier(
-    outcomes: ArrayLike,
-    *,
-    across: Literal["pairs", "curve"] = "pairs",
-    within: bool = False,
-    n_resamples: int = 1000,
+    outcomes: ArrayLike, *, across: Literal["pairs", "curve"] = "pairs", within: bool = False, n_resamples: int = 1000
 ) -> BarrierEstimate:
     """Return `barrier_line` without what noise adds to a sup, with an interval over problems and runs.
 
@@ -158,7 +158,6 @@ def estimate_barrier(
     choose("across", across, ("pairs", "curve"))
     whole_number("n_resamples", n_resamples)
     errors, mask = _outcomes(outcomes, within)
-    alphas = np.linspace(0, 1, errors.shape[-1])
     counts, weights = _resamples(np.random.default_rng(0), n_resamples, errors.shape[2], mask, within)
 
     # curves[0] is as measured: (1 + resamples, runs_a, runs_b, points), or one mean curve in the place of all pairs
@@ -166,7 +165,7 @@ def estimate_barrier(
     if across == "curve":
         curves = np.einsum("rij,rijp->rp", weights, curves)[:, None, None]
         weights = np.ones((len(curves), 1, 1))
-    excess = curves - _line(curves, alphas)
+    excess = curves - _line(curves)
     sups, noise = excess.max(-1), excess[1:] - excess[0]
     lifted = np.minimum(excess[0] + NEAR * noise.std(0) - sups[0][..., None], 0)
 
@@ -174,14 +173,14 @@ def estimate_barrier(
     pair_draws = pairs + centred
     draws, raw_draws = ((weights[1:] * heights).sum((1, 2)) for heights in (pair_draws, sups[0] + centred))
     value, raw = (float((weights[0] * heights).sum()) for heights in (pairs, sups[0]))
-    low, high = np.quantile(draws, ENDS)
-    measured = weights[0] > 0
+    highest = np.einsum("ij,ijp->p", weights[0], excess[0]).argmax()
+    pairs, pair_draws = (np.where(weights[0] > 0, heights, nan) for heights in (pairs, pair_draws))
     return BarrierEstimate(
-        interval=Interval(value, float(low), float(high), min(mask.shape)),
-        raw=raw,
-        alpha=float(alphas[np.einsum("ij,ijp->p", weights[0], excess[0]).argmax()]),
-        pairs=np.where(measured, pairs, nan),
-        pair_draws=np.where(measured, pair_draws, nan),
+        interval_of(value, draws, min(mask.shape)),
+        raw,
+        float(np.linspace(0, 1, errors.shape[-1])[highest]),
+        pairs,
+        pair_draws,
         bounds=raw_draws[:, None] if across == "pairs" else excess[1:, 0, 0],
     )
 
@@ -206,11 +205,9 @@ def _outcomes(outcomes: ArrayLike, within: bool) -> tuple[Array, NDArray[np.bool
     wanted = "give ([runs_a, runs_b, ]problems, points), 3 points and 2 problems, or nothing is known of noise"
     fit = errors.ndim == 4 and errors.size and errors.shape[-1] > 2 and errors.shape[2] > 1
     require(fit, f"outcomes have the shape {np.shape(outcomes)}: {wanted}")
-    mask = np.ones(errors.shape[:2], bool)
-    if within:
-        rows, columns = mask.shape
-        require(rows == columns, f"{rows} x {columns} pairs are not those of one list of runs")
-        mask = np.triu(mask, 1)
+    rows, columns = errors.shape[:2]
+    require(not within or rows == columns, f"{rows} x {columns} pairs are not those of one list of runs")
+    mask = np.triu(np.ones((rows, columns), bool), 1 if within else -rows)
     finite = np.isfinite(errors)
     partly = (mask & finite.any((2, 3)) & ~finite.all((2, 3))).any()
     require(not partly, "a pair has some outcomes that are not finite: give all of a pair's, or NaN for all")
@@ -307,40 +304,37 @@ def half_gain_interval(
     """
     whole_number("n_resamples", n_resamples)
     wanted = "(runs, problems, points), without the runs that were not measured"
-    arms = [(array("outcomes", outcomes, 3, why=wanted), None if x is None else array("x", x))]
+    arms = [array("outcomes", outcomes, 3, why=wanted)]
     if baseline is not None:
-        arms.append((array("baseline", baseline, 3, why=wanted), None))
-    sizes = [values.shape[1] for values, _ in arms]
+        arms.append(array("baseline", baseline, 3, why=wanted))
+    sizes = [values.shape[1] for values in arms]
     require(len(set(sizes)) == 1, f"the arms have {sizes} problems: give the same ones in both")
+    axis, shape = None if x is None else array("x", x), arms[0].shape[::2]
+    fit = axis is None or axis.shape in (shape, shape[1:])
+    require(fit, f"x has the shape {np.shape(x)}: give (points,) or (runs, points), {shape}")
     rng = np.random.default_rng(0)
-    counts = _counts(rng, n_resamples, arms[0][0].shape[1])
+    counts = _counts(rng, n_resamples, sizes[0])
     value, draws, n = 0.0, np.zeros(n_resamples), []
-    for sign, (values, axis) in zip((1, -1), arms, strict=False):
+    for sign, values in zip((1, -1), arms, strict=False):
         curves = _mean_over_problems(values, counts)
         if axis is not None:
-            fit = axis.ndim == 1 or axis.shape == values.shape[::2]
-            require(fit, f"x has the shape {axis.shape}: give (points,) or (runs, points), {values.shape[::2]}")
             axis = np.broadcast_to(axis, curves.shape)
         places = half_gain(curves, axis, monotone=monotone, relative=relative)
         places = places[:, np.isfinite(places[0])]
         n.append(places.shape[1])
         if not n[-1]:
             return Interval(nan, nan, nan, 0)
+        axis = None  # the other arm's is alphas
         weights = _counts(rng, n_resamples, n[-1])[1:] * np.isfinite(places[1:])
         with np.errstate(invalid="ignore"):
             draws += sign * (weights * np.nan_to_num(places[1:])).sum(1) / weights.sum(1)
         value += sign * places[0].mean()
-    draws = draws[np.isfinite(draws)]
-    low, high = np.quantile(draws, ENDS) if len(draws) else (nan, nan)
-    return Interval(float(value), float(low), float(high), min(n))
+    return interval_of(value, draws[np.isfinite(draws)], min(n))
 
 
 def _isotonic(curves: Array) -> Array:
-    from scipy.optimize import isotonic_regression
-
     rows = curves.reshape(-1, curves.shape[-1])
-    whole = np.isfinite(rows).all(-1)
     fitted = np.full_like(rows, nan)
-    for i in np.flatnonzero(whole):
-        fitted[i] = isotonic_regression(rows[i]).x
+    for i in np.flatnonzero(np.isfinite(rows).all(-1)):
+        fitted[i] = scipy.optimize.isotonic_regression(rows[i]).x
     return fitted.reshape(curves.shape)

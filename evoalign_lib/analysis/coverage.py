@@ -9,8 +9,6 @@ Probabilities may be exact, by enumeration, or shares of right answers. A share 
 downward, most for rare right answers: where counts are known, take `estimate_pass_at`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib.analysis import stats
 from evoalign_lib.analysis.arrays import array, require
-from evoalign_lib.analysis.stats import Interval, ratio
+from evoalign_lib.analysis.stats import Interval, interval_of, ratio
 from evoalign_lib.checks import whole_number
 
 SOLVED_WITHIN = 256
@@ -30,6 +28,7 @@ SOLVED_WITHIN = 256
 _CHUNK = 256
 _SLACK = 1e-9  # relative: a value that differs from a threshold by rounding counts as equal
 _ROUNDING = 1e-6  # by which a float32 sum of probabilities may exceed 1
+_Group = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -110,8 +109,7 @@ def pass_at(probabilities: ArrayLike, k: int | Sequence[int]) -> NDArray[np.floa
     """
     p, ks = _probabilities(probabilities, "probabilities"), _ks(k)
     with np.errstate(divide="ignore"):  # log 0, of what is always right
-        found = -np.expm1(np.log1p(-p)[..., None] * ks)
-    return found if np.ndim(k) else found[..., 0]
+        return -np.expm1(np.multiply.outer(np.log1p(-p), ks))
 
 
 def estimate_pass_at(right: ArrayLike, samples: ArrayLike, k: int | Sequence[int]) -> NDArray[np.float64]:
@@ -129,9 +127,7 @@ def estimate_pass_at(right: ArrayLike, samples: ArrayLike, k: int | Sequence[int
     >>> estimate_pass_at([0, 1, 4], 4, [1, 2, 4]).round(3).tolist()
     [[0.0, 0.0, 0.0], [0.25, 0.5, 1.0], [1.0, 1.0, 1.0]]
     """
-    c, n, ks = _counted(right, samples, k)
-    found = -np.expm1(_log_all_wrong(c, n, ks)) + 0.0  # not -0.0
-    return found if np.ndim(k) else found[..., 0]
+    return -np.expm1(_log_all_wrong(*_counted(right, samples, k))) + 0.0  # not -0.0
 
 
 def variance_of_pass_at(right: ArrayLike, samples: ArrayLike, k: int | Sequence[int]) -> NDArray[np.float64]:
@@ -152,8 +148,7 @@ def variance_of_pass_at(right: ArrayLike, samples: ArrayLike, k: int | Sequence[
     once, twice = _log_all_wrong(c, n, ks), _log_all_wrong(c, n, 2 * ks)
     never = np.isneginf(once)  # every set of k holds a right sample: F_k is 0
     logs = twice - 2 * np.where(never, 0.0, once)  # log F_2k / F_k^2, never above 0 but for rounding
-    found = -np.exp(2 * once) * np.expm1(np.minimum(logs, 0.0)) + 0.0
-    return found if np.ndim(k) else found[..., 0]
+    return -np.exp(2 * once) * np.expm1(np.minimum(logs, 0.0)) + 0.0
 
 
 def crossing(ks: ArrayLike, first: ArrayLike, second: ArrayLike) -> NDArray[np.float64]:
@@ -203,14 +198,13 @@ def overtaken(base: ArrayLike, runs: ArrayLike, ks: Sequence[int], *, n_resample
     """
     own = pass_at(_probabilities(runs, "runs", 2), ks)
     before = pass_at(_probabilities(base, "base", 1), ks)
-    same = own.shape[1] == len(before)
-    require(same, f"runs have {own.shape[1]} problems and the base {len(before)}: give the same ones.")
+    n, problems = own.shape[:2]
+    require(problems == len(before), f"runs have {problems} problems and the base {len(before)}: give the same ones.")
 
     def crossed(mean: NDArray[np.float64], of_base: NDArray[np.float64]) -> float:
         k = float(crossing(ks, mean, of_base))
         return (-np.inf if mean[0] < of_base[0] else np.inf) if np.isnan(k) else k
 
-    n, problems = own.shape[:2]
     value = crossed(own.mean((0, 1)), before.mean(0))
     if n == 1:
         return Interval(value, np.nan, np.nan, n)
@@ -237,8 +231,7 @@ def cover_at(probabilities: ArrayLike, tau: float | Sequence[float]) -> NDArray[
     [0.75, 0.5, 0.25]
     """
     p, taus = _probabilities(probabilities, "probabilities"), array("tau", tau, 0, 1, low=0, high=1)
-    found = (p[..., None, :] >= np.atleast_1d(taus)[:, None] * (1 - _SLACK)).mean(axis=-1)
-    return found if taus.ndim else found[..., 0]
+    return np.greater_equal.outer(np.moveaxis(p, -1, 0), taus * (1 - _SLACK)).mean(axis=0)
 
 
 def own_temperature(solved: Mapping[str, float]) -> str:
@@ -293,9 +286,8 @@ def null_nscr(probabilities: ArrayLike, k: int, *, n_resamples: int = 10_000) ->
     q = pass_at(_probabilities(probabilities, "probabilities", 1), whole_number("k", k))
     uncertain, always = q[(q > 0) & (q < 1)], np.count_nonzero(q == 1)
 
-    def pair(rng: np.random.Generator, n: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        one, two = (rng.random((n, len(uncertain))) < uncertain for _ in range(2))
-        return one, two
+    def pair(rng: np.random.Generator, n: int) -> Iterable[NDArray[np.bool_]]:
+        return (rng.random((n, len(uncertain))) < uncertain for _ in range(2))
 
     return _null(support(q, q), pair, n_resamples, always)
 
@@ -322,7 +314,7 @@ def null_of_halves(right: ArrayLike, samples: int, *, n_resamples: int = 10_000)
     won = float((any_of_both - one).sum())
     expected = Support(float((2 * one - any_of_both).sum()), won, won, float((1 - any_of_both).sum()))
 
-    def pair(rng: np.random.Generator, size: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    def pair(rng: np.random.Generator, size: int) -> Iterable[NDArray[np.bool_]]:
         first = rng.hypergeometric(c, n - c, half, size=(size, len(c)))
         return first > 0, rng.hypergeometric(c - first, n - c - (half - first), half) > 0
 
@@ -361,13 +353,9 @@ def support_change(
     """
     named = {"runs": runs} if baseline is None else {"runs": runs, "baseline": baseline}
     groups = [_net_and_reached(base, name, each, k) for name, each in named.items()]
-    means = _resampled(groups, n_resamples)
-    value = sum(
-        sign * ratio(net.sum(1), reached.sum(1)).mean() for sign, (net, reached) in zip((1, -1), groups, strict=False)
-    )
-    draws = means[:, 0] if baseline is None else means[:, 0] - means[:, 1]
-    low, high = np.quantile(draws, stats.ENDS)
-    return Interval(float(value), float(low), float(high), min(len(net) for net, _ in groups))
+    means = np.vstack([_means(groups), _resampled(groups, n_resamples)])
+    changes = means[:, 0] if baseline is None else means[:, 0] - means[:, 1]
+    return interval_of(changes[0], changes[1:], min(len(net) for net, _ in groups))
 
 
 class Effects(NamedTuple):
@@ -413,9 +401,8 @@ def effects(
             groups.append(_net_and_reached(base, name, runs, k))
     problems = {net.shape[1] for net, _ in groups}
     require(len(problems) == 1, f"cells have {sorted(problems)} problems: give the same ones in all.")
-    value = np.array([ratio(net.sum(1), reached.sum(1)).mean() for net, reached in groups])
-    means = _resampled(groups, n_resamples)
-    return _effects(value, means, min(len(net) for net, _ in groups))
+    means = np.vstack([_means(groups), _resampled(groups, n_resamples)])
+    return _effects(means, min(len(net) for net, _ in groups))
 
 
 def effects_of_runs(cells: Sequence[Sequence[ArrayLike]], *, n_resamples: int = 10_000) -> Effects:
@@ -427,10 +414,9 @@ def effects_of_runs(cells: Sequence[Sequence[ArrayLike]], *, n_resamples: int = 
     2.0
     """
     runs = [array(name, cell, 1, least=2) for name, cell in _four(cells).items()]
-    rng = np.random.default_rng(0)
-    drawn = [cell[rng.integers(len(cell), size=(whole_number("n_resamples", n_resamples), len(cell)))] for cell in runs]
-    means = np.stack([each.mean(1) for each in drawn], axis=-1)
-    return _effects(np.array([cell.mean() for cell in runs]), means, min(map(len, runs)))
+    rng, n = np.random.default_rng(0), whole_number("n_resamples", n_resamples)
+    means = [np.append(cell.mean(), cell[rng.integers(len(cell), size=(n, len(cell)))].mean(1)) for cell in runs]
+    return _effects(np.stack(means, axis=1), min(map(len, runs)))
 
 
 def _four(cells: Sequence[Sequence[ArrayLike]]) -> dict[str, ArrayLike]:
@@ -440,17 +426,12 @@ def _four(cells: Sequence[Sequence[ArrayLike]]) -> dict[str, ArrayLike]:
     return {f"runs of row {i}, column {j}": cell for i, row in enumerate(cells) for j, cell in enumerate(row)}
 
 
-def _effects(value: NDArray[np.float64], means: NDArray[np.float64], n: int) -> Effects:
-    """Return effects from the means of four cells, (4,), and from those of resamples, (resamples, 4)."""
-
-    def contrasts(of: NDArray[np.float64]) -> NDArray[np.float64]:  # (..., 4) -> (..., 4)
-        (a, b, c, d) = np.moveaxis(of, -1, 0)
-        of_rows, of_columns = (c + d - a - b) / 2, (b + d - a - c) / 2
-        return np.stack([of_rows, of_columns, d - c - b + a, np.abs(of_rows) - np.abs(of_columns)], axis=-1)
-
-    ends = np.quantile(contrasts(means), stats.ENDS, axis=0)
-    found = zip(contrasts(value), *ends, strict=True)
-    return Effects(*(Interval(float(x), float(low), float(high), n) for x, low, high in found))
+def _effects(means: NDArray[np.float64], n: int) -> Effects:
+    """Return effects from the means of four cells, (1 + resamples, 4): first those measured."""
+    a, b, c, d = means.T
+    rows, columns = (c + d - a - b) / 2, (b + d - a - c) / 2
+    contrasts = rows, columns, d - c - b + a, np.abs(rows) - np.abs(columns)
+    return Effects(*(interval_of(contrast[0], contrast[1:], n) for contrast in contrasts))
 
 
 def accuracy_bins(probabilities: ArrayLike, edges: ArrayLike | None = None) -> NDArray[np.int64]:
@@ -506,7 +487,7 @@ def vote(answers: Iterable[Hashable | None]) -> Hashable | None:
     given = list(answers)
     require(given, "no answers: a vote needs at least one sample")
     ballots = Counter(answer for answer in given if answer is not None)
-    return max(ballots, key=ballots.__getitem__) if ballots else None
+    return ballots.most_common(1)[0][0] if ballots else None
 
 
 def effective_samples(weights: ArrayLike, *, log: bool = False) -> NDArray[np.float64]:
@@ -540,15 +521,17 @@ def _null(expected: Support, pair: Callable[..., Any], n_resamples: int, always:
         one, two = pair(rng, min(_CHUNK, n_resamples - start))
         drawn.append(ratio(two.sum(1) - one.sum(1), (one | two).sum(1) + always))
     found = np.concatenate(drawn)
-    found = found[~np.isnan(found)]  # pairs of sets in which nothing is solved
-    ends = np.quantile(found, stats.ENDS) if len(found) else (nan, nan)
-    sd = float(found.std()) if len(found) else nan
-    return Null(expected, sd, float(ends[0]), float(ends[1]))
+    found = found[~np.isnan(found)]  # without pairs of sets in which nothing is solved
+    interval = interval_of(0.0, found, len(found))
+    return Null(expected, float(found.std()) if len(found) else nan, interval.low, interval.high)
 
 
-def _resampled(
-    groups: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]], n_resamples: int
-) -> NDArray[np.float64]:
+def _means(groups: Sequence[_Group]) -> list[float]:
+    """Return the mean over runs of net / reached, of each group."""
+    return [ratio(net.sum(1), reached.sum(1)).mean() for net, reached in groups]
+
+
+def _resampled(groups: Sequence[_Group], n_resamples: int) -> NDArray[np.float64]:
     """Return the mean over runs of net / reached in resamples, (n_resamples, groups), by the crossed bootstrap.
 
     groups: net and reached of each, (runs, problems). Runs are resampled in each group by itself, problems in common.
@@ -565,40 +548,37 @@ def _resampled(
     return means
 
 
-def _net_and_reached(
-    base: ArrayLike, name: str, runs: ArrayLike, k: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _net_and_reached(base: ArrayLike, name: str, runs: ArrayLike, k: int) -> _Group:
     """Return the expected E - S and P + E + S of each run and problem, both (runs, problems)."""
     before = pass_at(_probabilities(base, "base", 1), whole_number("k", k))
     after = pass_at(_probabilities(runs, name, 2), k)
     wanted = f"give (runs, {len(before)}), the same problems in the same order"
-    same = after.shape[1] == len(before)
-    require(same, f"{name} have shape {after.shape} and the base {before.shape}: {wanted}")
+    require(after.shape[1] == len(before), f"{name} have shape {after.shape} and the base {before.shape}: {wanted}")
     return after - before, after + before - after * before
 
 
 def _log_all_wrong(right: NDArray[np.int64], samples: NDArray[np.int64], ks: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return (..., len(ks)), log of the chance that k of n samples, drawn without replacement, are all wrong.
+    """Return (..., *ks.shape), log of the chance that k of n samples, drawn without replacement, are all wrong.
 
     -inf where fewer than k are wrong; NaN for k > n.
     """
-    found = np.full((*right.shape, len(ks)), nan)
+    found = np.full((*right.shape, *ks.shape), nan)
     for n in np.unique(samples):
         # C(n - c, k) / C(n, k) is the product of 1 - k / i over i = n - c + 1 .. n: a table for every c at once
         i = np.arange(n, 0, -1)
         with np.errstate(divide="ignore"):  # log 0
-            steps = np.log(np.maximum(i - ks[:, None], 0) / i)
-        table = np.concatenate([np.zeros((len(ks), 1)), np.cumsum(steps, axis=1)], axis=1)
+            steps = np.log(np.maximum(i - ks[..., None], 0) / i)
+        table = np.concatenate([np.zeros((*ks.shape, 1)), np.cumsum(steps, axis=-1)], axis=-1)
         table[ks > n] = nan
         here = samples == n
-        found[here] = table[:, right[here]].T
+        found[here] = table[..., right[here]].T
     return found
 
 
 def _counted(
     right: ArrayLike, samples: ArrayLike, k: int | Sequence[int]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return counts of right answers and of samples, of the same shape, and (len(k),) ks."""
+    """Return counts of right answers and of samples, of the same shape, and ks."""
     c = array("right", right, low=0, whole=True).astype(np.int64)
     n = array("samples", samples, low=1, whole=True).astype(np.int64)
     c, n = np.broadcast_arrays(c, n)  # names the two shapes that do not fit
@@ -610,9 +590,9 @@ def _counted(
 
 
 def _ks(k: int | Sequence[int]) -> NDArray[np.int64]:
-    """Return (len(k),) whole numbers of at least 1."""
+    """Return one whole number of at least 1, or several."""
     require(np.ndim(k) < 2 and np.size(k), f"k={k!r} must be a whole number, or a sequence of some")
-    return np.array([whole_number("k", value) for value in np.atleast_1d(np.asarray(k)).tolist()])
+    return np.array([whole_number("k", value) for value in np.ravel(k).tolist()]).reshape(np.shape(k))
 
 
 def _probabilities(values: ArrayLike, name: str, *ndim: int) -> NDArray[np.float64]:

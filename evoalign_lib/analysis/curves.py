@@ -4,8 +4,6 @@ A curve is a pair (x, score): x is the budget spent so far (completions, tokens,
 that never reaches a target is censored at the end of its budget: it stays in every count and is never dropped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb, inf, nan
@@ -14,7 +12,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib.analysis.arrays import array, require
-from evoalign_lib.analysis.stats import ENDS, Interval
+from evoalign_lib.analysis.stats import Interval, interval_of
+
+Curve = tuple[ArrayLike, ArrayLike]
+"""Two arrays of the same length, such as x and score."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class ToTarget:
     """(runs,), whether the run reached the target; False is censored."""
 
 
-def completions_to_target(curves: Sequence[tuple[ArrayLike, ArrayLike]], target: float) -> ToTarget:
+def completions_to_target(curves: Sequence[Curve], target: float) -> ToTarget:
     """Return when runs first reached a target score: the first evaluated point at or above it.
 
     curves: (x, score) of each run, both (points,), with any axis of budget as x. target: in the unit of the scores.
@@ -84,8 +85,7 @@ def score_at(x: ArrayLike, score: ArrayLike, budget: float) -> float:
     spent, scores = np.asarray(x, np.float64), np.asarray(score, np.float64)
     begun = spent > 0
     first = spent[begun].min(initial=inf)
-    inside = first <= budget <= spent[-1]
-    require(inside, f"a curve from {first:g} to {spent[-1]:g} has no score at {budget:g}")
+    require(first <= budget <= spent[-1], f"a curve from {first:g} to {spent[-1]:g} has no score at {budget:g}")
     return float(np.interp(np.log(budget), np.log(spent[begun]), scores[begun]))
 
 
@@ -100,12 +100,10 @@ def spent_until(x: ArrayLike, score: ArrayLike, target: float) -> float:
     1000
     """
     spent, scores = np.maximum(np.asarray(x, np.float64), 1), np.asarray(score, np.float64)
-    reached = np.flatnonzero(scores >= target)
-    if not len(reached):
-        return float(spent[-1])
-    i = reached[0]
-    if i == 0:
-        return float(spent[0])
+    reached = scores >= target
+    i = int(reached.argmax()) if reached.any() else -1
+    if i <= 0:
+        return float(spent[i])
     share = (target - scores[i - 1]) / (scores[i] - scores[i - 1])
     return float(2 ** (np.log2(spent[i - 1]) + share * np.log2(spent[i] / spent[i - 1])))
 
@@ -138,8 +136,7 @@ def minimum_interval(levels: ArrayLike, needed: Sequence[ArrayLike], n_resamples
         _vertex(np.linalg.lstsq(design, np.concatenate(y), rcond=len(x) * np.finfo(float).eps)[0] / scale, x)
         for y in (logs, *drawn)
     )
-    low, high = np.quantile(draws, ENDS) if draws else (nan, nan)
-    return Interval(value, float(low), float(high), min(map(len, logs)))
+    return interval_of(value, draws, min(map(len, logs)))
 
 
 def _vertex(coefficients: NDArray[np.float64], x: NDArray[np.float64]) -> float:
@@ -194,13 +191,7 @@ def expected_maximum(scores: ArrayLike) -> NDArray[np.float64]:
     return np.array([[comb(i, k - 1) / comb(n, k) for i in range(n)] for k in range(1, n + 1)]) @ ordered
 
 
-def cost_at_equal_score(
-    other: Sequence[tuple[ArrayLike, ArrayLike]],
-    own: tuple[ArrayLike, ArrayLike],
-    start: float,
-    *,
-    n_resamples: int = 2000,
-) -> Interval:
+def cost_at_equal_score(other: Sequence[Curve], own: Curve, start: float, *, n_resamples: int = 2000) -> Interval:
     """Return what another arm's models cost over what an arm's do, where their mean scores are equal.
 
     The other arm's cost at a score is read from the line through the means of its groups, such as runs of growing
@@ -231,6 +222,5 @@ def cost_at_equal_score(
     y = np.array([np.zeros_like(cost), *(found for _, found in line)])
     there = np.array([np.interp(at, x[:, i], y[:, i], right=nan) for i, at in enumerate(score)])
     ratios = np.divide(there, cost, out=np.full_like(cost, nan), where=(there > 0) & (cost > 0))
-    low, high = np.quantile(ratios[1:], ENDS) if np.isfinite(ratios).all() else (nan, nan)
-    n = min(len(scores) for scores, _ in groups)
-    return Interval(float(ratios[0]), float(low), float(high), n)
+    draws = ratios[1:] if np.isfinite(ratios).all() else ()
+    return interval_of(ratios[0], draws, min(len(scores) for scores, _ in groups))

@@ -28,11 +28,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib.analysis.arrays import array, positive, require
@@ -49,16 +51,20 @@ THRESHOLDS = (0.0, 1e-6, 1e-5, 1e-4)
 _PART = 1 << 20  # entries in memory at once, of all models together
 _LEAST_PART = 1 << 14  # of each, however many they are
 Vector = NDArray[np.float64]
+State = Mapping[str, "Tensor"]
+"""Name of a parameter -> its entries."""
 
 
 # ---- names
 
 
-_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.|^output\.weight$")
-_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|tok_embeddings)\.weight$")
-_POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings)\.weight$")
-_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.(\d+)\.")
-_FINAL_NORM = re.compile(r"(^|\.)(norm|norm_f|ln_f|final_layer_norm|final_layernorm)\.(weight|bias)$")
+_LAYERS = {
+    "head": r"(^|\.)(lm_head|embed_out)\.|^output\.weight$",
+    "embedding": r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|tok_embeddings)\.weight$",
+    "positions": r"(^|\.)(wpe|embed_positions|position_embeddings)\.weight$",
+    "layer": r"(^|\.)(layers|h|blocks)\.(\d+)\.",
+    "final norm": r"(^|\.)(norm|norm_f|ln_f|final_layer_norm|final_layernorm)\.(weight|bias)$",
+}
 _NORM = re.compile(r"norm|^ln_")
 _QKV = re.compile(r"^(c_attn|query_key_value|qkv_proj|W_?qkv)$")
 
@@ -73,15 +79,10 @@ def layer_of(name: str, tied: bool = False) -> str:
     >>> [layer_of(n) for n in ("model.embed_tokens.weight", "transformer.h.11.ln_1.bias", "embed_out.weight")]
     ['embedding', 'layer 11', 'head']
     """
-    if _HEAD.search(name):
-        return "head"
-    if _EMBEDDING.search(name):
-        return "embedding (tied)" if tied else "embedding"
-    if _POSITIONS.search(name):
-        return "positions"
-    if found := _LAYER.search(name):
-        return f"layer {int(found[3])}"
-    return "final norm" if _FINAL_NORM.search(name) else name.split(".")[0]
+    layer = next((layer for layer, pattern in _LAYERS.items() if re.search(pattern, name)), name.split(".")[0])
+    if layer == "layer":
+        return f"layer {int(re.search(_LAYERS[layer], name)[3])}"
+    return "embedding (tied)" if tied and layer == "embedding" else layer
 
 
 def kind_of(name: str, tied: bool = False) -> str:
@@ -100,12 +101,9 @@ def kind_of(name: str, tied: bool = False) -> str:
     if _NORM.search(own):
         return "norm"
     if any("attn" in module or "attention" in module for module in modules):
-        if _QKV.match(own):
-            return "attention qkv"
-        return f"attention {own[0] if own in ('q_proj', 'k_proj', 'v_proj') else 'o'}"
-    if any(module in ("mlp", "feed_forward", "ffn", "experts") for module in modules):
-        return "mlp"
-    return layer if layer.startswith("layer ") else name.split(".")[0]
+        one = own[0] if own in ("q_proj", "k_proj", "v_proj") else "o"
+        return f"attention {'qkv' if _QKV.match(own) else one}"
+    return "mlp" if {"mlp", "feed_forward", "ffn", "experts"} & set(modules) else layer
 
 
 _ORDER = ("embedding", "embedding (tied)", "positions", "layer", "attention q", "attention k", "attention v")
@@ -198,34 +196,22 @@ class Displacements:
             parts = [values.take(rows, axis).sum(axis, keepdims=True) for rows in members.values()]
             return np.concatenate(parts, axis)
 
-        return Displacements(
-            tuple(members),
-            sums(self.entries),
-            sums(self.start),
-            sums(self.gram),
-            {dtype: sums(counts, 1) for dtype, counts in self.moved.items()},
-            self.thresholds,
-            self.tied,
-        )
+        moved = {dtype: sums(counts, 1) for dtype, counts in self.moved.items()}
+        entries, start, gram = map(sums, (self.entries, self.start, self.gram))
+        return replace(self, names=tuple(members), entries=entries, start=start, gram=gram, moved=moved)
 
-    def _members(self, key: str | Callable[[str], str]) -> dict[str, list[int]]:
+    def _members(self, key: str | Callable[[str], str]) -> dict[str, NDArray[np.int64]]:
         """Return the rows of each group, groups sorted."""
-        functions = {"layer": partial(layer_of, tied=self.tied), "kind": partial(kind_of, tied=self.tied)}
-        functions["all"] = lambda name: "all"
-        if isinstance(key, str) and key not in functions:
-            raise ValueError(f"key {key!r} is none of {', '.join(functions)} and no function of a tensor's name")
-        group_of = functions[key] if isinstance(key, str) else key
-        members: dict[str, list[int]] = {}
-        for row, name in enumerate(self.names):
-            members.setdefault(group_of(name), []).append(row)
-        return {group: members[group] for group in sorted(members, key=_place)}
+        if isinstance(key, str):
+            functions = {"layer": partial(layer_of, tied=self.tied), "kind": partial(kind_of, tied=self.tied)}
+            choose("key", key, (*functions, "all"))
+            key = functions.get(key, lambda name: "all")
+        groups = np.array([key(name) for name in self.names])
+        return {group: np.flatnonzero(groups == group) for group in sorted(set(groups.tolist()), key=_place)}
 
 
 def measure(
-    start: Mapping[str, Tensor] | None,
-    ends: Sequence[Mapping[str, Tensor]],
-    thresholds: Sequence[float] = THRESHOLDS,
-    dtypes: Sequence[str] = DTYPES,
+    start: State | None, ends: Sequence[State], thresholds: Sequence[float] = THRESHOLDS, dtypes: Sequence[str] = DTYPES
 ) -> Displacements:
     """Go over the entries of all tensors once and return the sums from which everything else follows.
 
@@ -254,8 +240,10 @@ def measure(
     entries = np.array([math.prod(shapes[name]) for name in names], np.int64)
     square, gram = np.zeros(len(names)), np.zeros((len(names), len(ends), len(ends)))
     moved = {dtype: np.zeros((len(limits), len(names), len(ends)), np.int64) for dtype in dtypes}
+    size = max(_LEAST_PART, _PART // (len(ends) + 1))
     for row, name in enumerate(names):
-        for first, last in _parts(entries[row], len(ends) + 1):
+        for first in range(0, entries[row], size):
+            last = min(first + size, entries[row])
             origin = torch.zeros(last - first) if start is None else _part(start, name, first, last)
             parts = [_part(end, name, first, last) for end in ends]
             exact = np.stack([part.double().numpy() for part in parts])
@@ -265,43 +253,37 @@ def measure(
             gram[row] += exact @ exact.T
             for dtype, counts in moved.items():
                 for k, part in enumerate(parts):
-                    size = np.abs(exact[k]) if dtype == "float32" else _rounded_difference(part, origin, dtype)
-                    counts[:, row, k] += [int((size > limit).sum()) for limit in limits]
+                    by = exact[k] if dtype == "float32" else _rounded_difference(part, origin, dtype)
+                    counts[:, row, k] += (np.abs(by) > np.reshape(limits, (-1, 1))).sum(1)
         finite = np.isfinite(gram[row]).all() and np.isfinite(square[row])
         require(finite, f"{name!r} has weights that are not finite, of which no norm can be taken: leave the run out")
     tied = not any(layer_of(name) == "head" for name in names)
     return Displacements(names, entries, square, gram, moved, limits, tied)
 
 
-def check_same(*states: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+def check_same(*states: State) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes that all these weights have; raise ValueError, naming the first that differs."""
     first = _shapes(states[0])
     for number, state in enumerate(states[1:], 1):
         other = _shapes(state)
-        if other == first:
-            continue
-        name = next(name for name in (*first, *other) if first.get(name) != other.get(name))
-        said = [f"has the shape {shapes[name]}" if name in shapes else "is missing" for shapes in (first, other)]
-        where = [getattr(s, "source", None) or f"number {i}" for i, s in ((0, states[0]), (number, state))]
-        raise ValueError(
-            f"these are not weights of one model: {name!r} {said[0]} in {where[0]} and {said[1]} in {where[1]}. Give a "
-            "start and ends trained from it, all written under the same names (save_pretrained)."
-        )
+        name = next((name for name in (*first, *other) if first.get(name) != other.get(name)), None)
+        if name is not None:
+            said = [f"has the shape {shapes[name]}" if name in shapes else "is missing" for shapes in (first, other)]
+            where = [getattr(s, "source", None) or f"number {i}" for i, s in ((0, states[0]), (number, state))]
+            raise ValueError(
+                f"these are not weights of one model: {name!r} {said[0]} in {where[0]} and {said[1]} in {where[1]}. "
+                "Give a start and ends trained from it, all written under the same names (save_pretrained)."
+            )
     require(first, "the weights have no tensor: there is nothing to measure")
     return first
 
 
-def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+def _shapes(state: State) -> dict[str, tuple[int, ...]]:
     known = getattr(state, "shapes", None)
     return dict(known) if known is not None else {name: tuple(state[name].shape) for name in state}
 
 
-def _parts(size: int, states: int) -> Iterator[tuple[int, int]]:
-    part = max(_LEAST_PART, _PART // states)
-    return ((i, min(i + part, int(size))) for i in range(0, int(size), part))
-
-
-def _part(state: Mapping[str, Tensor], name: str, first: int, last: int) -> Tensor:
+def _part(state: State, name: str, first: int, last: int) -> Tensor:
     """Return entries of a tensor as float32; weights that can read a part of a tensor read no more."""
     import torch
 
@@ -315,7 +297,7 @@ def _rounded_difference(end: Tensor, start: Tensor, dtype: str) -> Vector:
 
     rounded = [tensor.to(getattr(torch, dtype)).double().numpy() for tensor in (end, start)]
     with np.errstate(invalid="ignore"):  # both beyond the dtype: no difference, and NaN is above no threshold
-        return np.abs(rounded[0] - rounded[1])
+        return rounded[0] - rounded[1]
 
 
 # ---- shares
@@ -328,8 +310,7 @@ def total_variation(shares: ArrayLike, others: ArrayLike) -> float:
     0.25
     """
     p, q = np.asarray(shares, np.float64), np.asarray(others, np.float64)
-    if p.shape != q.shape:
-        raise ValueError(f"shares have the shapes {p.shape} and {q.shape}: give those of the same groups")
+    require(p.shape == q.shape, f"shares have the shapes {p.shape} and {q.shape}: give those of the same groups")
     return float(np.abs(p - q).sum() / 2)
 
 
@@ -460,10 +441,8 @@ def norm_band(d: float, level: float = 0.95) -> tuple[float, float]:
     >>> [round(end, 3) for end in norm_band(10_000)]
     [0.986, 1.014]
     """
-    from scipy.stats import chi2
-
     positive("d", d)
-    return tuple(float(math.sqrt(chi2.ppf(p, d) / d)) for p in ((1 - level) / 2, (1 + level) / 2))
+    return tuple(float(math.sqrt(scipy.stats.chi2.ppf(p, d) / d)) for p in ((1 - level) / 2, (1 + level) / 2))
 
 
 def tied_d(shapes: Mapping[str, Sequence[int]]) -> float:
@@ -508,8 +487,6 @@ class Cosine:
 
     def band(self, level: float = 0.95) -> float:
         """Return b, where a share `level` of random directions has a cosine from -b to b."""
-        from statistics import NormalDist
-
         return NormalDist().inv_cdf((1 + level) / 2) * self.std
 
 
@@ -518,23 +495,20 @@ def cosine(tensors: Displacements, a: int = 0, b: int = 1) -> Cosine:
 
     Raises IndexError for a displacement that is not there.
     """
-    products, squares = tensors.gram[:, a, b], tensors.squares
-    both = squares[:, a].sum() * squares[:, b].sum()
-    spread = (squares[:, a] * squares[:, b] / tensors.entries).sum()
-    value = float(products.sum() / math.sqrt(both)) if both > 0 else math.nan
-    return Cosine(value, tensors.d, float(both / spread) if spread > 0 else math.nan)
+    return _cosine(tensors, slice(None), a, b)
 
 
 def cosines(tensors: Displacements, key: str | Callable[[str], str], a: int = 0, b: int = 1) -> dict[str, Cosine]:
     """Return the same by layer or kind, sorted as `Displacements.by`, whose `key` it takes; errors are its own."""
-    found: dict[str, Cosine] = {}
-    for group, rows in tensors._members(key).items():
-        names = tuple(tensors.names[row] for row in rows)
-        part = Displacements(
-            names, tensors.entries[rows], tensors.start[rows], tensors.gram[rows], {}, (), tensors.tied
-        )
-        found[group] = cosine(part, a, b)
-    return found
+    return {group: _cosine(tensors, rows, a, b) for group, rows in tensors._members(key).items()}
+
+
+def _cosine(tensors: Displacements, rows: slice | NDArray[np.int64], a: int, b: int) -> Cosine:
+    entries, products = tensors.entries[rows], tensors.gram[rows, a, b]
+    one, other = tensors.squares[rows, a], tensors.squares[rows, b]
+    both, spread = one.sum() * other.sum(), (one * other / entries).sum()
+    value = float(products.sum() / math.sqrt(both)) if both > 0 else math.nan
+    return Cosine(value, int(entries.sum()), float(both / spread) if spread > 0 else math.nan)
 
 
 # ---- a random direction

@@ -15,8 +15,6 @@ Greedy decoding, which ES uses for its fitness, climbs an objective of its own: 
 the weights, and the population smooths it over sigma. Nothing says that its gradient is g.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from evoalign_lib import noise, update_rules
 from evoalign_lib.analysis.arrays import array, require
@@ -92,8 +91,7 @@ def enumerate_completions(
     from transformers import DynamicCache
 
     prompts = [list(map(int, ids)) for ids in prompts_ids]
-    some = prompts and all(prompts)
-    require(some, f"every prompt needs at least one token, got {len(prompts)} prompts: {prompts[:3]}")
+    require(prompts and all(prompts), f"every prompt needs a token at least, got {len(prompts)} prompts: {prompts[:3]}")
     whole_number("max_new_tokens", max_new_tokens)
     require(0 <= min_probability < 1, f"min_probability must lie in [0, 1), got {min_probability}")
     threshold = math.log(min_probability) if min_probability else -math.inf
@@ -103,7 +101,7 @@ def enumerate_completions(
     # a padded position is masked, so any id will do
     ids = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts])
 
-    found_prompt, found_tokens, found_log = [], [], []
+    found = []
     # blocks of prefixes to expand: prompt, new tokens and log-probability of each, and where the keys and values of all
     # but the last token are: the cache of the parents' block and the parents' rows in it
     root = torch.empty(len(prompts), 0, dtype=torch.int64), torch.zeros(len(prompts), dtype=torch.float64)
@@ -129,20 +127,15 @@ def enumerate_completions(
         row, token = torch.nonzero(total >= threshold, as_tuple=True)
         children, log_probability = torch.cat([tokens[row], token[:, None]], 1), total[row, token]
         ended = torch.isin(token, ends) | (depth + 1 == max_new_tokens)
-        found_prompt.append(prompt[row[ended]].numpy())
-        found_tokens.append(children[ended].to(torch.int32).numpy())
-        found_log.append(log_probability[ended].numpy())
+        found.append((prompt[row[ended]], children[ended].to(torch.int32), log_probability[ended]))
         live = torch.nonzero(~ended)[:, 0]
         for i in range(0, len(live), _ROWS):
             part = live[i : i + _ROWS]
             blocks.append((prompt[row[part]], children[part], log_probability[part], out.past_key_values, row[part]))
 
-    prompt, log_probability = np.concatenate(found_prompt), np.concatenate(found_log)
-    tokens = np.full((len(prompt), max(block.shape[1] for block in found_tokens)), -1, np.int32)
-    start = 0
-    for block in found_tokens:
-        tokens[start : start + len(block), : block.shape[1]] = block
-        start += len(block)
+    longest = max(tokens.shape[1] for _, tokens, _ in found)
+    found = [(prompt, pad(tokens, (0, longest - tokens.shape[1]), value=-1), log) for prompt, tokens, log in found]
+    prompt, tokens, log_probability = (torch.cat(parts).numpy() for parts in zip(*found, strict=True))
     order = np.argsort(prompt, kind="stable")
     prompt, tokens, log_probability = prompt[order], tokens[order], log_probability[order]
     covered = np.bincount(prompt, np.exp(log_probability), minlength=len(prompts))
@@ -203,23 +196,18 @@ def pack(enumeration: Enumeration, rewards: np.ndarray) -> list[Trees]:
     """
     rewards, n = array("rewards", rewards, 1), len(enumeration)
     require(len(rewards) == n, f"{len(rewards)} rewards for {n} completions: give one for each")
-    completions: dict[int, list[tuple[list[int], float]]] = {}
+    trees: dict[int, _Tree] = {}
     for i in np.flatnonzero(rewards):
-        ids = enumeration.tokens[i]
-        completions.setdefault(int(enumeration.prompt[i]), []).append((ids[ids >= 0].tolist(), float(rewards[i])))
-    rows = [(_Tree(enumeration.prompts[prompt]), found) for prompt, found in completions.items()]
-    for tree, found in rows:
-        for ids, _ in found:
-            tree.add(ids)
-    rows.sort(key=lambda row: len(row[0].ids))
-    packed, batch = [], []
-    for row in rows:
-        # rows come in ascending length: this one would set the length of the batch
-        if batch and (len(batch) + 1) * len(row[0].ids) ** 2 > _MASK_ELEMENTS:
-            packed.append(_pad(batch))
-            batch = []
-        batch.append(row)
-    return [*packed, _pad(batch)] if batch else packed
+        prompt, ids = int(enumeration.prompt[i]), enumeration.tokens[i]
+        tree = trees.setdefault(prompt, _Tree(enumeration.prompts[prompt]))
+        tree.add(ids[ids >= 0].tolist(), float(rewards[i]))
+    batches: list[list[_Tree]] = []
+    for tree in sorted(trees.values(), key=lambda tree: len(tree.ids)):
+        # trees come in ascending length: this one would set the length of the batch
+        if not batches or (len(batches[-1]) + 1) * len(tree.ids) ** 2 > _MASK_ELEMENTS:
+            batches.append([])
+        batches[-1].append(tree)
+    return [_pad(batch) for batch in batches]
 
 
 class _Tree:
@@ -228,18 +216,16 @@ class _Tree:
     def __init__(self, prompt: list[int]):
         self.ids = list(prompt)  # prompt, then the inner nodes: those whose logits are needed
         self.parents = list(range(-1, len(prompt) - 1))  # slot of each slot's predecessor
-        self.edges: list[tuple[int, int]] = []  # slot of the parent, token
+        self.edges: dict[tuple[int, int], int] = {}  # slot of the parent, token -> number
         self.paths: list[list[int]] = []
+        self.rewards: list[float] = []
         self._start = len(prompt) - 1
-        self._edge: dict[tuple[int, int], int] = {}
         self._slot: dict[int, int] = {}  # of the inner node at the end of an edge
 
-    def add(self, ids: list[int]) -> None:
+    def add(self, ids: list[int], reward: float) -> None:
         at, path = self._start, []
         for i, token in enumerate(ids):
-            edge = self._edge.setdefault((at, token), len(self.edges))
-            if edge == len(self.edges):
-                self.edges.append((at, token))
+            edge = self.edges.setdefault((at, token), len(self.edges))
             path.append(edge)
             if i + 1 < len(ids):
                 if edge not in self._slot:
@@ -248,15 +234,16 @@ class _Tree:
                     self.parents.append(at)
                 at = self._slot[edge]
         self.paths.append(path)
+        self.rewards.append(reward)
 
 
-def _pad(batch: list[tuple[_Tree, list[tuple[list[int], float]]]]) -> Trees:
-    rows, length = len(batch), max(len(tree.ids) for tree, _ in batch)
+def _pad(batch: list[_Tree]) -> Trees:
+    rows, length = len(batch), max(len(tree.ids) for tree in batch)
     ids, positions = np.zeros((rows, length), np.int64), np.zeros((rows, length), np.int64)
     sees = np.zeros((rows, length, length), bool)
     sees[:, range(length), range(length)] = True
     edges, paths, rewards = [], [], []
-    for r, (tree, found) in enumerate(batch):
+    for r, tree in enumerate(batch):
         ids[r, : len(tree.ids)] = tree.ids
         for slot, parent in enumerate(tree.parents):
             if parent >= 0:
@@ -264,7 +251,7 @@ def _pad(batch: list[tuple[_Tree, list[tuple[list[int], float]]]]) -> Trees:
         positions[r] = sees[r].sum(1) - 1
         paths += [[len(edges) + edge for edge in path] for path in tree.paths]
         edges += [(r, slot, token) for slot, token in tree.edges]
-        rewards += [reward for _, reward in found]
+        rewards += tree.rewards
     longest = max(map(len, paths))
     row, slot, token = torch.tensor(edges).T
     return Trees(

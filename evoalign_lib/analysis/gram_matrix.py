@@ -1,7 +1,5 @@
 """The products of displacements that records of kind "products" hold, put together for any runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

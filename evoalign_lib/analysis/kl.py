@@ -120,8 +120,7 @@ def exact_kl_policy_ref_tokens(policy_logits: Tensor, ref_logits: Tensor, temper
     >>> exact_kl_policy_ref_tokens(torch.tensor([0.0, 0.0]), torch.tensor([0.0, math.log(3)])).item()  # log(2/sqrt(3))
     0.143841...
     """
-    _check_shapes(policy_logits, ref_logits)
-    log_policy, log_ref = _log_softmax(policy_logits, temperature), _log_softmax(ref_logits, temperature)
+    log_policy, log_ref = _of_both(policy_logits, ref_logits, temperature)
     p = log_policy.exp()
     return (p * torch.where(p > 0, log_policy - log_ref, 0.0)).sum(-1)
 
@@ -133,8 +132,7 @@ def check_sampling(temperature: float) -> None:
         ValueError: a temperature that is not positive, as that of greedy decoding.
     """
     why = "greedy decoding (0) puts all probability on one token, which makes the KL 0 or infinite. Measure on samples."
-    fits = temperature > 0 and math.isfinite(temperature)
-    require(fits, f"temperature={temperature!r} must be positive and finite: {why}")
+    require(0 < temperature < math.inf, f"temperature={temperature!r} must be positive and finite: {why}")
 
 
 # ---- Schulman's Gaussians
@@ -158,14 +156,13 @@ def gaussian_exact(mean: float) -> dict[str, float]:
     >>> {k: round(v, 4) for k, v in gaussian_exact(1.0).items()}
     {'kl': 0.5, 'k1_bias': 0.0, 'k1_std': 2.0, 'k2_bias': 0.25, 'k2_std': 1.7321, 'k3_bias': 0.0, 'k3_std': 1.695}
     """
-    sized = mean != 0 and math.isfinite(mean)
-    require(sized, f"mean={mean!r} must be finite and not 0: bias and std are given as multiples of the KL.")
+    require(0 < abs(mean) < math.inf, f"mean={mean!r} must be finite and not 0: bias and std are multiples of the KL.")
     kl, square = mean**2 / 2, mean**2
-    bias = {"k1": 0.0, "k2": square**2 / 8, "k3": 0.0}
-    variance = {"k1": square, "k2": square**2 / 2 + square**3 / 4, "k3": math.expm1(square) - square}
+    biases = 0.0, square**2 / 8, 0.0
+    variances = square, square**2 / 2 + square**3 / 4, math.expm1(square) - square
     result = {"kl": kl}
-    for name in ESTIMATORS:
-        result |= {f"{name}_bias": bias[name] / kl, f"{name}_std": math.sqrt(variance[name]) / kl}
+    for name, bias, variance in zip(ESTIMATORS, biases, variances, strict=True):
+        result |= {f"{name}_bias": bias / kl, f"{name}_std": math.sqrt(variance) / kl}
     return result
 
 
@@ -190,8 +187,7 @@ def loss_gradients(policy_logits: Tensor, ref_logits: Tensor) -> dict[str, Tenso
     Raises:
         ValueError: logits of different shapes.
     """
-    _check_shapes(policy_logits, ref_logits)
-    log_policy, log_ref = _log_softmax(policy_logits), _log_softmax(ref_logits)
+    log_policy, log_ref = _of_both(policy_logits, ref_logits)
     p, difference = log_policy.exp(), log_policy - log_ref
     slope = -torch.expm1(-difference)  # of k3 in log policy: 1 - r
 
@@ -209,14 +205,7 @@ def loss_gradients(policy_logits: Tensor, ref_logits: Tensor) -> dict[str, Tenso
     }
 
 
-def parameter_gradients(
-    policy: Any,
-    reference: Any,
-    prompt_ids: ArrayLike,
-    prompt_mask: ArrayLike,
-    completion_ids: Sequence[Sequence[int]],
-    eos_ids: Collection[int],
-) -> dict[str, Tensor]:
+def parameter_gradients(policy: Any, reference: Any, samples: Samples) -> dict[str, Tensor]:
     """Return the gradients of KL(policy || ref) and of the estimators as losses, for all weights of the policy.
 
     Losses are sums over the tokens of a sequence, averaged over sequences, at temperature 1. (TRL divides by a number
@@ -233,7 +222,7 @@ def parameter_gradients(
     Args:
         policy: a Hugging Face decoder-only model; its weights and their `grad` do not change.
         reference: another one, of the same vocabulary.
-        prompt_ids, prompt_mask, completion_ids, eos_ids: samples of the policy at temperature 1, as for `compare`.
+        samples: of the policy, at temperature 1.
 
     Returns:
         float32 (weights,) vectors, nats per weight unit, in the order of `policy.parameters()`: "token" and "sequence";
@@ -241,26 +230,23 @@ def parameter_gradients(
         "k3_sampled", for the sampled tokens. All are averages over the given rows.
 
     Raises:
-        ValueError: as `compare`; or no token at all.
+        ValueError: two vocabularies, or no token at all.
     """
-    rows = _rows(prompt_ids, prompt_mask, completion_ids, eos_ids)
-    require(rows.mask.any(), f"none of the {len(rows.mask)} completions has a token: there is no gradient.")
-    n, parameters = len(rows.mask), list(policy.parameters())
+    n = len(samples.mask)
+    require(samples.mask.any(), f"none of the {n} completions has a token: there is no gradient.")
+    parameters = list(policy.parameters())
     with _evaluation(policy, reference):
-        logits = _logits(policy, rows)
+        logits = _logits(policy, samples)
         with torch.no_grad():
-            ref_logits = _logits(reference, rows).to(logits.device)
-    mask, ids = rows.mask.to(logits.device), rows.ids.to(logits.device)
+            ref_logits = _logits(reference, samples).to(logits.device)
+    mask, ids = samples.mask.to(logits.device), samples.ids.to(logits.device)
     exact = torch.where(mask, exact_kl_policy_ref_tokens(logits, ref_logits), 0.0)
     log_policy, log_ref = _of_tokens(_log_softmax(logits), ids), _of_tokens(_log_softmax(ref_logits), ids)
     with torch.no_grad():
         to_go = exact.flip(1).cumsum(1).flip(1) - exact
         others = (to_go.sum(0) - to_go) / (mask.sum(0) - 1).clamp(min=1)
         expected = loss_gradients(logits, ref_logits)
-    losses = {
-        "token": exact.sum(),
-        "prefixes": ((to_go - others) * torch.where(mask, log_policy, 0.0)).sum(),
-    }
+    losses = {"token": exact.sum(), "prefixes": ((to_go - others) * torch.where(mask, log_policy, 0.0)).sum()}
     sampled = kl_policy_ref_tokens(log_policy, log_ref, mask)
     losses |= {f"{k}_sampled": values.sum() for k, values in zip(ESTIMATORS, sampled, strict=True)}
 
@@ -278,15 +264,58 @@ def parameter_gradients(
 # ---- models
 
 
-def compare(
-    policy: Any,
-    reference: Any,
-    prompt_ids: ArrayLike,
-    prompt_mask: ArrayLike,
-    completion_ids: Sequence[Sequence[int]],
-    eos_ids: Collection[int],
-    temperature: float = 1.0,
-) -> Comparison:
+class Samples(NamedTuple):
+    """Completions of prompts as tensors on the CPU; made by `samples`."""
+
+    prompt_ids: Tensor
+    """(rows, width), padded on the left."""
+    prompt_mask: Tensor
+    """(rows, width), 1 at the prompt's tokens."""
+    ids: Tensor
+    """(rows, tokens) of the completions, up to and with the end token, padded on the right."""
+    mask: Tensor
+    """bool (rows, tokens), of the completions."""
+
+    def take(self, rows: slice) -> Samples:
+        """Return some of the rows, as wide as the longest of their completions."""
+        longest = int(self.mask[rows].sum(1).max())
+        parts = (self.ids[rows, :longest], self.mask[rows, :longest])
+        return Samples(self.prompt_ids[rows], self.prompt_mask[rows], *parts)
+
+
+def samples(
+    prompt_ids: ArrayLike, prompt_mask: ArrayLike, completion_ids: Sequence[Sequence[int]], eos_ids: Collection[int]
+) -> Samples:
+    """Return completions of prompts, checked, as the functions here take them.
+
+    Args:
+        prompt_ids: (rows, width) ids, padded on the left, as `Prompts.ids`.
+        prompt_mask: (rows, width) 1 at the prompt's tokens, 0 at padding.
+        completion_ids: (rows) ids of each completion. What follows the first end token is left out, so padded rows are
+            fine; a completion that was cut off has no end token, an empty one no tokens.
+        eos_ids: ids that end a completion; the end token counts.
+
+    Raises:
+        ValueError: arrays that do not fit together, or prompts that are not padded on the left.
+    """
+    prompt_ids, prompt_mask = torch.as_tensor(prompt_ids).cpu(), torch.as_tensor(prompt_mask).long().cpu()
+    shapes = f"{tuple(prompt_ids.shape)} and {tuple(prompt_mask.shape)}"
+    same = prompt_ids.ndim == 2 and prompt_ids.shape == prompt_mask.shape
+    require(same, f"prompt_ids and prompt_mask must be two arrays of one shape (rows, width), got {shapes}.")
+    n, prompts = len(completion_ids), len(prompt_ids)
+    require(n == prompts, f"{n} completions do not fit {prompts} prompts: give each completion its prompt.")
+    left = (prompt_mask[:, -1:] == 1).all() and (prompt_mask.diff(dim=1) >= 0).all()
+    require(left, "every prompt must be padded on the left and hold at least one token: look at prompt_mask.")
+    ends = frozenset(eos_ids)
+    kept = [_until_end(ids, ends) for ids in completion_ids]
+    lengths = torch.tensor([len(ids) for ids in kept], dtype=torch.int64)
+    mask = torch.arange(max(map(len, kept), default=0)) < lengths[:, None]
+    ids = torch.zeros(mask.shape, dtype=torch.int64)  # a position outside the mask may hold any id
+    ids[mask] = torch.tensor([token for row in kept for token in row], dtype=torch.int64)
+    return Samples(prompt_ids, prompt_mask, ids, mask)
+
+
+def compare(policy: Any, reference: Any, samples: Samples, temperature: float = 1.0) -> Comparison:
     """Return log-probabilities of sampled completions under two models, and the exact KL at every token.
 
     Each model does one forward pass, in blocks of rows where the logits are large, in evaluation mode: without dropout.
@@ -294,62 +323,48 @@ def compare(
     Args:
         policy: the Hugging Face decoder-only model that sampled the completions.
         reference: another one, of the same vocabulary.
-        prompt_ids: (rows, width) ids, padded on the left, as `Prompts.ids`.
-        prompt_mask: (rows, width) 1 at the prompt's tokens, 0 at padding.
-        completion_ids: (rows) ids of each completion. What follows the first end token is left out, so padded rows are
-            fine; a completion that was cut off has no end token, an empty one no tokens.
-        eos_ids: ids that end a completion; the end token counts.
+        samples: of the policy.
         temperature: of the sampling, which must be without top-k, top-p and min-p: they make the KL infinite.
 
     Returns:
         The comparison, as wide as the longest completion.
 
     Raises:
-        ValueError: arrays that do not fit together, prompts not padded on the left, two vocabularies, or a temperature
-            that is not positive.
+        ValueError: two vocabularies, or a temperature that is not positive.
     """
     check_sampling(temperature)
-    rows = _rows(prompt_ids, prompt_mask, completion_ids, eos_ids)
-    exact, log_policy, log_ref = (torch.zeros(rows.mask.shape, dtype=torch.float64) for _ in range(3))
+    exact, log_policy, log_ref = (torch.zeros(samples.mask.shape, dtype=torch.float64) for _ in range(3))
     with torch.inference_mode(), _evaluation(policy, reference):
-        for at, part in _blocks(rows, policy):
+        for at, part in _blocks(samples, policy):
             logits = _logits(policy, part)
             ref_logits = _logits(reference, part).to(logits.device)
             exact[at] = exact_kl_policy_ref_tokens(logits, ref_logits, temperature).cpu()
             for values, z in ((log_policy, logits), (log_ref, ref_logits)):
                 values[at] = _of_tokens(_log_softmax(z, temperature), part.ids.to(z.device)).cpu()
-    outside = ~rows.mask
-    return Comparison(*(x.masked_fill_(outside, 0.0) for x in (log_policy, log_ref, exact)), rows.mask)
+    outside = ~samples.mask
+    return Comparison(*(x.masked_fill_(outside, 0.0) for x in (log_policy, log_ref, exact)), samples.mask)
 
 
-def log_probabilities(
-    model: Any,
-    prompt_ids: ArrayLike,
-    prompt_mask: ArrayLike,
-    completion_ids: Sequence[Sequence[int]],
-    eos_ids: Collection[int],
-    temperatures: Sequence[float] = (1.0,),
-) -> Tensor:
+def log_probabilities(model: Any, samples: Samples, temperatures: Sequence[float] = (1.0,)) -> Tensor:
     """Return how likely a model is to write given completions, at several temperatures by one forward pass each.
 
     Args:
         model: a Hugging Face decoder-only model.
-        prompt_ids, prompt_mask, completion_ids, eos_ids: as for `compare`. Of a completion with an end token the result
-            is the probability that just this is sampled, and nothing behind it.
+        samples: of any model. Of a completion with an end token the result is the probability that just this is
+            sampled, and nothing behind it.
         temperatures: of the sampling, without top-k, top-p or min-p.
 
     Returns:
         float64 (temperatures, rows), on the CPU: the sum of the log-probabilities of a completion's tokens, nats.
 
     Raises:
-        ValueError: as `compare`.
+        ValueError: a temperature that is not positive.
     """
     for temperature in temperatures:
         check_sampling(temperature)
-    rows = _rows(prompt_ids, prompt_mask, completion_ids, eos_ids)
-    found = torch.zeros((len(temperatures), len(rows.ids)), dtype=torch.float64)
+    found = torch.zeros((len(temperatures), len(samples.ids)), dtype=torch.float64)
     with torch.inference_mode(), _evaluation(model):
-        for at, part in _blocks(rows, model):
+        for at, part in _blocks(samples, model):
             logits = _logits(model, part)
             ids, mask = part.ids.to(logits.device), part.mask.to(logits.device)
             exact = logits.double()
@@ -360,19 +375,11 @@ def log_probabilities(
     return found
 
 
-def measure(
-    policy: Any,
-    reference: Any,
-    prompt_ids: ArrayLike,
-    prompt_mask: ArrayLike,
-    completion_ids: Sequence[Sequence[int]],
-    eos_ids: Collection[int],
-    temperature: float = 1.0,
-) -> dict[str, float | int | None]:
-    """Measure KL(policy || ref) on completions that the policy sampled, for a record.
+def measure(found: Comparison) -> dict[str, float | int | None]:
+    """Return what completions that the policy sampled say of KL(policy || ref), for a record.
 
     Args:
-        policy, reference, prompt_ids, prompt_mask, completion_ids, eos_ids, temperature: as for `compare`.
+        found: by `compare`.
 
     Returns:
         "tokens" and "sequences", their numbers; "k1_nats_per_token", ..., "exact_nats_per_token", means over all tokens
@@ -380,25 +387,19 @@ def measure(
         "exact_nats_per_sequence", of the sum of the tokens' exact KL. (The sum of the tokens' k3 is k3_nats_per_token *
         tokens / sequences.) None where there is nothing to average, and where the mean is not finite, as for a diverged
         policy: JSON has no such numbers.
-
-    Raises:
-        ValueError: as `compare`.
     """
-    found = compare(policy, reference, prompt_ids, prompt_mask, completion_ids, eos_ids, temperature)
     tokens, sequences = int(found.mask.sum()), len(found.mask)
 
     def mean(values: Tensor, n: int) -> float | None:
         value = values.sum().item() / n if n else math.nan
         return value if math.isfinite(value) else None
 
-    arguments = found.log_policy, found.log_ref, found.mask
-    by_token = kl_policy_ref_tokens(*arguments)._asdict() | {"exact": found.exact}
-    by_sequence = kl_policy_ref_sequences(*arguments)._asdict() | {"exact": found.exact}
-    return (
-        {"tokens": tokens, "sequences": sequences}
-        | {f"{k}_nats_per_token": mean(values, tokens) for k, values in by_token.items()}
-        | {f"{k}_nats_per_sequence": mean(values, sequences) for k, values in by_sequence.items()}
-    )
+    arguments, result = (found.log_policy, found.log_ref, found.mask), {"tokens": tokens, "sequences": sequences}
+    units = (("token", tokens, kl_policy_ref_tokens), ("sequence", sequences, kl_policy_ref_sequences))
+    for unit, n, estimate in units:
+        estimates = estimate(*arguments)._asdict() | {"exact": found.exact}
+        result |= {f"{name}_nats_per_{unit}": mean(values, n) for name, values in estimates.items()}
+    return result
 
 
 def estimator_errors(comparison: Comparison) -> dict[str, float]:
@@ -436,19 +437,12 @@ def estimator_errors(comparison: Comparison) -> dict[str, float]:
     return result
 
 
-def gradient_errors(
-    policy: Any,
-    reference: Any,
-    prompt_ids: ArrayLike,
-    prompt_mask: ArrayLike,
-    completion_ids: Sequence[Sequence[int]],
-    eos_ids: Collection[int],
-) -> dict[str, float | None]:
+def gradient_errors(policy: Any, reference: Any, samples: Samples) -> dict[str, float | None]:
     """Return how far each estimator's gradient as a loss is from the true one (see `parameter_gradients`).
 
     Args:
-        policy, reference, prompt_ids, prompt_mask, completion_ids, eos_ids: as for `parameter_gradients`; the two
-            halves of the rows should hold the same prompts.
+        policy, reference, samples: as for `parameter_gradients`; the two halves of the rows should hold the same
+            prompts.
 
     Returns:
         "gradient_token_norm" and "gradient_sequence_norm", of the two true gradients, nats per weight unit;
@@ -461,14 +455,10 @@ def gradient_errors(
     Raises:
         ValueError: as `parameter_gradients`, or fewer than two completions.
     """
-    half, rest = divmod(len(completion_ids), 2)
-    halved = half and not rest
-    require(halved, f"{len(completion_ids)} completions do not make two halves: give an even number of them.")
-    ids, mask = torch.as_tensor(prompt_ids), torch.as_tensor(prompt_mask)
-    halves = [
-        parameter_gradients(policy, reference, ids[part], mask[part], completion_ids[part], eos_ids)
-        for part in (slice(half), slice(half, None))
-    ]
+    half, rest = divmod(len(samples.ids), 2)
+    require(half and not rest, f"{len(samples.ids)} completions do not make two halves: give an even number of them.")
+    parts = slice(half), slice(half, None)
+    halves = [parameter_gradients(policy, reference, samples.take(part)) for part in parts]
     mean = {name: (halves[0][name].double() + halves[1][name].double()) / 2 for name in halves[0]}
     one, other = (gradients["sequence"] - gradients["token"] for gradients in halves)
     result: dict[str, float | None] = {f"gradient_{name}_norm": mean[name].norm().item() for name in _TRUE}
@@ -487,53 +477,21 @@ def gradient_errors(
 _TRUE = ("token", "sequence")
 
 
-class _Rows(NamedTuple):
-    """Checked prompts, padded on the left, and completions, padded on the right: (rows, width) and (rows, tokens)."""
-
-    prompt_ids: Tensor
-    prompt_mask: Tensor
-    ids: Tensor
-    mask: Tensor  # bool, of the completions
-
-
-def _rows(
-    prompt_ids: ArrayLike, prompt_mask: ArrayLike, completion_ids: Sequence[Sequence[int]], eos_ids: Collection[int]
-) -> _Rows:
-    prompt_ids, prompt_mask = torch.as_tensor(prompt_ids).cpu(), torch.as_tensor(prompt_mask).long().cpu()
-    shapes = f"{tuple(prompt_ids.shape)} and {tuple(prompt_mask.shape)}"
-    same = prompt_ids.ndim == 2 and prompt_ids.shape == prompt_mask.shape
-    require(same, f"prompt_ids and prompt_mask must be two arrays of one shape (rows, width), got {shapes}.")
-    n, prompts = len(completion_ids), len(prompt_ids)
-    require(n == prompts, f"{n} completions do not fit {prompts} prompts: give each completion its prompt.")
-    left = (prompt_mask[:, -1:] == 1).all() and (prompt_mask.diff(dim=1) >= 0).all()
-    require(left, "every prompt must be padded on the left and hold at least one token: look at prompt_mask.")
-    kept = [_until_end(ids, frozenset(eos_ids)) for ids in completion_ids]
-    lengths = torch.tensor([len(ids) for ids in kept], dtype=torch.int64)
-    mask = torch.arange(max(map(len, kept), default=0)) < lengths[:, None]
-    ids = torch.zeros(mask.shape, dtype=torch.int64)  # a position outside the mask may hold any id
-    ids[mask] = torch.tensor([token for row in kept for token in row], dtype=torch.int64)
-    return _Rows(prompt_ids, prompt_mask, ids, mask)
-
-
-def _blocks(rows: _Rows, model: Any) -> Iterator[tuple[slice, _Rows]]:
+def _blocks(rows: Samples, model: Any) -> Iterator[tuple[slice, Samples]]:
     """Yield rows that fit into one forward pass, and where they stand."""
     size = max(1, _ELEMENTS // max(1, rows.ids.shape[1] * model.config.vocab_size))
     for start in range(0, len(rows.ids) if rows.mask.any() else 0, size):
         at = slice(start, start + size)
-        yield at, _Rows(*(tensor[at] for tensor in rows))
+        yield at, Samples(*(tensor[at] for tensor in rows))
 
 
 def _until_end(ids: Sequence[int], eos_ids: frozenset[int]) -> list[int]:
     """Return a completion up to its first end token, included."""
-    kept = []
-    for token in map(int, ids):
-        kept.append(token)
-        if token in eos_ids:
-            break
-    return kept
+    kept = list(map(int, ids))
+    return kept[: next((i for i, token in enumerate(kept, 1) if token in eos_ids), None)]
 
 
-def _logits(model: Any, rows: _Rows) -> Tensor:
+def _logits(model: Any, rows: Samples) -> Tensor:
     """Return (rows, tokens, vocabulary), the logits that each token of the completions was drawn from."""
     attention = torch.cat([rows.prompt_mask, rows.mask.long()], 1).to(model.device)
     return model(
@@ -554,10 +512,12 @@ def _of_tokens(log_probabilities: Tensor, ids: Tensor) -> Tensor:
     return log_probabilities.gather(-1, ids[..., None])[..., 0]
 
 
-def _check_shapes(policy_logits: Tensor, ref_logits: Tensor) -> None:
+def _of_both(policy_logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities over a vocabulary that both models have."""
     shapes = f"{tuple(policy_logits.shape)} and {tuple(ref_logits.shape)}"
     same = policy_logits.shape == ref_logits.shape
     require(same, f"logits have the shapes {shapes}: policy and reference must share one vocabulary, without padding.")
+    return _log_softmax(policy_logits, temperature), _log_softmax(ref_logits, temperature)
 
 
 @contextmanager

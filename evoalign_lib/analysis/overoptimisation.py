@@ -5,8 +5,6 @@ The distance is d, the square root of the KL divergence from the base in nats a 
 that are 0 at the base. Both are linear in a and b, so least squares fit them exactly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

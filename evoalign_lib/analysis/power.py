@@ -13,6 +13,7 @@ from math import inf, nan, sqrt
 from typing import TYPE_CHECKING
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
 
 from evoalign_lib.analysis.arrays import positive, require
@@ -52,7 +53,10 @@ def report(plans: Sequence[Plan], power: float = 0.8, alpha: float = 0.05) -> Da
     for plan in plans:
         try:
             choose("test", plan.test, _TESTS)
-            found, smallest = _TESTS[plan.test](plan, power, alpha)
+            finds, detects = _TESTS[plan.test]
+            spread = {} if plan.test == "std ratio" else {"std": plan.std}
+            found = finds(plan.n, plan.effect, alpha=alpha, **spread)
+            smallest = detects(plan.n, power=power, alpha=alpha, **spread)
         except ValueError as error:
             raise ValueError(f"{plan.quantity}: {error}") from error
         rows.append((plan.quantity, plan.test, plan.n, plan.std, plan.effect, found, smallest))
@@ -64,11 +68,9 @@ def difference(n: int, effect: float, std: float, alpha: float = 0.05) -> float:
 
     Raises ValueError for n < 2, a standard deviation that is not positive and alpha outside (0, 1).
     """
-    from scipy.stats import norm, t
-
     _check(n, std, alpha)
-    reach, shift = t.isf(alpha / 2, 2 * n - 2), effect / (std * sqrt(2 / n))
-    return _over_estimates(lambda u: norm.sf(reach * u - shift) + norm.cdf(-reach * u - shift), n)
+    normal, reach, shift = scipy.stats.norm, scipy.stats.t.isf(alpha / 2, 2 * n - 2), effect / (std * sqrt(2 / n))
+    return _over_estimates(lambda u: normal.sf(reach * u - shift) + normal.cdf(-reach * u - shift), n)
 
 
 def detectable_difference(n: int, std: float, power: float = 0.8, alpha: float = 0.05) -> float:
@@ -86,15 +88,14 @@ def equivalence(n: int, margin: float, std: float, true_difference: float = 0.0,
 
     Raises ValueError for n < 2, a standard deviation or margin that is not positive and alpha outside (0, 1).
     """
-    from scipy.stats import norm, t
-
     _check(n, std, alpha)
     positive("margin", margin)
-    error, reach = std * sqrt(2 / n), t.isf(alpha, 2 * n - 2)
+    error, reach = std * sqrt(2 / n), scipy.stats.t.isf(alpha, 2 * n - 2)
     upper, lower = (margin - true_difference) / error, (-margin - true_difference) / error
     # from margin / (error * reach) on, the interval is wider than the margin and no difference is inside
     widest = margin / (error * reach)
-    return _over_estimates(lambda u: norm.cdf(upper - reach * u) - norm.cdf(lower + reach * u), n, widest)
+    below = scipy.stats.norm.cdf
+    return _over_estimates(lambda u: below(upper - reach * u) - below(lower + reach * u), n, widest)
 
 
 def detectable_margin(n: int, std: float, power: float = 0.8, alpha: float = 0.05) -> float:
@@ -109,12 +110,11 @@ def std_ratio(n: int, ratio: float, alpha: float = 0.05) -> float:
     `stats.log_std_ratio` and `stats.brown_forsythe`, which do not assume normal scores, have a little less power.
     Raises ValueError for n < 2, a ratio that is not positive and alpha outside (0, 1).
     """
-    from scipy.stats import f
-
     _check(n, 1.0, alpha)
     positive("ratio", ratio)
-    critical = f.isf(alpha / 2, n - 1, n - 1)
-    return float(f.sf(critical / ratio**2, n - 1, n - 1) + f.cdf(1 / critical / ratio**2, n - 1, n - 1))
+    law = scipy.stats.f(n - 1, n - 1)
+    critical = law.isf(alpha / 2)
+    return float(law.sf(critical / ratio**2) + law.cdf(1 / critical / ratio**2))
 
 
 def detectable_std_ratio(n: int, power: float = 0.8, alpha: float = 0.05) -> float:
@@ -139,38 +139,29 @@ def _over_estimates(rejected: Callable[[NDArray], NDArray], n: int, widest: floa
     It is a Gauss-Legendre quadrature over the law of u: scipy's non-central t, the closed form, is NaN for large
     effects, and so is statsmodels' TTestIndPower.
     """
-    from scipy.stats import chi2
-
     freedom = 2 * n - 2
-    low, high = (sqrt(end / freedom) for end in (chi2.ppf(1e-15, freedom), chi2.isf(1e-15, freedom)))
-    high = min(high, widest)
+    law = scipy.stats.chi2(freedom)
+    low, high = sqrt(law.ppf(1e-15) / freedom), min(sqrt(law.isf(1e-15) / freedom), widest)
     if high <= low:
         return 0.0
     nodes, weights = np.polynomial.legendre.leggauss(200)
     u = low + (high - low) * (nodes + 1) / 2
-    density = 2 * freedom * u * chi2.pdf(freedom * u * u, freedom)
+    density = 2 * freedom * u * law.pdf(freedom * u * u)
     return min(1.0, float((weights * density * rejected(u)).sum() * (high - low) / 2))
 
 
 def _smallest(power_of: Callable[[float], float], start: float, power: float, least: float) -> float:
     """Return the effect, start or more, that has the wanted power; power rises from least."""
-    from scipy.optimize import brentq
-
     require(least < power < 1, f"power is {power}: it is a fraction above {least} and below 1, such as 0.8")
     width = 1.0
     while power_of(start + width) < power:
         width *= 2
-    return float(brentq(lambda effect: power_of(effect) - power, start, start + width, xtol=1e-10))
+    return float(scipy.optimize.brentq(lambda effect: power_of(effect) - power, start, start + width, xtol=1e-10))
 
 
-_TESTS: dict[str, Callable[[Plan, float, float], tuple[float, float]]] = {
-    "difference": lambda p, power, alpha: (
-        difference(p.n, p.effect, p.std, alpha),
-        detectable_difference(p.n, p.std, power, alpha),
-    ),
-    "equivalence": lambda p, power, alpha: (
-        equivalence(p.n, p.effect, p.std, 0.0, alpha),
-        detectable_margin(p.n, p.std, power, alpha),
-    ),
-    "std ratio": lambda p, power, alpha: (std_ratio(p.n, p.effect, alpha), detectable_std_ratio(p.n, power, alpha)),
+# the power to find an effect, and the smallest effect found with a power
+_TESTS: dict[str, tuple[Callable[..., float], Callable[..., float]]] = {
+    "difference": (difference, detectable_difference),
+    "equivalence": (equivalence, detectable_margin),
+    "std ratio": (std_ratio, detectable_std_ratio),
 }

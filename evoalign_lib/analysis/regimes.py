@@ -6,19 +6,18 @@ which one cluster is as good (`Regimes.p_one`)? And do they agree with a label k
 `within_between`)? Two regimes need the first.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import comb, nan
 from typing import Any
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib.analysis.arrays import require
-from evoalign_lib.analysis.stats import ENDS, Interval, ratio
+from evoalign_lib.analysis.stats import Interval, interval_of, ratio
 from evoalign_lib.checks import whole_number
 
 _PERMUTATIONS = 20_000  # up to that many, the permutation test is exact
@@ -46,8 +45,7 @@ def two_clusters(dissimilarity: ArrayLike) -> NDArray[np.int64]:
     Returns (runs,) labels, 0 for the cluster of the first run, 1 for the other.
     Raises ValueError for another shape, fewer runs, and an entry above the diagonal that is not finite.
     """
-    condensed, n = _condensed(dissimilarity)
-    return _cut(_square(condensed))
+    return _cut(_square(dissimilarity))
 
 
 def silhouette(dissimilarity: ArrayLike, labels: ArrayLike) -> float:
@@ -60,8 +58,8 @@ def silhouette(dissimilarity: ArrayLike, labels: ArrayLike) -> float:
     Raises ValueError as `two_clusters`, and for labels that do not fit.
     Source: Rousseeuw, J. Computational and Applied Mathematics 1987.
     """
-    condensed, n = _condensed(dissimilarity)
-    return _silhouette(_square(condensed), _labels(labels, n))
+    matrix = _square(dissimilarity)
+    return _silhouette(matrix, _labels(labels, len(matrix)))
 
 
 def adjusted_rand(first: ArrayLike, second: ArrayLike) -> float:
@@ -75,10 +73,9 @@ def adjusted_rand(first: ArrayLike, second: ArrayLike) -> float:
     >>> adjusted_rand([0, 0, 1, 1], ["b", "b", "a", "a"]), round(adjusted_rand([0, 0, 1, 1], [0, 1, 0, 1]), 2)
     (1.0, -0.5)
     """
-    a, b = (np.unique(np.asarray(labels), return_inverse=True)[1].reshape(-1) for labels in (first, second))
+    a, b = np.ravel(first), np.ravel(second)
     require(len(a) == len(b) > 0, f"{len(a)} labels against {len(b)}: give one for each run, of the same runs")
-    table = np.zeros((a.max() + 1, b.max() + 1))
-    np.add.at(table, (a, b), 1)
+    table = scipy.stats.contingency.crosstab(a, b).count
 
     def pairs(counts: NDArray[np.float64]) -> float:
         return float((counts * (counts - 1) / 2).sum())
@@ -112,21 +109,19 @@ def regimes(dissimilarity: ArrayLike, *, n_resamples: int = 500) -> Regimes:
     Raises ValueError as `two_clusters`, and for fewer than 4 runs.
     Source: Tibshirani, Walther and Hastie, JRSS B 2001 (the box).
     """
-    condensed, n = _condensed(dissimilarity)
+    matrix, rng = _square(dissimilarity), np.random.default_rng(0)
+    n, labels = len(matrix), _cut(matrix)
     require(n > 3, f"{n} runs make no two regimes: give 4 at least")
     whole_number("n_resamples", n_resamples)
-    matrix, rng = _square(condensed), np.random.default_rng(0)
-    labels = two_clusters(matrix)
     found = _silhouette(matrix, labels)
 
     rng.integers(n, size=(n_resamples, n))  # so that nulls are those of published records
     nulls = {
-        name: np.array([_silhouette(drawn, _cut(drawn)) for drawn in matrices])
-        for name, matrices in _one_cluster(condensed, n, n_resamples, rng).items()
+        name: np.array([_silhouette(drawn, _cut(drawn)) for drawn in (draw() for _ in range(n_resamples))])
+        for name, draw in _one_cluster(matrix, rng).items()
     }
     as_separate = max(int(np.count_nonzero(null >= found - 1e-12)) for null in nulls.values())
-    p_one = (1 + as_separate) / (n_resamples + 1)
-    return Regimes(labels, found, p_one, nulls)
+    return Regimes(labels, found, (1 + as_separate) / (n_resamples + 1), nulls)
 
 
 @dataclass(frozen=True)
@@ -155,25 +150,29 @@ def within_between(
     Returns means in the unit of the matrix; NaN, p included, where no pair has one label.
     Raises ValueError as `two_clusters`, for a single label, and for labels that do not fit.
     """
-    condensed, n = _condensed(dissimilarity, least=2)
-    codes, given = _labels(labels, n), None
+    matrix = _square(dissimilarity, least=2)
+    codes = _labels(labels, len(matrix))
     if only is not None:
-        given = np.asarray([label == only for label in labels])
-        named = "all" if given.all() else "none"
-        require(given.any() and not given.all(), f"only={only!r} names {named} of the runs: nothing to compare")
-        codes = given.astype(np.int64)
-    rows, columns = np.triu_indices(n, 1)
+        codes = np.array([int(label == only) for label in labels])
+        named = "all" if codes.all() else "none"
+        require(codes.any() and not codes.all(), f"only={only!r} names {named} of the runs: nothing to compare")
+    rows, columns = np.triu_indices(len(matrix), 1)
 
     def means(dealt: NDArray[np.int64]) -> NDArray[np.float64]:  # (deals, runs) -> (2, deals)
         same = dealt[:, rows] == dealt[:, columns]
-        inside = same if given is None else same & (dealt[:, rows] == 1)
-        return np.array([ratio(pairs @ condensed, pairs.sum(1)) for pairs in (inside, ~same)])
+        inside = same if only is None else same & (dealt[:, rows] == 1)
+        return np.array([ratio(pairs @ matrix[rows, columns], pairs.sum(1)) for pairs in (inside, ~same)])
 
     within, between = means(codes[None])[:, 0]
     if np.isnan(within):
         return WithinBetween(nan, float(between), nan)
-    deals, exact = _deals(codes, n_resamples, np.random.default_rng(0))
-    inner, outer = means(np.array(list(deals)))
+    n, counts, rng = len(codes), np.bincount(codes), np.random.default_rng(0)
+    exact = len(counts) == 2 and comb(n, int(counts[1])) <= n_resamples
+    if exact:
+        deals = [np.isin(np.arange(n), ones) for ones in combinations(range(n), int(counts[1]))]
+    else:
+        deals = [rng.permutation(codes) for _ in range(n_resamples)]
+    inner, outer = means(np.array(deals))
     as_far = outer - inner >= between - within - 1e-12  # equal but for rounding counts as equal
     # drawn deals and the observed one; all deals hold it already
     p = (int(as_far.sum()) + (not exact)) / (len(as_far) + (not exact))
@@ -190,7 +189,7 @@ def separation(dissimilarity: ArrayLike, draws: ArrayLike, found: Regimes) -> In
     """
     beyond = max(float(np.quantile(null, 0.95)) for null in found.nulls.values())
     drawn = [silhouette(matrix, found.labels) for matrix in np.asarray(draws, np.float64)]
-    return _interval(found.silhouette - beyond, np.array(drawn) - beyond, len(found.labels))
+    return interval_of(found.silhouette - beyond, np.array(drawn) - beyond, len(found.labels))
 
 
 def agreement(dissimilarity: ArrayLike, draws: ArrayLike, labels: Sequence[Any]) -> Interval:
@@ -205,13 +204,12 @@ def agreement(dissimilarity: ArrayLike, draws: ArrayLike, labels: Sequence[Any])
     """
     matrix, rng = np.asarray(dissimilarity, np.float64), np.random.default_rng(0)
     codes = _labels(labels, len(matrix))
-    value = adjusted_rand(codes, two_clusters(matrix))
     found = []
     for drawn in np.asarray(draws, np.float64):
         runs = np.unique(rng.integers(len(codes), size=len(codes)))
         if len(runs) >= 3 and len(set(codes[runs])) > 1:
             found.append(adjusted_rand(codes[runs], two_clusters(drawn[np.ix_(runs, runs)])))
-    return _interval(value, np.array(found), len(codes))
+    return interval_of(adjusted_rand(codes, two_clusters(matrix)), found, len(codes))
 
 
 def basin(dissimilarity: ArrayLike, draws: ArrayLike, inside: ArrayLike) -> Interval:
@@ -224,8 +222,8 @@ def basin(dissimilarity: ArrayLike, draws: ArrayLike, inside: ArrayLike) -> Inte
     Returns a difference of means, in the unit of the matrix; n is the smaller of the two numbers of runs.
     Raises ValueError as `two_clusters`, and for other numbers of runs.
     """
-    condensed, n = _condensed(dissimilarity)
-    chosen, rng = np.asarray(inside, bool), np.random.default_rng(0)
+    measured, chosen, rng = _square(dissimilarity), np.asarray(inside, bool), np.random.default_rng(0)
+    n = len(measured)
     fit = chosen.shape == (n,) and chosen.sum() > 1 and not chosen.all()
     require(fit, f"{int(chosen.sum())} of {n} runs inside: give two at least, and one outside")
     upper = np.triu(np.ones((n, n), bool), 1)
@@ -238,35 +236,17 @@ def basin(dissimilarity: ArrayLike, draws: ArrayLike, inside: ArrayLike) -> Inte
     found = []
     kinds = np.flatnonzero(chosen), np.flatnonzero(~chosen)
     for drawn in np.asarray(draws, np.float64):
-        counts = np.zeros(n)
-        for kind in kinds:
-            counts += np.bincount(rng.choice(kind, len(kind)), minlength=n)
+        counts = np.bincount(np.concatenate([rng.choice(kind, len(kind)) for kind in kinds]), minlength=n)
         weights = np.outer(counts, counts)
         if weights[within].any():  # one run drawn again and again has no pair
             found.append(difference(np.maximum(drawn, 0), weights))
-    return _interval(difference(_square(condensed), np.ones((n, n))), np.array(found), min(map(len, kinds)))
+    return interval_of(difference(measured, np.ones((n, n))), found, min(map(len, kinds)))
 
 
-def _interval(value: float, draws: NDArray[np.float64], n: int) -> Interval:
-    low, high = np.quantile(draws, ENDS) if len(draws) else (nan, nan)
-    return Interval(value, float(low), float(high), n)
-
-
-def _deals(codes: NDArray[np.int64], n: int, rng: np.random.Generator) -> tuple[Iterator[NDArray[np.int64]], bool]:
-    """Return all ways to deal two labels, if there are at most n, or n random ones; and whether these are all."""
-    counts = np.bincount(codes)
-    if len(counts) > 2 or comb(len(codes), int(counts[1])) > n:
-        return (rng.permutation(codes) for _ in range(n)), False
-    chosen = combinations(range(len(codes)), int(counts[1]))
-    return (np.isin(np.arange(len(codes)), ones).astype(np.int64) for ones in chosen), True
-
-
-def _one_cluster(
-    condensed: NDArray[np.float64], n: int, n_resamples: int, rng: np.random.Generator
-) -> dict[str, Iterator[NDArray[np.float64]]]:
-    """Return matrices of each kind in which runs form one cluster, see `regimes`."""
-    matrix, pairs = _square(condensed), np.triu_indices(n, 1)
-    sides = np.ptp(_scaling(matrix), axis=0)
+def _one_cluster(matrix: NDArray[np.float64], rng: np.random.Generator) -> dict[str, Callable[[], NDArray[np.float64]]]:
+    """Return what draws a matrix of each kind in which runs form one cluster, see `regimes`."""
+    n, pairs, square = len(matrix), np.triu_indices(len(matrix), 1), scipy.spatial.distance.squareform
+    condensed, sides = matrix[pairs], np.ptp(_scaling(matrix), axis=0)
     # least squares of an entry on the sum of two runs' levels
     levels = matrix.sum(0) / (n - 2)
     fitted = levels[pairs[0]] + levels[pairs[1]] - condensed.mean() * n / (n - 2)
@@ -277,25 +257,18 @@ def _one_cluster(
         return np.sqrt(np.square(places[:, None] - places).sum(-1))
 
     return {
-        "cloud": (cloud() for _ in range(n_resamples)),
-        "pairs": (_square(rng.permutation(condensed)) for _ in range(n_resamples)),
-        "runs": (_square(np.maximum(fitted + rng.permutation(left), 0)) for _ in range(n_resamples)),
+        "cloud": cloud,
+        "pairs": lambda: square(rng.permutation(condensed)),
+        "runs": lambda: square(np.maximum(fitted + rng.permutation(left), 0)),
     }
 
 
 def _cut(matrix: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return the two clusters of a full matrix, the first run's as 0."""
-    from scipy.cluster.hierarchy import linkage
-    from scipy.spatial.distance import squareform
-
-    n = len(matrix)
+    tree = scipy.cluster.hierarchy.linkage(matrix[np.triu_indices(len(matrix), 1)], "average")
     # the last merge joins two trees: the leaves of one are one cluster. fcluster cuts at a height, and ties hide there
-    tree = linkage(squareform(matrix, checks=False), "average")
-    members: list[list[int]] = [[run] for run in range(n)]
-    for left, right in tree[:-1, :2].astype(int):
-        members.append(members[left] + members[right])
-    labels = np.zeros(n, np.int64)
-    labels[members[int(tree[-1, 1])]] = 1
+    labels = np.zeros(len(matrix), np.int64)
+    labels[scipy.cluster.hierarchy.to_tree(tree).right.pre_order()] = 1
     return labels if labels[0] == 0 else 1 - labels
 
 
@@ -320,28 +293,20 @@ def _silhouette(matrix: NDArray[np.float64], labels: NDArray[np.int64]) -> float
     return float(np.where((own > 1) & (np.maximum(a, b) > 0), widths, 0.0).mean())
 
 
-def _condensed(dissimilarity: ArrayLike, least: int = 3) -> tuple[NDArray[np.float64], int]:
-    """Return the upper triangle row by row, negative entries as 0, and the number of runs."""
+def _square(dissimilarity: ArrayLike, least: int = 3) -> NDArray[np.float64]:
+    """Return the full matrix of an upper triangle, negative entries as 0."""
     matrix = np.asarray(dissimilarity, np.float64)
     square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1] >= least
     require(square, f"dissimilarity has the shape {matrix.shape}: give (runs, runs), at least {least} runs")
     condensed = matrix[np.triu_indices(len(matrix), 1)]
     finite = np.isfinite(condensed).all()
     require(finite, "a dissimilarity above the diagonal is not finite: measure every pair, or leave out its runs")
-    return np.maximum(condensed, 0), len(matrix)
-
-
-def _square(condensed: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the full matrix of an upper triangle row by row."""
-    from scipy.spatial.distance import squareform
-
-    return squareform(condensed, checks=False)
+    return scipy.spatial.distance.squareform(np.maximum(condensed, 0))
 
 
 def _labels(labels: ArrayLike | Sequence[Any], n: int) -> NDArray[np.int64]:
     """Return labels as 0, 1, ...; refuse another number of them and a single one."""
-    names = {label: code for code, label in enumerate(dict.fromkeys(np.asarray(labels).tolist()))}
-    codes = np.array([names[label] for label in np.asarray(labels).tolist()], np.int64)
+    names, codes = np.unique(np.asarray(labels), return_inverse=True)
     fit = len(codes) == n and len(names) > 1
     require(fit, f"{len(codes)} labels, {len(names)} of them different, for {n} runs: give two kinds at least")
     return codes

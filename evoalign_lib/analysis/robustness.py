@@ -3,8 +3,6 @@
 Give every model the same keys: perturbations are then shared as problems are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor
 
 from evoalign_lib import noise
-from evoalign_lib.checks import choose
+from evoalign_lib.checks import choose, require
 
 
 def perturb(
@@ -39,13 +37,11 @@ def perturb(
     Raises ValueError for a sigma or key out of range, an unknown mode, and an `only` that no name passes; TypeError for
     tensors that are not float32 on a CPU.
     """
-    if not (0 <= sigma <= float(np.finfo(np.float32).max)):
-        raise ValueError(f"sigma={sigma} must be from 0 to the largest float32")
+    require(0 <= sigma <= np.finfo(np.float32).max, f"sigma={sigma} must be from 0 to the largest float32")
     choose("mode", mode, ("isotropic", "per-tensor relative"))
     ids = noise.parameter_ids(weights)
     chosen = {name for name in ids if only is None or only(name)}
-    if not chosen:
-        raise ValueError(f"no tensor is perturbed: `only` refuses all of {len(ids)} names, such as {sorted(ids)[:3]}")
+    require(chosen, f"no tensor is perturbed: `only` refuses all of {len(ids)} names, such as {sorted(ids)[:3]}")
     found = {}
     for name in weights:
         tensor = weights[name].detach()

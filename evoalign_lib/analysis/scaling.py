@@ -8,24 +8,20 @@ What it leaves out: a GPU holds a whole model; computing hides no communication;
 equal work are equal, so that all spread is that of the lengths.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import ceil, inf, log2, nan, sqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib.analysis.arrays import array, require
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.checks import choose, whole_number
-
-if TYPE_CHECKING:
-    from simpy import Environment
 
 MESSAGE = 8
 """Bytes that ES sends for a member: its reward and its seed."""
@@ -212,7 +208,7 @@ def _generation(machine: Machine, work: NDArray[np.float64], gpus: int) -> tuple
     return float(env.now), 1 - sum(ended) / (gpus * env.now)
 
 
-def _decode(env: Environment, machine: Machine, queue: deque[float], first: list[float]) -> Iterator[Any]:
+def _decode(env: Any, machine: Machine, queue: deque[float], first: list[float]) -> Iterator[Any]:
     """Decode requests on one GPU: those it was given first, and those that it takes from a queue until that is empty.
 
     Between two ends of sequences the steps are all alike, and one event.
@@ -251,8 +247,7 @@ class Fit:
 
     def speed_up(self, gpus: ArrayLike) -> NDArray[np.float64]:
         """Return time on one GPU / time on so many, by the law."""
-        p = {name: interval.value for name, interval in self.parameters.items()}
-        return amdahl(gpus, p["serial"]) if self.law == "amdahl" else usl(gpus, p["sigma"], p["kappa"])
+        return usl(gpus, *(interval.value for interval in self.parameters.values()))
 
 
 def amdahl(gpus: ArrayLike, serial: float) -> NDArray[np.float64]:
@@ -261,10 +256,10 @@ def amdahl(gpus: ArrayLike, serial: float) -> NDArray[np.float64]:
     >>> float(amdahl(16, 0.0))
     16.0
     """
-    return usl(gpus, serial, 0.0)
+    return usl(gpus, serial)
 
 
-def usl(gpus: ArrayLike, sigma: float, kappa: float) -> NDArray[np.float64]:
+def usl(gpus: ArrayLike, sigma: float, kappa: float = 0.0) -> NDArray[np.float64]:
     """Return the speed-up of the universal scalability law, G / (1 + sigma (G - 1) + kappa G (G - 1)).
 
     Gunther, Guerrilla Capacity Planning (2007).
@@ -297,23 +292,21 @@ def fit(law: str, gpus: ArrayLike, times: ArrayLike, n_resamples: int = 1000, se
     choose("law", law, LAWS)
     fits = draws.shape[1] == g.size and len(set(g.tolist())) > 1 and (draws > 0).all()
     require(fits, f"times of shape {draws.shape} at {g.size} numbers of GPUs: give one above 0 for each, 2 or more.")
-    one, values, error = _fit(law, g, draws.mean(0))
+    columns = [1 / g, np.ones_like(g), g - 1][: 1 + len(LAWS[law])]
+
+    def fitted(mean: NDArray[np.float64]) -> tuple[float, list[float], float]:
+        """Return the time on one GPU, the parameters, and the relative error."""
+        x, error = _least_squares(columns, mean)
+        one = float(x[0] + x[1])
+        return one, [float(value) / one for value in x[1:]], error
+
+    one, values, error = fitted(draws.mean(0))
     ends = np.full((2, len(values)), nan)
     if len(draws) > 1:
-        rng = np.random.default_rng(seed)
-        chosen = rng.integers(len(draws), size=(n_resamples, len(draws)))
-        resampled = [_fit(law, g, draws[rows].mean(0))[1] for rows in chosen]
-        ends = np.percentile(resampled, [2.5, 97.5], axis=0)
-    found = zip(LAWS[law], values, ends[0], ends[1], strict=True)
-    return Fit(law, {name: Interval(v, float(a), float(b), len(draws)) for name, v, a, b in found}, one, error)
-
-
-def _fit(law: str, g: NDArray[np.float64], times: NDArray[np.float64]) -> tuple[float, list[float], float]:
-    """Return the time on one GPU, the parameters, and the relative error."""
-    columns = [1 / g, np.ones_like(g), g - 1][: 1 + len(LAWS[law])]
-    x, error = _least_squares(columns, times)
-    one = float(x[0] + x[1])
-    return one, [float(value) / one for value in x[1:]], error
+        chosen = np.random.default_rng(seed).integers(len(draws), size=(n_resamples, len(draws)))
+        ends = np.percentile([fitted(draws[rows].mean(0))[1] for rows in chosen], [2.5, 97.5], axis=0)
+    found = zip(LAWS[law], values, *ends.tolist(), strict=True)
+    return Fit(law, {name: Interval(*interval, len(draws)) for name, *interval in found}, one, error)
 
 
 @dataclass(frozen=True)
@@ -353,17 +346,15 @@ def fit_published(gpus: ArrayLike, simulated: ArrayLike, published: ArrayLike) -
     fits = g.shape == model.shape == goal.shape and g.ndim == 1 and g.size > 1 and min(model.min(), goal.min()) > 0
     require(fits, f"times of shapes {model.shape} and {goal.shape} at {g.shape}: give 2 or more above 0 of each.")
     (scale, overhead), error = _least_squares([model, np.ones_like(g)], goal)
-    if overhead > 0:
-        return Overlay(float(scale), float(overhead), 0.0, error)
-    (scale, work), error = _least_squares([model, 1 / g], goal)
-    return Overlay(float(scale), 0.0, float(work), error)
+    work = 0.0
+    if overhead == 0:
+        (scale, work), error = _least_squares([model, 1 / g], goal)
+    return Overlay(float(scale), float(overhead), float(work), error)
 
 
 def _least_squares(columns: list[NDArray[np.float64]], goal: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
     """Return the non-negative weights of the columns whose sum is nearest to the goal, and the relative error."""
-    from scipy.optimize import nnls
-
-    x, rest = nnls(np.stack(columns, 1) / goal[:, None], np.ones_like(goal))
+    x, rest = scipy.optimize.nnls(np.stack(columns, 1) / goal[:, None], np.ones_like(goal))
     return x, float(rest) / sqrt(len(goal))
 
 

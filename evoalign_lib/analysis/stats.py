@@ -6,22 +6,24 @@ otherwise; bootstrap intervals are percentile intervals. Random draws come from 
 global random state is neither read nor moved. A sample that is too small to say anything is a ValueError.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import combinations, zip_longest
 from math import isnan, nan
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
+import scipy  # whose parts are loaded when first used
 from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib.analysis.arrays import array, positive, require
 
 ENDS = ((1 - 0.95) / 2, (1 + 0.95) / 2)
 """Quantiles at which a 95 % percentile interval ends."""
+Groups = Sequence[ArrayLike]
+"""Samples, one for each group."""
 _CHUNK = 256
 # draws of up to 2,000 problems in 10,000 resamples are kept, 20 megabytes each; larger ones are drawn again each time
 _KEPT_DRAWS = 20_000_000
@@ -85,12 +87,7 @@ class Equivalence:
 
 
 def crossed_bootstrap(
-    matrix: ArrayLike,
-    baseline: ArrayLike | None = None,
-    *,
-    level: float = 0.95,
-    n_resamples: int = 10_000,
-    seed: int = 0,
+    matrix: ArrayLike, baseline: ArrayLike | None = None, level: float = 0.95, n_resamples: int = 10_000, seed: int = 0
 ) -> Interval:
     """Return the mean over seeds, or its difference from a baseline on the same problems, with an interval.
 
@@ -106,19 +103,11 @@ def crossed_bootstrap(
     Raises ValueError for other shapes and for values that are not finite.
     Source: Owen, The pigeonhole bootstrap, Annals of Applied Statistics 2007.
     """
-    arms = _crossed_arms(matrix, baseline)
-    draws = _crossed_resamples(arms, n_resamples, seed)
-    low, high = _ends(draws, level)
-    return Interval(_crossed_value(arms), float(low), float(high), min(map(len, arms)), level)
+    return _crossed(_crossed_arms(matrix, baseline), level, n_resamples, seed)[0]
 
 
 def equivalence(
-    matrix: ArrayLike,
-    baseline: ArrayLike | None,
-    margin: float,
-    *,
-    n_resamples: int = 10_000,
-    seed: int = 0,
+    matrix: ArrayLike, baseline: ArrayLike | None, margin: float, *, n_resamples: int = 10_000, seed: int = 0
 ) -> Equivalence:
     """Return whether two arms match: TOST by the 90 % interval of the crossed bootstrap.
 
@@ -134,10 +123,8 @@ def equivalence(
     positive("margin", margin)
     for arm in arms:
         array("an arm", arm, 2, least=2)
-    draws = _crossed_resamples(arms, n_resamples, seed)
-    low, high = _ends(draws, 0.9)
+    interval, draws = _crossed(arms, 0.9, n_resamples, seed)
     beyond = max(np.count_nonzero(draws <= -margin), np.count_nonzero(draws >= margin))
-    interval = Interval(_crossed_value(arms), float(low), float(high), min(map(len, arms)), 0.9)
     return Equivalence(interval, float(margin), (1 + int(beyond)) / (n_resamples + 1))
 
 
@@ -150,9 +137,7 @@ def welch_equivalence(values: ArrayLike, baseline: ArrayLike, margin: float) -> 
     from statsmodels.stats.weightstats import CompareMeans
 
     positive("margin", margin)
-    arm, other = array("values", values, 1, least=2), array("baseline", baseline, 1, least=2)
-    flat = f"all values are {arm[0]} and {other[0]}: without spread there is no t interval; report both"
-    require(np.ptp(arm) or np.ptp(other), flat)
+    arm, other = _two_arms(values, baseline, 2, "without spread there is no t interval; report both")
     compared = CompareMeans.from_data(arm, other)
     p = compared.ttost_ind(-margin, margin, usevar="unequal")[0]
     low, high = compared.tconfint_diff(alpha=0.1, usevar="unequal")
@@ -177,12 +162,7 @@ def bootstrap_mean(values: ArrayLike, n_resamples: int = 10_000, seed: int = 0) 
 
 
 def stratified_bootstrap(
-    strata: Sequence[ArrayLike],
-    baseline: Sequence[ArrayLike] | None = None,
-    *,
-    level: float = 0.95,
-    n_resamples: int = 10_000,
-    seed: int = 0,
+    strata: Groups, baseline: Groups | None = None, *, level: float = 0.95, n_resamples: int = 10_000, seed: int = 0
 ) -> Interval:
     """Return the mean over seeds of several bases, or its difference from another arm, with an interval.
 
@@ -196,25 +176,24 @@ def stratified_bootstrap(
     Raises ValueError for a base of one seed and for arms with different numbers of bases.
     Source: Agarwal et al. 2021 (arXiv 2108.13264).
     """
-    arm, other = _strata(strata, baseline)
-
-    def of_arm(samples: Sequence[NDArray[np.float64]], axis: int) -> NDArray[np.float64]:
-        return sum(sample.mean(axis) for sample in samples) / len(samples)
+    other = () if baseline is None else baseline
+    same = len(strata) and (baseline is None or len(other) == len(strata))
+    require(same, f"{len(strata)} strata against {len(other)}: give the same bases in the same order")
+    arm, other = (
+        [array(f"base {i} of the {name}", sample, 1, least=2) for i, sample in enumerate(samples)]
+        for name, samples in (("strata", strata), ("baseline", other))
+    )
 
     def difference(*samples: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
-        value = of_arm(samples[: len(arm)], axis)
-        return value - of_arm(samples[len(arm) :], axis) if other else value
+        means = [sample.mean(axis) for sample in samples]
+        own, others = (sum(part) / len(arm) for part in (means[: len(arm)], means[len(arm) :]))
+        return own - others
 
     return _bootstrap([*arm, *other], difference, level, n_resamples, seed)
 
 
 def nested_bootstrap(
-    groups: Sequence[ArrayLike],
-    baseline: Sequence[ArrayLike] | None = None,
-    *,
-    level: float = 0.95,
-    n_resamples: int = 10_000,
-    seed: int = 0,
+    groups: Groups, baseline: Groups | None = None, *, level: float = 0.95, n_resamples: int = 10_000, seed: int = 0
 ) -> Interval:
     """Return the mean of the means of groups, or its difference from other groups, with an interval.
 
@@ -236,21 +215,18 @@ def nested_bootstrap(
     rng, draws, value = np.random.default_rng(seed), np.zeros(n_resamples), 0.0
     for sign, side in zip((1, -1), sides, strict=False):
         sizes = np.array([len(group) for group in side])
-        padded = np.zeros((len(side), sizes.max()))
-        for row, group in zip(padded, side, strict=True):
-            row[: len(group)] = group
+        padded = np.array(list(zip_longest(*side, fillvalue=0.0))).T.copy()  # (groups, runs)
         drawn = rng.integers(len(side), size=(n_resamples, len(side)))
         size = sizes[drawn][..., None]
         runs = (rng.random((*drawn.shape, sizes.max())) * size).astype(int)
         counted = np.arange(sizes.max()) < size
         draws += sign * ((padded[drawn[..., None], runs] * counted).sum(-1) / size[..., 0]).mean(-1)
         value += sign * float(np.mean([group.mean() for group in side]))
-    low, high = _ends(draws, level)
-    return Interval(value, float(low), float(high), min(sum(map(len, side)) for side in sides), level)
+    return interval_of(value, draws, min(sum(map(len, side)) for side in sides), level)
 
 
 def logistic_over_groups(
-    predictors: Sequence[ArrayLike], shares: Sequence[ArrayLike], *, n_resamples: int = 10_000, seed: int = 0
+    predictors: Groups, shares: Groups, *, n_resamples: int = 10_000, seed: int = 0
 ) -> tuple[Interval, list[Interval]]:
     """Return how well a logistic regression ranks a group that it was not fitted to, and its slopes fitted to all.
 
@@ -274,14 +250,13 @@ def logistic_over_groups(
         require(0 < share.mean() < 1, f"{failed} runs of group {group} failed: there is nothing to rank")
     rng, cells = np.random.default_rng(seed), min(map(len, y))
     # the first row counts every cell once: the estimate itself
-    counts = [np.vstack([np.ones(len(share)), _resample_counts(rng, n_resamples, len(share))]) for share in y]
+    counts = [np.vstack([np.ones(len(share)), resample_counts(rng, n_resamples, len(share))]) for share in y]
     pooled = np.vstack(x)
     require(pooled.std(0).all(), "a predictor is the same in all cells: it cannot say which fail, leave it out")
     x = [(matrix - pooled.mean(0)) / pooled.std(0) for matrix in x]
 
     def interval(draws: NDArray[np.float64]) -> Interval:
-        low, high = _ends(draws[np.isfinite(draws)][1:], 0.95)
-        return Interval(float(draws[0]), float(low), float(high), cells)
+        return interval_of(draws[0], draws[np.isfinite(draws)][1:], cells)
 
     areas = np.zeros(n_resamples + 1)
     for out, (left, share) in enumerate(zip(x, y, strict=True)):
@@ -302,8 +277,6 @@ def log_std_ratio(values: ArrayLike, baseline: ArrayLike, level: float = 0.95) -
     Raises ValueError for fewer than 3 seeds, and for an arm in which all values, or all but one, are equal.
     Source: Miller, Jackknifing variances, Annals of Mathematical Statistics 1968.
     """
-    from scipy.stats import t
-
     logs, variances, freedom = [], [], []
     for name, given in (("values", values), ("baseline", baseline)):
         sample = array(name, given, 1, least=3)
@@ -317,7 +290,7 @@ def log_std_ratio(values: ArrayLike, baseline: ArrayLike, level: float = 0.95) -
         freedom.append(len(sample) - 1)
     value, error = logs[0] - logs[1], np.sqrt(sum(variances))
     welch = sum(variances) ** 2 / sum(v**2 / df for v, df in zip(variances, freedom, strict=True))
-    half = t.ppf((1 + level) / 2, welch) * error
+    half = scipy.stats.t.ppf((1 + level) / 2, welch) * error
     return Interval(float(value), float(value - half), float(value + half), min(freedom) + 1, level)
 
 
@@ -327,12 +300,8 @@ def brown_forsythe(values: ArrayLike, baseline: ArrayLike) -> float:
     values, baseline: (seeds,) and (other seeds,). Raises ValueError for fewer than 3 seeds and two arms without spread.
     Source: Brown and Forsythe, JASA 1974.
     """
-    from scipy.stats import levene
-
-    arm, other = array("values", values, 1, least=3), array("baseline", baseline, 1, least=3)
-    flat = f"all values are {arm[0]} and {other[0]}: neither arm has a spread to compare"
-    require(np.ptp(arm) or np.ptp(other), flat)
-    return float(levene(arm, other, center="median").pvalue)
+    arm, other = _two_arms(values, baseline, 3, "neither arm has a spread to compare")
+    return float(scipy.stats.levene(arm, other, center="median").pvalue)
 
 
 class Source(NamedTuple):
@@ -353,7 +322,7 @@ class TwoWay(NamedTuple):
     rest: Source
 
 
-def two_way(cells: Sequence[Sequence[ArrayLike]]) -> TwoWay:
+def two_way(cells: Sequence[Groups]) -> TwoWay:
     """Return what two factors and their interaction explain of the variance of values (statsmodels' anova_lm, type 2).
 
     cells: rows of columns, each (runs,), two runs or more; numbers of runs may differ.
@@ -368,14 +337,9 @@ def two_way(cells: Sequence[Sequence[ArrayLike]]) -> TwoWay:
 
     sizes = [len(row) for row in cells]
     require(min(len(sizes), *sizes, 2) > 1, f"cells have rows of {sizes} cells: give two rows of two, or more.")
-    frame = pd.DataFrame(
-        [
-            {"row": str(i), "column": str(j), "value": value}
-            for i, row in enumerate(cells)
-            for j, cell in enumerate(row)
-            for value in array(f"cell {i}, {j}", cell, 1, least=2)
-        ]
-    )
+    each = [(str(i), str(j), cell) for i, row in enumerate(cells) for j, cell in enumerate(row)]
+    values = [(i, j, value) for i, j, cell in each for value in array(f"cell {i}, {j}", cell, 1, least=2)]
+    frame = pd.DataFrame(values, columns=["row", "column", "value"])
     require(frame["value"].nunique() > 1, "all values are equal: there is no variance to explain.")
     table = anova_lm(ols("value ~ C(row) * C(column)", frame).fit(), typ=2)
     shares = table["sum_sq"] / table["sum_sq"].sum()
@@ -390,10 +354,10 @@ def mann_whitney(values: ArrayLike, baseline: ArrayLike, *, n_resamples: int = _
     Raises ValueError for fewer than 2 seeds.
     """
     arm, other = array("values", values, 1, least=2), array("baseline", baseline, 1, least=2)
-    return _permute([arm, other], lambda x, y, axis: _precedence(y, x), n_resamples, seed)
+    return _permute([arm, other], n_resamples, seed, alternative="two-sided")
 
 
-def jonckheere(groups: Sequence[ArrayLike], *, n_resamples: int = _PERMUTATIONS, seed: int = 0) -> float:
+def jonckheere(groups: Groups, *, n_resamples: int = _PERMUTATIONS, seed: int = 0) -> float:
     """Return the one-sided p-value of a rise over ordered groups of different runs (Jonckheere and Terpstra).
 
     The statistic counts the pairs of runs from two groups in which the later group's run scores more, ties half. Its
@@ -404,11 +368,7 @@ def jonckheere(groups: Sequence[ArrayLike], *, n_resamples: int = _PERMUTATIONS,
     """
     require(len(groups) > 2, f"{len(groups)} groups make no trend: give at least 3, or compare two by mann_whitney")
     samples = [array(f"group {i}", group, 1, least=2) for i, group in enumerate(groups)]
-
-    def ordered(*drawn: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
-        return sum(_precedence(drawn[i], drawn[j]) for j in range(len(drawn)) for i in range(j))
-
-    return _permute(samples, ordered, n_resamples, seed, alternative="greater")
+    return _permute(samples, n_resamples, seed, alternative="greater")
 
 
 def wilson(hits: int, n: int, level: float = 0.95) -> Interval:
@@ -432,11 +392,7 @@ def fisher(hits: int, n: int, other_hits: int, other_n: int) -> float:
     >>> round(fisher(0, 8, 4, 8), 3)
     0.077
     """
-    from scipy.stats import fisher_exact
-
-    _rate(hits, n)
-    _rate(other_hits, other_n)
-    return float(fisher_exact([[hits, other_hits], [n - hits, other_n - other_hits]]).pvalue)
+    return float(scipy.stats.fisher_exact(_table(hits, n, other_hits, other_n)).pvalue)
 
 
 def barnard(hits: int, n: int, other_hits: int, other_n: int) -> float:
@@ -447,11 +403,7 @@ def barnard(hits: int, n: int, other_hits: int, other_n: int) -> float:
     >>> round(barnard(0, 8, 4, 8), 3)
     0.028
     """
-    from scipy.stats import barnard_exact
-
-    _rate(hits, n)
-    _rate(other_hits, other_n)
-    return float(barnard_exact([[hits, other_hits], [n - hits, other_n - other_hits]]).pvalue)
+    return float(scipy.stats.barnard_exact(_table(hits, n, other_hits, other_n)).pvalue)
 
 
 def rate_difference(hits: int, n: int, other_hits: int, other_n: int, level: float = 0.95) -> Interval:
@@ -503,9 +455,8 @@ def curve_band(
     mean = curves.mean(axis=0)
     if len(curves) == 1:
         return mean, np.full_like(mean, nan), np.full_like(mean, nan)
-    counts = _resample_counts(np.random.default_rng(seed), n_resamples, len(curves))
-    low, high = _ends(counts @ curves / len(curves), 0.95)
-    return mean, low, high
+    counts = resample_counts(np.random.default_rng(seed), n_resamples, len(curves))
+    return mean, *np.quantile(counts @ curves / len(curves), ENDS, axis=0)
 
 
 def _crossed_arms(matrix: ArrayLike, baseline: ArrayLike | None) -> list[NDArray[np.float64]]:
@@ -520,30 +471,31 @@ def _crossed_arms(matrix: ArrayLike, baseline: ArrayLike | None) -> list[NDArray
     return [arm - other] if other.ndim == 1 else [arm, other]
 
 
-def _crossed_value(arms: list[NDArray[np.float64]]) -> float:
-    return float(arms[0].mean(1).mean() - (arms[1].mean(1).mean() if len(arms) == 2 else 0.0))
+def _crossed(
+    arms: list[NDArray[np.float64]], level: float, n_resamples: int, seed: int
+) -> tuple[Interval, NDArray[np.float64]]:
+    """Return the mean of the first arm - that of the second with its interval, and the draws of it."""
+    value = arms[0].mean(1).mean() - (arms[1].mean(1).mean() if len(arms) == 2 else 0.0)
+    draws = _crossed_resamples(arms, n_resamples, seed)
+    return interval_of(value, draws, min(map(len, arms)), level), draws
 
 
 def _crossed_resamples(arms: list[NDArray[np.float64]], n_resamples: int, seed: int) -> NDArray[np.float64]:
     """Return (n_resamples,) means of the first arm - those of the second, all arms on the same problems."""
     problems = arms[0].shape[1]
-    draws = np.zeros(n_resamples)
+    draws = []
     # sixteenths, such as shares of 16 samples, have sums that float32 holds exactly: the same draws in half the time
     exact = problems < 2**16 and all((arm * 16 == np.rint(arm * 16)).all() and abs(arm).max() <= 16 for arm in arms)
     dtype = np.float32 if exact else np.float64
     joint = [np.vstack(arms)] if exact else arms  # one product is faster, and as exact
     joint = [arm.astype(dtype) for arm in joint]
-    start = 0
     for counts, chosen in crossed_draws(n_resamples, problems, tuple(map(len, arms)), seed):
         counts = counts.astype(dtype)
         sums = np.hstack([counts @ arm.T for arm in joint]).astype(np.float64) / problems
-        first = 0
-        for sign, seeds in zip((1.0, -1.0), chosen, strict=False):
-            mean = np.take_along_axis(sums, first + seeds, axis=1).mean(-1)
-            draws[start : start + len(counts)] += sign * mean
-            first += seeds.shape[1]
-        start += len(counts)
-    return draws
+        each = zip(np.split(sums, [len(arms[0])], axis=1), chosen, strict=False)
+        first, *second = (np.take_along_axis(own, seeds, axis=1).mean(-1) for own, seeds in each)
+        draws.append(first - sum(second))
+    return np.concatenate(draws)
 
 
 _Draws = Iterable[tuple[NDArray[np.integer], list[NDArray[np.int64]]]]
@@ -578,7 +530,7 @@ def _draws(n_resamples: int, problems: int, runs: tuple[int, ...], seed: int, mu
         if multinomial:
             counts = rng.multinomial(problems, np.full(problems, 1 / problems), size=size)
         else:
-            counts = _resample_counts(rng, size, problems)
+            counts = resample_counts(rng, size, problems)
         yield counts, [rng.integers(n, size=(size, n)) for n in runs]
 
 
@@ -592,26 +544,13 @@ def _kept_draws(*shape: Any) -> _Draws:
     return kept
 
 
-def _strata(strata: Sequence[ArrayLike], baseline: Sequence[ArrayLike] | None) -> list[list[NDArray[np.float64]]]:
-    """Return the samples of both arms, one per base; without a baseline its list is empty."""
-    other = () if baseline is None else baseline
-    same = len(strata) and (baseline is None or len(other) == len(strata))
-    require(same, f"{len(strata)} strata against {len(other)}: give the same bases in the same order")
-    return [
-        [array(f"base {i} of the {name}", sample, 1, least=2) for i, sample in enumerate(samples)]
-        for name, samples in (("strata", strata), ("baseline", other))
-    ]
-
-
 def _bootstrap(
     samples: list[NDArray[np.float64]], statistic: Callable[..., Any], level: float, n_resamples: int, seed: int
 ) -> Interval:
     """Return a statistic of samples, each resampled by itself, with its percentile interval."""
-    from scipy.stats import bootstrap
-
-    rng = np.random.default_rng(seed)
     options = {"n_resamples": n_resamples, "confidence_level": level, "method": "percentile", "vectorized": True}
-    low, high = bootstrap(samples, statistic, **options, rng=rng).confidence_interval
+    rng = np.random.default_rng(seed)
+    low, high = scipy.stats.bootstrap(samples, statistic, **options, rng=rng).confidence_interval
     value = float(statistic(*samples, axis=-1))
     return Interval(value, float(low), float(high), min(map(len, samples)), level)
 
@@ -639,21 +578,15 @@ def _area(scores: NDArray[np.float64], y: NDArray[np.float64], weights: NDArray[
         return np.einsum("ri,rj,rij->r", failed, held, wins) / (failed.sum(1) * held.sum(1))
 
 
-def _permute(
-    samples: list[NDArray[np.float64]], statistic: Callable[..., Any], n_resamples: int, seed: int, **options: str
-) -> float:
-    from scipy.stats import permutation_test
+def _permute(samples: list[NDArray[np.float64]], n_resamples: int, seed: int, alternative: str) -> float:
+    """Return the p-value of how many pairs of values from two samples rise with the samples' order, ties half."""
 
-    rng = np.random.default_rng(seed)
-    return float(
-        permutation_test(samples, statistic, n_resamples=n_resamples, vectorized=True, rng=rng, **options).pvalue
-    )
+    def rises(*drawn: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+        pairs = [(first[..., :, None], second[..., None, :]) for first, second in combinations(drawn, 2)]
+        return sum((y > x).sum((-2, -1)) + (y >= x).sum((-2, -1)) for x, y in pairs) / 2
 
-
-def _precedence(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return how many pairs (one value of each, over the last axis) the second one wins, ties counted half."""
-    x, y = first[..., :, None], second[..., None, :]
-    return ((y > x).sum((-2, -1)) + (y >= x).sum((-2, -1))) / 2
+    options = {"n_resamples": n_resamples, "vectorized": True, "rng": np.random.default_rng(seed)}
+    return float(scipy.stats.permutation_test(samples, rises, alternative=alternative, **options).pvalue)
 
 
 def ratio(over: ArrayLike, under: ArrayLike) -> NDArray[np.float64]:
@@ -666,17 +599,34 @@ def ratio(over: ArrayLike, under: ArrayLike) -> NDArray[np.float64]:
         return np.where(np.asarray(under) == 0, nan, np.divide(over, under))[()]
 
 
-def _ends(draws: NDArray[np.float64], level: float) -> NDArray[np.float64]:
-    """Return the lower and the upper end of a percentile interval over the first axis."""
-    return np.quantile(draws, ((1 - level) / 2, (1 + level) / 2), axis=0)
+def interval_of(value: float, draws: ArrayLike, n: int, level: float = 0.95) -> Interval:
+    """Return a value with the percentile interval of its draws, NaN where there are none; n: the number of units."""
+    low, high = np.quantile(draws, ((1 - level) / 2, (1 + level) / 2)) if len(draws) else (nan, nan)
+    return Interval(float(value), float(low), float(high), n, level)
 
 
-def _resample_counts(rng: np.random.Generator, n_resamples: int, n: int) -> NDArray[np.int64]:
+def resample_counts(rng: np.random.Generator, n_resamples: int, n: int) -> NDArray[np.int64]:
     """Return (n_resamples, n): how often each of n units is drawn when n are drawn with replacement."""
-    if n > 512:  # a row at a time stays in the cache
+    if n > 512 and n_resamples:  # a row at a time stays in the cache
         return np.array([np.bincount(rng.integers(n, size=n), minlength=n) for _ in range(n_resamples)])
     drawn = rng.integers(n, size=(n_resamples, n)) + n * np.arange(n_resamples)[:, None]
     return np.bincount(drawn.ravel(), minlength=n_resamples * n).reshape(n_resamples, n)
+
+
+def _two_arms(
+    values: ArrayLike, baseline: ArrayLike, least: int, flat: str
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the scores of two arms; refuse arms of too few seeds, and two that have no spread."""
+    arm, other = array("values", values, 1, least=least), array("baseline", baseline, 1, least=least)
+    require(np.ptp(arm) or np.ptp(other), f"all values are {arm[0]} and {other[0]}: {flat}")
+    return arm, other
+
+
+def _table(hits: int, n: int, other_hits: int, other_n: int) -> list[list[int]]:
+    """Return two rates as a table of hits and misses."""
+    _rate(hits, n)
+    _rate(other_hits, other_n)
+    return [[hits, other_hits], [n - hits, other_n - other_hits]]
 
 
 def _rate(hits: int, n: int) -> None:

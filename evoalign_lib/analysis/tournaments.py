@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil, log, log2
 from statistics import NormalDist
@@ -24,7 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib.analysis.arrays import array, require
-from evoalign_lib.analysis.stats import Interval
+from evoalign_lib.analysis.stats import Interval, interval_of, resample_counts
 
 SCALE = 400 / log(10)
 """Elo points per unit of log-odds."""
@@ -90,14 +91,9 @@ class Games:
         names = tuple(sorted({*a, *b}) if players is None else players)
         strange = sorted({*a, *b} - set(names))
         require(not strange, f"{strange} are none of the players {', '.join(names)}")
-        place, numbers = (
-            {name: i for i, name in enumerate(names)},
-            {key: i for i, key in enumerate(dict.fromkeys(prompts))},
-        )
-        codes = (
-            np.array([table[key] for key in keys], np.int64)
-            for table, keys in ((numbers, prompts), (place, a), (place, b))
-        )
+        columns = (dict.fromkeys(prompts), prompts), (names, a), (names, b)
+        places = [({key: i for i, key in enumerate(known)}, keys) for known, keys in columns]
+        codes = (np.array([place[key] for key in keys], np.int64) for place, keys in places)
         return cls(names, *codes, np.asarray(outcome, np.float64))
 
     def __len__(self) -> int:
@@ -114,8 +110,11 @@ class Games:
         """(games,) whether a game has a winner."""
         return self.outcome != TIE
 
-    def _place(self, player: str) -> int:
-        return _index(self.players, player)
+    @property
+    def design(self) -> NDArray[np.float64]:
+        """(games, players) 1 for the player in slot A, -1 for that in slot B."""
+        one = np.eye(len(self.players))
+        return one[self.a] - one[self.b]
 
 
 # ----------------------------------------------------------------------------------------------------------- strengths
@@ -174,55 +173,53 @@ def bradley_terry(games: Games, anchor: str, *, n_resamples: int = _RESAMPLES, s
     >>> round(float(bradley_terry(games, "y", n_resamples=0).values[0]), 1)  # 400 log10(3)
     190.8
     """
-    at = games._place(anchor)
-    kinds, counted = np.unique(np.column_stack([games.a, games.b, games.outcome]), axis=0, return_inverse=True)
-    a, b = kinds[:, 0].astype(int), kinds[:, 1].astype(int)
+    at = _index(games.players, anchor)
+    rows, counted = np.unique(np.column_stack([games.a, games.b, games.outcome]), axis=0, return_inverse=True)
+    a, b = rows[:, :2].T.astype(int)
+    kinds = Games(games.players, np.arange(len(rows)), a, b, rows[:, 2])
     # how often each kind of game is in each prompt: a resample of prompts is a weight for each kind
     table = np.zeros((games.prompts.max() + 1, len(kinds)))
     np.add.at(table, (games.prompts, counted.ravel()), 1)
     weights = np.vstack([table.sum(0), _prompt_counts(games, n_resamples, seed) @ table])
-    defined = _connected(weights, a, b, kinds[:, 2], len(games.players))
+    defined = _connected(kinds, weights)
     require(defined[0], _INFINITE)
     undefined = int((~defined[1:]).sum())
     many = f"{undefined} of {n_resamples} resamples have no finite strengths: give more prompts, or report win rates"
     require(undefined <= _MOST_UNDEFINED * n_resamples, many)
     # resamples of few prompts repeat each other
     distinct, which = np.unique(weights[defined], axis=0, return_inverse=True)
-    found = np.array([_strengths(a, b, kinds[:, 2], row, len(games.players)) for row in distinct])[which.ravel()]
+    found = np.array([_strengths(kinds, row) for row in distinct])[which.ravel()]
     found -= found[:, [at]]
     return Strengths(games.players, anchor, found[0], found[1:], len(table), undefined)
 
 
-def _strengths(
-    a: NDArray[np.int64], b: NDArray[np.int64], outcome: NDArray[np.float64], weights: NDArray[np.float64], players: int
-) -> NDArray[np.float64]:
-    """Return (players,) strengths in Elo points, mean 0, of weighted kinds of games."""
-    import evalica
-    import pandas as pd
-
-    winner = {A_WINS: evalica.Winner.X, TIE: evalica.Winner.Draw, B_WINS: evalica.Winner.Y}
+def _strengths(games: Games, weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return (players,) strengths in Elo points, mean 0, of weighted games."""
     limit = 100_000
-    result = evalica.bradley_terry(
-        a.tolist(),
-        b.tolist(),
-        [winner[x] for x in outcome.tolist()],
-        index=pd.RangeIndex(players),
-        weights=weights.tolist(),
-        tolerance=1e-10,
-        limit=limit,
-    )
+    result = _rated("bradley_terry", games, weights=weights.tolist(), tolerance=1e-10, limit=limit)
     settled = result.iterations < limit
     require(settled, f"no strengths after {limit} iterations: some players won nearly all games, give more prompts")
     return SCALE * np.log(result.scores.sort_index().to_numpy())
 
 
-def _connected(
-    weights: NDArray[np.float64], a: NDArray[np.int64], b: NDArray[np.int64], outcome: NDArray[np.float64], players: int
-) -> NDArray[np.bool_]:
-    """Return (rows,): whether chains of won or tied games lead from every player to every other (Ford 1957)."""
-    reach = np.zeros((len(weights), players, players))
-    reach[:, range(players), range(players)] = 1
-    for row, i, j, score in zip(weights.T, a, b, outcome, strict=True):
+def _rated(method: str, games: Games, **options: Any) -> Any:
+    """Return what a method of evalica makes of games."""
+    import evalica
+    import pandas as pd
+
+    winner = {A_WINS: evalica.Winner.X, TIE: evalica.Winner.Draw, B_WINS: evalica.Winner.Y}
+    played = games.a.tolist(), games.b.tolist(), [winner[x] for x in games.outcome.tolist()]
+    return getattr(evalica, method)(*played, index=pd.RangeIndex(len(games.players)), **options)
+
+
+def _connected(games: Games, weights: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return (rows,): whether chains of won or tied games lead from every player to every other (Ford 1957).
+
+    weights: (rows, games), above 0 where a game counts.
+    """
+    players = len(games.players)
+    reach = np.tile(np.eye(players), (len(weights), 1, 1))
+    for row, i, j, score in zip(weights.T, games.a, games.b, games.outcome, strict=True):
         if score > 0:
             reach[:, i, j] += row
         if score < 1:
@@ -252,18 +249,15 @@ class Adjusted:
 
         Raises ValueError for an unknown name.
         """
-        i = _index(self.names, name)
-        return self._interval(self.values[i], self.covariance[i, i], level)
+        return self.difference(name, self.anchor, level)
 
     def difference(self, player: str, other: str, level: float = 0.95) -> Interval:
         """Return a player's strength minus another's, with the interval of the difference."""
         i, j = (_index(self.names, name) for name in (player, other))
         variance = self.covariance[i, i] + self.covariance[j, j] - 2 * self.covariance[i, j]
-        return self._interval(self.values[i] - self.values[j], variance, level)
-
-    def _interval(self, value: float, variance: float, level: float) -> Interval:
+        value = float(self.values[i] - self.values[j])
         half = NormalDist().inv_cdf((1 + level) / 2) * float(np.sqrt(max(variance, 0.0)))
-        return Interval(float(value), float(value) - half, float(value) + half, self.prompts, level)
+        return Interval(value, value - half, value + half, self.prompts, level)
 
 
 def adjusted(games: Games, anchor: str, covariates: Mapping[str, ArrayLike]) -> Adjusted:
@@ -286,35 +280,23 @@ def adjusted(games: Games, anchor: str, covariates: Mapping[str, ArrayLike]) -> 
     import statsmodels.api as sm
     from statsmodels.tools.sm_exceptions import PerfectSeparationWarning
 
-    at = games._place(anchor)
+    at = _index(games.players, anchor)
     columns = [_of_games(games, f"covariate {name!r}", values) for name, values in covariates.items()]
     shared = [name for name in covariates if name in games.players]
     require(not shared, f"covariates {shared} have the names of players: rename them")
-    rows, players = np.arange(len(games)), np.zeros((len(games), len(games.players)))
-    players[rows, games.a] += 1
-    players[rows, games.b] -= 1
-    design = np.column_stack([np.delete(players, at, axis=1), *columns])
+    design = np.column_stack([np.delete(games.design, at, axis=1), *columns])
     told = np.linalg.matrix_rank(design) == design.shape[1]
     require(told, f"covariates {', '.join(covariates)} are not told apart from the players by these games")
-    ones = np.ones((1, len(games)))
-    require(_connected(ones, games.a, games.b, games.outcome, len(games.players))[0], _INFINITE)
-    model, unsettled = sm.GLM(games.outcome, design, family=sm.families.Binomial()), True
-    with warnings.catch_warnings():
+    require(_connected(games, np.ones((1, len(games))))[0], _INFINITE)
+    model, settled = sm.GLM(games.outcome, design, family=sm.families.Binomial()), False
+    with warnings.catch_warnings(), suppress(PerfectSeparationWarning):
         warnings.simplefilter("error", PerfectSeparationWarning)
-        try:
-            fit = model.fit(tol=1e-10, maxiter=200, cov_type="cluster", cov_kwds={"groups": games.prompts})
-            unsettled = not fit.converged or np.abs(fit.params).max() > _MOST_LOG_ODDS
-        except PerfectSeparationWarning:
-            pass
-    require(not unsettled, f"the fit does not settle: {', '.join(covariates)} may tell every winner; give more games")
-    values, covariance = SCALE * fit.params, SCALE**2 * fit.cov_params()
-    return Adjusted(
-        (*games.players, *covariates),
-        anchor,
-        np.insert(values, at, 0.0),
-        np.insert(np.insert(covariance, at, 0.0, axis=0), at, 0.0, axis=1),
-        int(games.prompts.max()) + 1,
-    )
+        fit = model.fit(tol=1e-10, maxiter=200, cov_type="cluster", cov_kwds={"groups": games.prompts})
+        settled = fit.converged and np.abs(fit.params).max() <= _MOST_LOG_ODDS
+    require(settled, f"the fit does not settle: {', '.join(covariates)} may tell every winner; give more games")
+    values = np.insert(SCALE * fit.params, at, 0.0)
+    covariance = np.insert(np.insert(SCALE**2 * fit.cov_params(), at, 0.0, axis=0), at, 0.0, axis=1)
+    return Adjusted((*games.players, *covariates), anchor, values, covariance, int(games.prompts.max()) + 1)
 
 
 def length_difference(length_a: ArrayLike, length_b: ArrayLike) -> NDArray[np.float64]:
@@ -336,11 +318,10 @@ def length_difference(length_a: ArrayLike, length_b: ArrayLike) -> NDArray[np.fl
 def win_rates(games: Games, *, n_resamples: int = _RESAMPLES, seed: int = 0) -> dict[str, Interval]:
     """Return player -> share of its games won, ties half, with a prompt-bootstrap interval, of all that played."""
     found = {}
-    for i, player in enumerate(games.players):
-        in_a, in_b = games.a == i, games.b == i
-        if (in_a | in_b).any():
-            won = in_a * games.outcome + in_b * (1 - games.outcome)
-            found[player] = _share(games, won, (in_a | in_b).astype(float), n_resamples, seed)
+    for player, side in zip(games.players, games.design.T, strict=True):
+        won = (side > 0) * games.outcome + (side < 0) * (1 - games.outcome)
+        if side.any():
+            found[player] = _share(games, won, side != 0, n_resamples, seed)
     return found
 
 
@@ -349,12 +330,12 @@ def head_to_head(games: Games, player: str, other: str, *, n_resamples: int = _R
 
     Raises ValueError where they did not meet.
     """
-    i, j = games._place(player), games._place(other)
-    met = ((games.a == i) & (games.b == j)) | ((games.a == j) & (games.b == i))
-    require(met.any(), f"{player} and {other} did not meet: compare their strengths")
-    theirs = games.take(met)
-    won = np.where(theirs.a == i, theirs.outcome, 1 - theirs.outcome)
-    return _share(theirs, won, np.ones(len(theirs)), n_resamples, seed)
+    i, j = _index(games.players, player), _index(games.players, other)
+    theirs = games.design[:, i] * games.design[:, j] < 0
+    require(theirs.any(), f"{player} and {other} did not meet: compare their strengths")
+    met = games.take(theirs)
+    won = np.where(met.a == i, met.outcome, 1 - met.outcome)
+    return _share(met, won, met.a >= 0, n_resamples, seed)
 
 
 def position_effect(games: Games, *, n_resamples: int = _RESAMPLES, seed: int = 0) -> Interval:
@@ -362,7 +343,7 @@ def position_effect(games: Games, *, n_resamples: int = _RESAMPLES, seed: int = 
 
     Raises ValueError where all games are ties.
     """
-    return _share(games, (games.outcome == A_WINS).astype(float), games.decided.astype(float), n_resamples, seed)
+    return _share(games, games.outcome == A_WINS, games.decided, n_resamples, seed)
 
 
 def agreement(games: Games, difference: ArrayLike, *, n_resamples: int = _RESAMPLES, seed: int = 0) -> Interval:
@@ -382,7 +363,7 @@ def agreement(games: Games, difference: ArrayLike, *, n_resamples: int = _RESAMP
     favours = _of_games(games, "difference", difference)
     counts = games.decided & (favours != 0)
     agrees = counts & ((favours > 0) == (games.outcome == A_WINS))
-    return _share(games, agrees.astype(float), counts.astype(float), n_resamples, seed)
+    return _share(games, agrees, counts, n_resamples, seed)
 
 
 # ------------------------------------------------------------------------------------------------------ sequential Elo
@@ -402,31 +383,19 @@ def elo(games: Games, anchor: str, *, k: float = 32.0, initial: float = 1000.0) 
     >>> elo(Games.of([0], ["x"], ["y"], [1]), "y")
     {'x': 1032.0, 'y': 1000.0}
     """
-    return dict(zip(games.players, _elo(games, games._place(anchor), k, initial).tolist(), strict=True))
+    return dict(zip(games.players, _elo(games, _index(games.players, anchor), k, initial).tolist(), strict=True))
 
 
 def elo_orders(
     games: Games, anchor: str, *, k: float = 32.0, initial: float = 1000.0, n_orders: int = 1_000, seed: int = 0
 ) -> NDArray[np.float64]:
     """Return (n_orders, players) Elo ratings after the same games in random orders."""
-    at, rng = games._place(anchor), np.random.default_rng(seed)
+    at, rng = _index(games.players, anchor), np.random.default_rng(seed)
     return np.array([_elo(games.take(rng.permutation(len(games))), at, k, initial) for _ in range(n_orders)])
 
 
 def _elo(games: Games, anchor: int, k: float, initial: float) -> NDArray[np.float64]:
-    import evalica
-    import pandas as pd
-
-    winner = {A_WINS: evalica.Winner.X, TIE: evalica.Winner.Draw, B_WINS: evalica.Winner.Y}
-    result = evalica.elo(
-        games.a.tolist(),
-        games.b.tolist(),
-        [winner[x] for x in games.outcome.tolist()],
-        index=pd.RangeIndex(len(games.players)),
-        initial=initial,
-        k=k,
-    )
-    scores = result.scores.sort_index().to_numpy()
+    scores = _rated("elo", games, initial=initial, k=k).scores.sort_index().to_numpy()
     return scores - scores[anchor] + initial
 
 
@@ -447,14 +416,10 @@ def _of_games(games: Games, name: str, values: ArrayLike) -> NDArray[np.float64]
 def _prompt_counts(games: Games, n_resamples: int, seed: int) -> NDArray[np.float64]:
     """Return (n_resamples, prompts): how often each prompt is drawn when as many are drawn with replacement."""
     prompts = int(games.prompts.max()) + 1
-    drawn = np.random.default_rng(seed).integers(prompts, size=(n_resamples, prompts))
-    flat = drawn + prompts * np.arange(n_resamples)[:, None]
-    return np.bincount(flat.ravel(), minlength=n_resamples * prompts).reshape(n_resamples, prompts).astype(float)
+    return resample_counts(np.random.default_rng(seed), n_resamples, prompts).astype(float)
 
 
-def _share(
-    games: Games, hits: NDArray[np.float64], counted: NDArray[np.float64], n_resamples: int, seed: int
-) -> Interval:
+def _share(games: Games, hits: NDArray, counted: NDArray[np.bool_], n_resamples: int, seed: int) -> Interval:
     """Return sum(hits) / sum(counted) over games, with the percentile interval of a bootstrap over prompts."""
     require(counted.sum(), "no game counts: all are ties, or nothing was compared")
     sums = np.column_stack([np.bincount(games.prompts, values) for values in (hits, counted)])
@@ -465,5 +430,4 @@ def _share(
 
 def _interval(value: float, draws: NDArray[np.float64], n: int, level: float) -> Interval:
     require(len(draws), "no resamples: n_resamples must be at least 1 for an interval")
-    low, high = np.quantile(draws, ((1 - level) / 2, (1 + level) / 2))
-    return Interval(float(value), float(low), float(high), n, level)
+    return interval_of(value, draws, n, level)

@@ -133,7 +133,8 @@ def kl_from_base(spec: Spec, engine: Any, name: str = "validation") -> dict[str,
     try:
         for model in compared:
             model.to(device)
-        found = kl.measure(engine.model, base, prompts.ids, prompts.mask, completions, engine.eos_ids)
+        written = kl.samples(prompts.ids, prompts.mask, completions, engine.eos_ids)
+        found = kl.measure(kl.compare(engine.model, base, written))
     finally:
         if device != "cpu":  # the next run's engine is another process, which must find the GPU empty
             for model in compared:

@@ -135,8 +135,8 @@ def _log_likelihoods(
     pairs = [(int(row), tuple(ids)) for row, ids in zip(rows, completions, strict=True)]
     place = {pair: i for i, pair in enumerate(dict.fromkeys(pairs))}
     asked, written = [row for row, _ in place], [ids for _, ids in place]
-    found = kl.log_probabilities(engine.model, prompts.ids[asked], prompts.mask[asked], written, engine.eos_ids)[0]
-    return found.numpy()[[place[pair] for pair in pairs]]
+    samples = kl.samples(prompts.ids[asked], prompts.mask[asked], written, engine.eos_ids)
+    return kl.log_probabilities(engine.model, samples)[0].numpy()[[place[pair] for pair in pairs]]
 
 
 def greedy_answers(

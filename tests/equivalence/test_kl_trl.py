@@ -72,8 +72,9 @@ def ours(policy, batch, temperature=1.0):
     """Our measurement of one batch, and our view of it token by token."""
     reference, tokenizer = tiny.load("A0")
     prompts = Prompts([{"prompt": prompt} for prompt in batch[0]], tokenizer)
-    arguments = policy, reference, prompts.ids, prompts.mask, batch[1], [tokenizer.eos_token_id], temperature
-    return kl.measure(*arguments), kl.compare(*arguments)
+    samples = kl.samples(prompts.ids, prompts.mask, batch[1], [tokenizer.eos_token_id])
+    compared = kl.compare(policy, reference, samples, temperature)
+    return kl.measure(compared), compared
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"use_bias_correction_kl": True}])

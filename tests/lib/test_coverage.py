@@ -34,13 +34,10 @@ def test_estimate_pass_at_counts_every_subset() -> None:
 
 def test_variance_of_pass_at_counts_every_pair_of_disjoint_subsets() -> None:
     for n, k in ((2, 1), (4, 1), (5, 2), (6, 3), (7, 2)):
+        chosen = list(combinations(range(n), k))
+        firsts = [(min(one), min(two)) for one, two in product(chosen, chosen) if not {*one} & {*two}]
         for c in range(n + 1):
-            pairs = [
-                (min(one) < c) * (min(two) < c)
-                for one in combinations(range(n), k)
-                for two in combinations(set(range(n)) - set(one), k)
-            ]
-            exact = _brute_pass(c, n, k) ** 2 - np.mean(pairs)
+            exact = _brute_pass(c, n, k) ** 2 - np.mean([max(both) < c for both in firsts])
             assert coverage.variance_of_pass_at(c, n, k) == pytest.approx(exact, abs=1e-14)
 
 
@@ -84,12 +81,9 @@ def test_null_matches_the_enumeration() -> None:
     assert found.support.kept == pytest.approx((q**2).sum())
     assert found.support.won == found.support.lost == pytest.approx((q * (1 - q)).sum())
     assert found.support.nscr == 0 and found.support.total == pytest.approx(5)
-    values, chances = [], []
-    for b, a in product(product((0, 1), repeat=5), repeat=2):
-        chance = np.prod(np.where(b, q, 1 - q)) * np.prod(np.where(a, q, 1 - q))
-        if chance:
-            values.append(coverage.support(b, a).nscr)
-            chances.append(chance)
+    sets = [(solved, np.prod(np.where(solved, q, 1 - q))) for solved in product((0, 1), repeat=5)]
+    pairs = [(coverage.support(b, a).nscr, one * two) for (b, one), (a, two) in product(sets, sets) if one * two]
+    values, chances = zip(*pairs, strict=True)
     spread = np.sqrt(np.average(np.square(values), weights=chances))
     assert np.average(values, weights=chances) == pytest.approx(0, abs=1e-12)
     assert found.sd == pytest.approx(spread, rel=0.02)
@@ -108,10 +102,8 @@ def test_support_change_matches_the_enumeration() -> None:
     base, runs = np.array([0.1, 0.4, 0.05]), np.array([[0.3, 0.4, 0.0], [0.0, 0.9, 0.02], [0.05, 0.1, 0.6]])
     found = coverage.support_change(base, runs, 3, n_resamples=20_000)
     assert found.value == pytest.approx(np.mean([_nscr(base, run, 3) for run in runs])) and found.n == 3
-    exact = []
-    for problems in _every_resample(3):
-        of_runs = np.array([_nscr(base[problems], run[problems], 3) for run in runs])
-        exact.extend(of_runs[_every_resample(3)].mean(axis=1))
+    each = [np.array([_nscr(base[own], run[own], 3) for run in runs]) for own in _every_resample(3)]
+    exact = [changes[chosen].mean() for changes in each for chosen in _every_resample(3)]
     ends = np.quantile(exact, [0.025, 0.975], method="inverted_cdf")
     assert (found.low, found.high) == pytest.approx(ends, abs=0.02)
 
@@ -140,10 +132,8 @@ def test_effects_are_the_contrasts_of_the_cells_means(a, b, c, d, base, k):
     found = coverage.effects([[a, b], [c, d]], k=k, n_resamples=20)
     means = [float(coverage.pass_at(cell, k).mean()) for cell in (a, b, c, d)]
     rows, columns = (means[2] + means[3] - means[0] - means[1]) / 2, (means[1] + means[3] - means[0] - means[2]) / 2
-    assert found.rows.value == pytest.approx(rows, abs=1e-12)
-    assert found.columns.value == pytest.approx(columns, abs=1e-12)
-    assert found.interaction.value == pytest.approx(means[3] - means[2] - means[1] + means[0], abs=1e-12)
-    assert found.larger.value == pytest.approx(abs(rows) - abs(columns), abs=1e-12)
+    expected = rows, columns, means[3] - means[2] - means[1] + means[0], abs(rows) - abs(columns)
+    assert [effect.value for effect in found] == pytest.approx(expected, abs=1e-12)
     against = coverage.effects([[a, b], [c, d]], base, k, n_resamples=20)
     if not np.isnan(against.rows.value):
         changes = [coverage.support_change(base, cell, k, n_resamples=2).value for cell in (a, b, c, d)]

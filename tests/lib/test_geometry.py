@@ -29,10 +29,6 @@ def flat(state: dict, names=SHAPES) -> np.ndarray:
     return np.concatenate([state[name].double().numpy().ravel() for name in names])
 
 
-def plus(start: dict, displacement: dict) -> dict:
-    return {name: start[name] + displacement[name] for name in start}
-
-
 # names
 
 
@@ -69,7 +65,8 @@ def test_sums_equal_brute_force_however_tensors_are_cut(monkeypatch, part):
     monkeypatch.setattr(geometry, "_PART", part)
     monkeypatch.setattr(geometry, "_LEAST_PART", 1)
     start = draw(0)
-    ends = [plus(start, draw(k, scale=10.0 ** (1 - 2 * k))) for k in (1, 2, 3)]
+    moves = [draw(k, scale=10.0 ** (1 - 2 * k)) for k in (1, 2, 3)]
+    ends = [{name: start[name] + move[name] for name in start} for move in moves]
     found = geometry.measure(start, ends)
     vectors = np.stack([flat(end) - flat(start) for end in ends])
     np.testing.assert_allclose(found.total, vectors @ vectors.T, rtol=1e-12, atol=1e-12)
@@ -114,10 +111,8 @@ def test_the_norm_of_an_es_with_random_fitness_follows_from_its_settings(antithe
     if not antithetic:
         assert norm == pytest.approx(expected, rel=0.01)
     # nothing but noise: shares of sizes, Gaussian entries
-    assert (
-        geometry.total_variation(found.shares[:, 0], found.size_shares)
-        < geometry.size_null(found.entries, 0.999).distance
-    )
+    null = geometry.size_null(found.entries, 0.999)
+    assert geometry.total_variation(found.shares[:, 0], found.size_shares) < null.distance
 
 
 # cosines and random directions

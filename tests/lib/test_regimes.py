@@ -101,9 +101,9 @@ def test_regimes_of_measured_barriers() -> None:
     tested = regimes.within_between(estimate.pairs, hacked)
     assert tested.p == pytest.approx(0.1)  # 6 over 3 in 20 ways, each with its mirror: the least there is
     assert tested.within == pytest.approx(0, abs=0.06) and tested.between == pytest.approx(0.3, abs=0.06)
-    assert regimes.separation(estimate.pairs, estimate.pair_draws, found).value == pytest.approx(
-        found.silhouette - max(np.quantile(null, 0.95) for null in found.nulls.values())
-    )
+    beyond = max(np.quantile(null, 0.95) for null in found.nulls.values())
+    separation = regimes.separation(estimate.pairs, estimate.pair_draws, found)
+    assert separation.value == pytest.approx(found.silhouette - beyond)
     agreed = regimes.agreement(estimate.pairs, estimate.pair_draws, ["clean"] * 3 + ["hacked"] * 3)
     assert (agreed.value, agreed.n) == (1, 6) and agreed.low > 0.3
     nearer = regimes.basin(estimate.pairs, estimate.pair_draws, hacked == 1)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from evoalign_lib.analysis import scaling
 from evoalign_lib.analysis.scaling import Machine, evolution_step, fit, policy_step
@@ -12,15 +13,7 @@ ONE_TOKEN = Machine(slots=1, step=1.0, sequence=0.0)
 GPUS = [2**i for i in range(9)]
 
 
-def lengths(most_members: int = 9, most_prompts: int = 6) -> st.SearchStrategy[np.ndarray]:
-    shapes = st.tuples(st.integers(1, most_members), st.integers(1, most_prompts))
-    return shapes.flatmap(
-        lambda shape: st.lists(st.integers(1, 50), min_size=shape[0] * shape[1], max_size=shape[0] * shape[1]).map(
-            lambda found: np.array(found).reshape(shape)
-        )
-    )
-
-
+LENGTHS = arrays(np.int64, st.tuples(st.integers(1, 9), st.integers(1, 6)), elements=st.integers(1, 50))
 MACHINES = st.builds(
     Machine,
     slots=st.integers(1, 8),
@@ -31,13 +24,13 @@ MACHINES = st.builds(
 )
 
 
-@given(lengths(), st.booleans())
+@given(LENGTHS, st.booleans())
 def test_one_slot_of_one_gpu_takes_the_sum_of_lengths(matrix, shared):
     for step in (evolution_step(ONE_TOKEN, matrix, 1, shared), policy_step(ONE_TOKEN, matrix, 1)):
         assert (step.generation, step.idle, step.total) == (matrix.sum(), 0, matrix.sum())
 
 
-@given(MACHINES, lengths(), st.integers(1, 12))
+@given(MACHINES, LENGTHS, st.integers(1, 12))
 def test_the_time_lies_between_the_bounds_of_list_scheduling(machine, matrix, gpus):
     each = [evolution_step(machine, row[None], 1).generation for row in matrix]
     work, longest = sum(each), max(each)

@@ -1,5 +1,7 @@
 """Pairwise games: strengths are the most likely ones, whatever order and sides; intervals resample whole prompts."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,15 +16,11 @@ PLAYERS = ("w", "x", "y", "z")
 
 def drawn(n_prompts: int, seed: int, strengths=(0.0, 0.6, -0.4, 1.0), ties: float = 0.1) -> Games:
     """Every pair of four players on every prompt once, slots at random; strengths in log-odds."""
-    rng, rows = np.random.default_rng(seed), []
-    for prompt in range(n_prompts):
-        for i in range(4):
-            for j in range(i):
-                a, b = rng.permutation([i, j])
-                wins = rng.random() < 1 / (1 + np.exp(strengths[b] - strengths[a]))
-                rows.append((prompt, a, b, 0.5 if rng.random() < ties else float(wins)))
-    prompts, a, b, outcome = map(np.array, zip(*rows, strict=True))
-    return Games(PLAYERS, prompts, a, b, outcome)
+    rng, pairs, s = np.random.default_rng(seed), list(combinations(range(4), 2)), np.array(strengths)
+    a, b = rng.permuted(np.tile(pairs, (n_prompts, 1)), axis=1).T
+    wins = rng.random(len(a)) < 1 / (1 + np.exp(s[b] - s[a]))
+    outcome = np.where(rng.random(len(a)) < ties, 0.5, wins)
+    return Games(PLAYERS, np.repeat(np.arange(n_prompts), len(pairs)), a, b, outcome)
 
 
 def most_likely(games: Games, covariate=None) -> np.ndarray:
@@ -78,10 +76,9 @@ def test_prompts_are_resampled_whole_not_games():
 
 def test_players_without_finite_strengths_are_refused():
     always = Games.of(range(3), ["x", "x", "y"], ["y", "z", "z"], [1, 1, 0.5])
-    with pytest.raises(ValueError, match="won, or lost, every game"):
-        tournaments.adjusted(always, "y", {})
-    with pytest.raises(ValueError, match="won, or lost, every game"):
-        tournaments.bradley_terry(always, "y")
+    for strengths in (lambda: tournaments.adjusted(always, "y", {}), lambda: tournaments.bradley_terry(always, "y")):
+        with pytest.raises(ValueError, match="won, or lost, every game"):
+            strengths()
     # one lost game makes them finite; but most resamples lack it
     rare = Games.of(range(8), ["x"] * 8, ["y"] * 8, [1, 1, 1, 1, 1, 1, 1, 0])
     assert tournaments.bradley_terry(rare, "y", n_resamples=0).values[0] == pytest.approx(400 * np.log10(7), abs=1e-6)

@@ -65,12 +65,13 @@ def test_each_place_of_a_group_is_another_members(engine):
     key = noise.run_key("grpo_perturbed", 3)
     for member in range(5):
         own = told["completion_ids"][member::5]
+        written = kl.samples(prompts.ids, prompts.mask, own, engine.eos_ids)
         with engine.perturbed(noise.member_key(key, 7, member), 0.01):
             row = engine.generate_rows("few", np.arange(8), seed=noise.sampling_key(key, 7), draw=member)
             engine.write_model()
-            theirs = kl.log_probabilities(engine.model, prompts.ids, prompts.mask, own, engine.eos_ids)[0]
+            theirs = kl.log_probabilities(engine.model, written)[0]
         engine.write_model()
-        base = kl.log_probabilities(engine.model, prompts.ids, prompts.mask, own, engine.eos_ids)[0]
+        base = kl.log_probabilities(engine.model, written)[0]
         assert [ids for _, ids in row] == own
         ratio = np.minimum(np.exp((base - theirs).numpy()), rollouts.CLIP)
         assert told["importance_ratio"][member::5] == pytest.approx(ratio)

@@ -54,7 +54,7 @@ def run_kl(spec: Spec) -> Record:
     samples = engine.generate("validation", samples=spec["kl_samples"], seed=spec["repeat"])
     completions = [ids for sample in samples for _, ids in sample]
     repeated = [np.tile(a, (spec["kl_samples"], 1)) for a in (prompts.ids, prompts.mask)]
-    arguments = policy, reference, *repeated, completions, engine.eos_ids
+    arguments = policy, reference, kl.samples(*repeated, completions, engine.eos_ids)
     comparison = kl.compare(*arguments)
     result = {"sequences": len(completions), "tokens": int(comparison.mask.sum())}
     result |= kl.estimator_errors(comparison) | kl.gradient_errors(*arguments)

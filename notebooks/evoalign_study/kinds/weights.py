@@ -473,8 +473,9 @@ def run_path(spec: Spec) -> Record:
     points: list[dict[str, Any]] = []
     with training.opened(spec) as (engine, sets):
         problems, prompts = sets["validation"], engine.prompts["validation"]
-        written = [measure.right_answer(problem, rng) for problem in problems]
-        answers = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in written]
+        texts = [measure.right_answer(problem, rng) for problem in problems]
+        answers = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        written = kl.samples(prompts.ids, prompts.mask, answers, engine.eos_ids)
         start = engine.master.copy()
         ends = [
             weight_cache.displacement(spec[name], start, engine.layout) if name in spec else np.zeros(len(start))
@@ -483,7 +484,7 @@ def run_path(spec: Spec) -> Record:
         for a in np.linspace(0, 1, spec["path_points"]):
             engine.master[:] = weight_cache.moved(start, (1 - a) * ends[0] + a * ends[1])
             engine.write_model()
-            drift = kl.compare(engine.model, base, prompts.ids, prompts.mask, answers, engine.eos_ids)
+            drift = kl.compare(engine.model, base, written)
             point: dict[str, Any] = {
                 "nll": significant(-float(drift.log_policy.sum()) / len(problems)),
                 "kl": significant(float(drift.exact.sum() / drift.mask.sum())),

@@ -128,9 +128,10 @@ def drift(spec: Spec, engine: Any, completions: Sequence[Sequence[int]]) -> dict
     "kl" is in nats a completion, "kl_token" in nats a token; None where nothing was written.
     """
     engine.write_model()
-    prompts, n = engine.prompts["test"], len(completions)
-    base = base_models.reference(spec["base"], spec.get("engine", "local"))
-    exact = kl.measure(engine.model, base, prompts.ids[:n], prompts.mask[:n], completions, engine.eos_ids)
+    prompts, base = engine.prompts["test"], base_models.reference(spec["base"], spec.get("engine", "local"))
+    n = len(completions)
+    written = kl.samples(prompts.ids[:n], prompts.mask[:n], completions, engine.eos_ids)
+    exact = kl.measure(kl.compare(engine.model, base, written))
     named = {"kl": exact["exact_nats_per_sequence"], "kl_token": exact["exact_nats_per_token"]}
     return {name: None if value is None else significant(value, 4) for name, value in named.items()}
 
@@ -322,8 +323,8 @@ class Measures:
         rows = np.repeat(np.arange(len(problems)), [len(texts) for texts in listed])
         fits = [i for i, ids in enumerate(tokens) if len(ids) <= engine.max_completion_length]
         rows, tokens, reached = rows[fits], [tokens[i] for i in fits], np.zeros((len(temperatures), len(problems)))
-        asked = engine.prompts[name].ids[rows], engine.prompts[name].mask[rows]
-        logs = kl.log_probabilities(engine.model, *asked, tokens, engine.eos_ids, temperatures)
+        written = kl.samples(prompts.ids[rows], prompts.mask[rows], tokens, engine.eos_ids)
+        logs = kl.log_probabilities(model, written, temperatures)
         for row, values in zip(reached, logs.exp().numpy(), strict=True):
             np.add.at(row, rows, values)
         return reached
