@@ -145,18 +145,32 @@ def add_products(
 
 
 class MasterOnDevice:
-    """A float32 master of tensors on one device, which members' weights are written to.
+    """A float32 master of tensors on one device, and the tensors that members' weights are written to.
 
     Args:
         matrices: the working tensors as (rows, cols), columns adjacent.
+        windows: (parameter id, first row, first column) of each in its parameter.
+        ranks: of each tensor's noise, 0 (full rank) or one number above it.
         kind: number of the distribution.
+        most_members: largest population of an update.
         anchor: where the tensors started, if updates decay toward it.
+        stream: of the noise law, of full-rank noise.
     """
 
-    def __init__(self, matrices: Sequence[torch.Tensor], kind: int, anchor: TensorAnchor | None):
+    def __init__(
+        self,
+        matrices: Sequence[torch.Tensor],
+        windows: Sequence[tuple[int, int, int]],
+        ranks: Sequence[int],
+        kind: int,
+        most_members: int,
+        anchor: TensorAnchor | None = None,
+        stream: int = 0,
+    ):
         import torch
 
-        self._matrices, self._kind, self._anchor = list(matrices), kind, anchor
+        self._matrices, self._windows, self._ranks = list(matrices), list(windows), list(ranks)
+        self._kind, self.most_members, self._anchor, self._stream = kind, most_members, anchor, stream
         self._offsets, size = [], 0
         for matrix in matrices:
             self._offsets.append(size)
@@ -178,52 +192,64 @@ class MasterOnDevice:
         for view, matrix in zip(self.views(), self._matrices, strict=True):
             matrix.copy_(view)
 
-
-class HostWeights(MasterOnDevice):
-    """What `DeviceWeights` is on a GPU, for tensors on a CPU: a float32 master and members written from it.
-
-    Made by `device_weights`, which checks the arguments: working tensors as (rows, cols), (parameter id, first row,
-    first column) of each in its parameter, the number of the distribution, the tensors' start if updates decay toward
-    it, and the rank of each tensor's noise.
-    """
-
-    def __init__(
-        self,
-        matrices: Sequence[torch.Tensor],
-        windows: Sequence[tuple[int, int, int]],
-        kind: int,
-        anchor: TensorAnchor | None = None,
-        ranks: Sequence[int] = (),
-    ):
-        super().__init__(matrices, kind, anchor)
-        self._windows, self._ranks = list(windows), list(ranks) or [0] * len(self._matrices)
-
     def perturb(self, key: int, sigma: float, sign: int = 1) -> None:
-        """Write one member's weights; arguments, bits and errors are those of `DeviceWeights.perturb`."""
-        import torch
+        """Write one member's weights, cast(fl(master + fl(fl32(sign * sigma) * eps))).
 
-        key, scale = unsigned("key", key, 64), np.array([signed_sigma(sigma, sign)])
-        keys = np.array([key], np.uint64)
-        for view, matrix, *place in zip(self.views(), self._matrices, self._windows, self._ranks, strict=True):
-            member = np.empty(view.numel(), np.float32)
-            self._add(member, view, _noise_cpu.NOTHING, keys, scale, *place)
-            matrix.copy_(torch.from_numpy(member).view(matrix.shape))
+        Args:
+            key: 64-bit member key.
+            sigma: standard deviation of the perturbation, weight units.
+            sign: -1 for the second member of an antithetic pair.
+
+        Raises:
+            ValueError: a bad key, sigma or sign.
+        """
+        keys, scale = np.array([unsigned("key", key, 64)], np.uint64), np.array([signed_sigma(sigma, sign)])
+        self._add(keys, scale, _noise_cpu.NOTHING, False)
 
     def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
-        """Add the members' noise to the master; arguments, bits and errors are those of `DeviceWeights.update`."""
+        """Add the members' noise to the master in one pass over it, with the bits of `noise.update`.
+
+        With an anchor the master decays toward it first, whatever the members. The working tensors stay as they are
+        until the next `perturb` or `restore`.
+
+        Args:
+            keys: uint64 (members,), member keys.
+            coefficients: float32 (members,), weight units.
+
+        Raises:
+            TypeError, ValueError: an array of another dtype or length, a coefficient that is not finite, or more
+                members than `most_members`.
+        """
         check_members(keys, coefficients)
+        if len(keys) > self.most_members:
+            raise ValueError(f"{len(keys)} members, but these weights were made for most_members={self.most_members}")
         if self._anchor is not None:
             self._anchor.decay(self.views())
-        used = coefficients != 0  # as in `update`: a term of +-0 changes no sum
-        for view, *place in zip(self.views(), self._windows, self._ranks, strict=True):
-            self._add(view.numpy().reshape(-1), view, _noise_cpu.ZERO, keys[used], coefficients[used], *place)
+        self._add(keys, coefficients, _noise_cpu.ZERO, True)
 
-    def _add(self, out, view, start, keys, coefficients, window, rank) -> None:
-        param_id, *first = window
-        rows, cols = view.shape
-        if rank:
-            entry, source = Entry("", (rows, cols), rows, cols, 0, param_id), view.numpy().reshape(-1)
-            add_products(out, source, start, keys, coefficients, entry, rank, self._kind, tuple(first))
-            return
-        table = (*(np.array([number], np.int64) for number in (0, rows, cols)), np.array([param_id], np.uint32))
-        add_noise(self._kind, out, view.numpy().reshape(-1), start, keys, coefficients, table, tuple(first))
+    def _add(self, keys: np.ndarray, coefficients: np.ndarray, start: np.float32, to_master: bool) -> None:
+        """Write master + (start + sum of c_n eps_n) to the master itself, or cast to the working tensors."""
+        raise NotImplementedError
+
+
+class HostWeights(MasterOnDevice):
+    """What `DeviceWeights` is on a GPU, for tensors on a CPU: numba makes the noise, one tensor at a time."""
+
+    def _add(self, keys, coefficients, start, to_master):
+        import torch
+
+        used = coefficients != 0  # as in `update`: a term of +-0 changes no sum
+        members = start, keys[used], coefficients[used]
+        for view, matrix, (param_id, *first), rank in zip(
+            self.views(), self._matrices, self._windows, self._ranks, strict=True
+        ):
+            (rows, cols), source = view.shape, view.numpy().reshape(-1)
+            out = source if to_master else np.empty_like(source)
+            if rank:
+                entry = Entry("", (rows, cols), rows, cols, 0, param_id)
+                add_products(out, source, *members, entry, rank, self._kind, tuple(first))
+            else:
+                table = (*(np.array([number], np.int64) for number in (0, rows, cols)), np.array([param_id], np.uint32))
+                add_noise(self._kind, out, source, *members, table, tuple(first), self._stream)
+            if not to_master:
+                matrix.copy_(torch.from_numpy(out).view(matrix.shape))

@@ -645,10 +645,10 @@ def device_weights(
     anchor = TensorAnchor(matrices, anchor_decay) if check_decay(anchor_decay) else None
     ranks = [rank if is_low_rank(piece.tensor.shape, rank) and not piece.vector else 0 for piece in pieces]
     if pieces[0].tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return HostWeights(matrices, windows, kind, anchor, ranks)
+        return HostWeights(matrices, windows, ranks, kind, most_members, anchor)
     from evoalign_lib import _noise_triton
 
-    return _noise_triton.DeviceWeights(matrices, windows, kind, most_members, anchor=anchor, ranks=ranks)
+    return _noise_triton.DeviceWeights(matrices, windows, ranks, kind, most_members, anchor)
 
 
 def _matrix(name: str, tensor: torch.Tensor) -> torch.Tensor:

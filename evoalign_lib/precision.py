@@ -33,9 +33,10 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ from torch import Tensor
 
 from evoalign_lib import noise
 from evoalign_lib._adapters import check_movable, moved
-from evoalign_lib._anchor import check_decay, decay
+from evoalign_lib._anchor import TensorAnchor, check_decay
 from evoalign_lib.checks import choose
 
 _BLOCK = 1 << 18  # weights whose noise is in memory at once, in the modes that keep no second copy
@@ -128,9 +129,10 @@ class Weights:
     def begin(self, tensors: Mapping[str, Tensor]) -> None:
         """Take a state, as `load`, from which the run starts and toward which its weights decay."""
         self.load(tensors)
-        if self.start is not None:
-            self.start = self.flat.copy()
-            self.start.flags.writeable = False
+        self.anchor()
+
+    def anchor(self) -> None:
+        """Take the weights as they are for the start toward which they decay, if they do."""
 
     def digest(self) -> str:
         """Return the `digest` of the whole state."""
@@ -157,11 +159,15 @@ class MasterWeights(Weights):
         for name, view in layout.views(master).items():
             view[...] = parameters[name].detach().float().numpy()
         super().__init__(layout, distribution, rank, (master,))
-        if anchor_decay:
-            self.start = master.copy()
-            self.start.flags.writeable = False
+        self.anchor()
         self.working: np.ndarray | None = None
         """the last member's weights; one such buffer in each process that evaluates"""
+
+    def anchor(self):
+        if self.anchor_decay:
+            self._anchor = TensorAnchor([torch.from_numpy(self.flat)], self.anchor_decay)
+            self.start = self._anchor.starts[0].numpy()
+            self.start.flags.writeable = False
 
     @contextmanager
     def member(self, key, sigma, sign=1):
@@ -171,19 +177,15 @@ class MasterWeights(Weights):
         yield self.working
 
     def update(self, keys, coefficients):
-        law = self.distribution, self.rank
-        if self.start is not None:  # all of it first: the shares of the two passes are not the same weights
-            self._shared(lambda part: decay(self.flat, self.start, self.anchor_decay, part))
-        self._shared(lambda part: noise.update(self.flat, self.layout, keys, coefficients, part, *law))
-
-    def _shared(self, work: Callable[[tuple[int, int]], None]) -> None:
-        """Do each share (i, n) of a pass over the master in a thread of its own."""
+        if self.anchor_decay:
+            self._anchor.decay([torch.from_numpy(self.flat)])
+        update, law = partial(noise.update, self.flat, self.layout, keys, coefficients), (self.distribution, self.rank)
         if self.threads == 1:
-            work((0, 1))
+            update((0, 1), *law)
             return
-        # the kernels release Python's lock; the threads have ended before a process is forked again
+        # the kernel releases Python's lock; the threads have ended before a process is forked again
         with ThreadPoolExecutor(self.threads) as pool:
-            list(pool.map(work, [(i, self.threads) for i in range(self.threads)]))
+            list(pool.map(lambda i: update((i, self.threads), *law), range(self.threads)))
 
     def float32(self):
         return self.flat

@@ -103,7 +103,6 @@ class Generator:
     Args:
         folder: the model's folder or its name on the Hub; no code from there is run.
         dtype: of the working copy.
-        eos_ids: token ids that end a completion.
         max_model_len: tokens of a prompt and its completion at most.
         parameters: held by one rank (`memory.held_parameters`): on a GPU room is left for their master, 4 bytes each,
             which vLLM does not know about.
@@ -127,9 +126,8 @@ class Generator:
         self,
         folder: str,
         dtype: torch.dtype,
-        eos_ids: Sequence[int],
         max_model_len: int,
-        parameters: float,
+        parameters: float = 0,
         tensor_parallel: int = 1,
         settings: Mapping[str, Any] | None = None,
         law: Mapping[str, Any] | None = None,
@@ -205,7 +203,7 @@ class Generator:
             self._call("restore")
         else:
             self._call("perturb", int(member.key), float(sigma), int(member.sign))
-        self._forget()
+        _forget(self.llm)
 
     def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
         """Move the masters, as `Weights.update`; the working copies follow with the next `write`."""
@@ -219,7 +217,7 @@ class Generator:
         """
         for number, layers in adapters.items():
             self._call("put_adapter", number, layers)
-        self._forget()
+        _forget(self.llm)
 
     def proof(self) -> list[list[tuple[tuple, str]]]:
         """Return by rank its segments, each with the SHA-256 of its numbers: masters, or without them the base."""
@@ -229,12 +227,14 @@ class Generator:
         """End vLLM and its worker processes, and leave the GPU."""
         _end(self)
 
-    def _forget(self) -> None:
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError(
-                "vLLM did not empty its prefix cache and would go on with keys and values of other weights: requests "
-                "are still running. Call the engine from one thread only."
-            )
+
+def _forget(llm: Any) -> None:
+    """Empty the prefix cache, whose keys and values are of other weights."""
+    if not llm.reset_prefix_cache():
+        raise RuntimeError(
+            "vLLM did not empty its prefix cache and would go on with keys and values of other weights: requests "
+            "are still running. Call the engine from one thread only."
+        )
 
 
 STATED = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
@@ -402,8 +402,7 @@ class VLLMEngine(VLLMDecoding, Engine):
             WrongWeights: it does not; the message names the parameter.
         """
         if self._generator is None:
-            arguments, held = self.loading(self.longest())
-            generator = Generator(self.folder, *arguments, **held)
+            generator = Generator(self.folder, **self.loading(self.longest()))
             try:
                 for update in self._updates:
                     generator.update(*update)
@@ -414,17 +413,16 @@ class VLLMEngine(VLLMDecoding, Engine):
             self._generator = generator
         return self._generator
 
-    def loading(self, longest: int) -> tuple[tuple, dict[str, Any]]:
-        """Return the arguments of `Generator` after the folder, and those that are named."""
-        parameters, held = self._held()
-        return (self.model.dtype, self.eos_ids, longest, parameters, self.tensor_parallel, self.settings), held
+    def loading(self, longest: int) -> dict[str, Any]:
+        """Return the arguments of `Generator` after the folder."""
+        shared = {"tensor_parallel": self.tensor_parallel, "settings": self.settings}
+        return {"dtype": self.model.dtype, "max_model_len": longest} | shared | self._held()
 
-    def _held(self) -> tuple[float, dict[str, Any]]:
-        """Return the parameters of which a rank holds a master, and what a `Generator` holds."""
-        held = held_parameters(self.model.config, self.layout.d, self.tensor_parallel)
+    def _held(self) -> dict[str, Any]:
+        """Return those that say what workers hold beside the model."""
         weights = self.weights
         law = {"distribution": weights.distribution, "anchor_decay": self._anchor_decay, "rank": weights.rank}
-        return held, {"law": law}
+        return {"law": law, "parameters": held_parameters(self.model.config, self.layout.d, self.tensor_parallel)}
 
     def _prove(self, generator: Generator) -> None:
         prove(self.layout, self.master, generator.proof())
@@ -520,7 +518,7 @@ class AdapterEngine(VLLMEngine):
         return super().plan | {"max_loras": self.settings["max_loras"]}
 
     def _held(self):
-        return 0, {"adapter": (self._rank, sorted({name.rpartition(".")[2] for name in self._layers}))}
+        return {"adapter": (self._rank, sorted({name.rpartition(".")[2] for name in self._layers}))}
 
     def _prove(self, generator):
         """Prove that vLLM's base is the one that the adapter was made over."""
@@ -614,7 +612,7 @@ class PushedEngine(VLLMDecoding, Engine):
         super().__init__(model, tokenizer, None, prompts, max_completion_length=max_completion_length)
         self.folder = folder
         self.settings: dict[str, Any] = {}
-        self._own: Generator | None = None  # where `llm` is not that of other code
+        self._own: Generator | None = None  # of `llm`, where that is not of other code
 
     @property
     def plan(self):
@@ -636,13 +634,11 @@ class PushedEngine(VLLMDecoding, Engine):
     def _write(self, member):
         """Push the weights into vLLM."""
         if self.llm is None:
-            load = self.folder, self.model.dtype, self.eos_ids, self.longest(), 0
-            self._own = Generator(*load, settings=self.settings)
+            self._own = Generator(self.folder, self.model.dtype, self.longest(), settings=self.settings)
             self.llm = self._own.llm
-        if self.llm.llm_engine.model_config.dtype != self.model.dtype:
+        if (dtype := self.llm.llm_engine.model_config.dtype) != self.model.dtype:
             raise WrongWeights(
-                f"vLLM decodes in {self.llm.llm_engine.model_config.dtype}, the run is measured in {self.model.dtype}: "
-                "save the model in the latter."
+                f"vLLM decodes in {dtype}, the run is measured in {self.model.dtype}: save the model in the latter."
             )
         tensors = self.weights.tensors()
 
@@ -652,17 +648,14 @@ class PushedEngine(VLLMDecoding, Engine):
 
         if missed := self.llm.apply_model(load)[0]:
             raise WrongWeights(f"vLLM did not take new weights for {missed[0]!r} and {len(missed) - 1} more.")
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not empty its prefix cache, since requests are still running.")
+        _forget(self.llm)
 
     def _tokens(self, ids, seeds, temperature, adapters):
-        return decode(self.llm, self.eos_ids, ids, self.max_completion_length, seeds, temperature) if ids else []
+        return decode(self.llm, self.eos_ids, ids, self.max_completion_length, seeds, temperature)
 
     def close(self):
-        if self._own is not None:
-            own, self._own, self.llm = self._own, None, None
-            own.close()
-        elif self.llm is not None:
+        self._own = None
+        if self.llm is not None:
             _end(self)
 
 

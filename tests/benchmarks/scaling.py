@@ -9,7 +9,8 @@ For each number of actors:
 - `seconds`: of a step, and `speed_up`, the steps in the time of one with one actor;
 - `sent`, `received`: bytes of a step's messages, serialised, to and from all actors, counted where they are sent
   (updates go to those that do not work, too); beside them `weights`, what it would take to send the model once;
-- `idle`: 1 - busy time / (working actors x wall time): what members of uneven length, messages, and this process leave.
+- `idle`: 1 - the members' CPU time / (working actors x wall time): what updates, members of uneven length, messages,
+  and this process leave.
 
 --gpus N takes vLLM, on N GPUs of the cluster that RAY_ADDRESS names or of this machine.
 """
@@ -44,19 +45,19 @@ def measure_step(engine: RayEngine, actors: int, options: argparse.Namespace) ->
     """Some steps with so many actors: mean seconds and bytes of a step, and the idle share."""
     members, keys, coefficients = population(options.members)
     engine.most_active = actors
-    engine.check()  # all actors are idle, and have said how long they worked
-    places = engine.places[:actors]
-    busy, sent, received = sum(p.busy_seconds for p in places), engine.sent_bytes, engine.received_bytes
+    engine.check()  # all actors are idle
+    busy, sent, received = 0.0, engine.sent_bytes, engine.received_bytes
     start = time.perf_counter()
     for _ in range(options.steps):
         engine.update(keys, coefficients)
-        engine.evaluate(members, SIGMA, "train", np.arange(options.prompts))
+        evaluations = engine.evaluate(members, SIGMA, "train", np.arange(options.prompts))
+        busy += sum(evaluation.core_seconds for evaluation in evaluations)
     wall = time.perf_counter() - start
     return {
         "seconds": wall / options.steps,
         "sent": (engine.sent_bytes - sent) / options.steps,
         "received": (engine.received_bytes - received) / options.steps,
-        "idle": 1 - (sum(p.busy_seconds for p in places) - busy) / (actors * wall),
+        "idle": 1 - busy / (actors * wall),
     }
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from small_models import ROWS, engine, members, move
 
+from evoalign_lib.engines import vllm
 from evoalign_lib.engines.base import Options
 from evoalign_lib.engines.local import LocalEngine
 
@@ -89,7 +90,7 @@ def test_without_emptying_the_prefix_cache_members_would_be_wrong(pair, monkeypa
     expected = rewards(pair[1])
     assert rewards() == expected
     with monkeypatch.context() as patch:
-        patch.setattr(pair[0].generator, "_forget", lambda: None)
+        patch.setattr(vllm, "_forget", lambda llm: None)
         assert rewards() != expected
     assert rewards() == expected
     monkeypatch.setattr(pair[0].generator.llm, "reset_prefix_cache", lambda: False)
