@@ -15,27 +15,19 @@ W0, W1 = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
 ROUNDS = 10
 
 
-def _float32s(*values: float) -> tuple[np.float32, ...]:
+def float32s(*values: float) -> tuple[np.float32, ...]:
+    """Return numbers as float32."""
     return tuple(map(np.float32, values))
 
 
 # log(1 + f) = f - f^2 / 2 + f^3 P(f) for sqrt(1/2) <= 1 + f < sqrt(2): P from Cephes' logf, highest power first.
-LOG = _float32s(
-    7.0376836292e-2,
-    -1.1514610310e-1,
-    1.1676998740e-1,
-    -1.2420140846e-1,
-    1.4249322787e-1,
-    -1.6668057665e-1,
-    2.0000714765e-1,
-    -2.4999993993e-1,
-    3.3333331174e-1,
-)
+LOG = float32s(7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1)
+LOG += float32s(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1)
 LN2 = np.float32(0.69314718056)
 SQRT_HALF_BITS = np.int32(0x3F3504F3)
 # sin(pi x) / x and cos(pi x) as polynomials in x^2 for |x| <= 1/4, highest power first.
-SIN = _float32s(0.07747035, -0.59881765, 2.55012280, -5.16771174, 3.14159274)
-COS = _float32s(0.22031199, -1.33268464, 4.05856084, -4.93480149, 1.0)
+SIN = float32s(0.07747035, -0.59881765, 2.55012280, -5.16771174, 3.14159274)
+COS = float32s(0.22031199, -1.33268464, 4.05856084, -4.93480149, 1.0)
 # Adding and subtracting 1.5 * 2^23 rounds a small float32 to the nearest integer, ties to even, on every device;
 # the low bits of the sum hold that integer.
 ROUNDER = np.float32(12582912.0)
@@ -302,13 +294,13 @@ def reference_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return total
 
 
-def _add_rows_kernel(kind, out, keys, scale, first, param_id, stream):
-    """Add scale * a member's numbers in rows 0, 1, ... and columns first, ... to each of out: (members, rank, n)."""
+def _add_rows_kernel(kind, out, keys, scale, row0, col0, param_id, stream):
+    """Add scale * a member's numbers in rows row0, ... and columns col0, ... to each of out: (members, rows, n)."""
     shape = np.array([out.shape[1]]), np.array([out.shape[2]])
     zero, one, ids = np.zeros(1, np.int64), np.full(1, scale), np.full(1, param_id)
     for n in range(len(keys)):
         flat = out[n].reshape(out.shape[1] * out.shape[2])
-        _add_one(kind, flat, flat, NOTHING, keys[n : n + 1], one, zero, *shape, ids, 0, first, stream, 0, 1)
+        _add_one(kind, flat, flat, NOTHING, keys[n : n + 1], one, zero, *shape, ids, row0, col0, stream, 0, 1)
 
 
 def _add_products_kernel(out, source, start, coefficients, a, b, base, stride):

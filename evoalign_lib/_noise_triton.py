@@ -22,6 +22,7 @@ from evoalign_lib._noise_host import MasterOnDevice
 try:
     import triton
     import triton.language as tl
+    from triton.language import constexpr
 except ImportError as error:
     raise ImportError("the noise law on a GPU needs Triton, which torch's CUDA wheels bring along (Linux)") from error
 
@@ -32,29 +33,29 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE, WARPS = (1 << 14, 1) if INTERPRETED else (512, 4)
 
 # Columns of the table of tensors, all int64.
-_ID, _STREAM, _FIRST_ROW, _FIRST_QUAD, _LEAD, _COLS = map(tl.constexpr, range(6))
-_ROW_QUADS, _QUADS, _FIRST_TILE, _MASTER, _WORKING, _STRIDE = map(tl.constexpr, range(6, 12))
-_WIDTH = tl.constexpr(12)
+_ID, _STREAM, _FIRST_ROW, _FIRST_QUAD, _LEAD, _COLS = map(constexpr, range(6))
+_ROW_QUADS, _QUADS, _FIRST_TILE, _MASTER, _WORKING, _STRIDE = map(constexpr, range(6, 12))
+_WIDTH = constexpr(12)
 
 # Rows and columns of a tile of low-rank noise.
 TILE_ROWS, TILE_COLS = (64, 1 << 8) if INTERPRETED else (32, 128)
 
 # Columns of the table of tensors with low-rank noise, all int64. Quads are four rows or columns of the parameter.
-_L_ID, _L_ROW_QUAD, _L_ROW_LEAD, _L_ROWS, _L_COL_QUAD, _L_COL_LEAD = map(tl.constexpr, range(6))
-_L_COLS, _L_ACROSS, _L_FIRST_TILE, _L_MASTER, _L_WORKING, _L_STRIDE = map(tl.constexpr, range(6, 12))
+_L_ID, _L_ROW_QUAD, _L_ROW_LEAD, _L_ROWS, _L_COL_QUAD, _L_COL_LEAD = map(constexpr, range(6))
+_L_COLS, _L_ACROSS, _L_FIRST_TILE, _L_MASTER, _L_WORKING, _L_STRIDE = map(constexpr, range(6, 12))
 
 # The law's constants, as Python numbers, which Triton makes float32 and uint32 again.
-_ROUNDS = tl.constexpr(_noise_cpu.ROUNDS)
-_M0, _M1, _W0, _W1 = (tl.constexpr(int(n)) for n in (_noise_cpu.M0, _noise_cpu.M1, _noise_cpu.W0, _noise_cpu.W1))
-_LOG, _SIN, _COS = (tl.constexpr(tuple(map(float, c))) for c in (_noise_cpu.LOG, _noise_cpu.SIN, _noise_cpu.COS))
+_ROUNDS = constexpr(_noise_cpu.ROUNDS)
+_M0, _M1, _W0, _W1 = (constexpr(int(n)) for n in (_noise_cpu.M0, _noise_cpu.M1, _noise_cpu.W0, _noise_cpu.W1))
+_LOG, _SIN, _COS = (constexpr(tuple(map(float, c))) for c in (_noise_cpu.LOG, _noise_cpu.SIN, _noise_cpu.COS))
 _NUMBERS = _noise_cpu.LN2, _noise_cpu.ROUNDER, _noise_cpu.BYTE_SUM_SCALE
-_LN2, _ROUNDER, _SCALE = (tl.constexpr(float(n)) for n in _NUMBERS)
-_MEAN = tl.constexpr(_noise_cpu.BYTE_SUM_MEAN)
-_SQRT_HALF_BITS = tl.constexpr(int(_noise_cpu.SQRT_HALF_BITS))
-_2_22, _2_24, _2_25 = tl.constexpr(2.0**-22), tl.constexpr(2.0**-24), tl.constexpr(2.0**-25)
-_GAUSSIAN = tl.constexpr(_noise_cpu.GAUSSIAN)
+_LN2, _ROUNDER, _SCALE = (constexpr(float(n)) for n in _NUMBERS)
+_MEAN = constexpr(_noise_cpu.BYTE_SUM_MEAN)
+_SQRT_HALF_BITS = constexpr(int(_noise_cpu.SQRT_HALF_BITS))
+_2_22, _2_24, _2_25 = constexpr(2.0**-22), constexpr(2.0**-24), constexpr(2.0**-25)
+_GAUSSIAN = constexpr(_noise_cpu.GAUSSIAN)
 # The interpreter truncates where a GPU rounds to the nearest bfloat16.
-_ROUND_BY_HAND = tl.constexpr(INTERPRETED)
+_ROUND_BY_HAND = constexpr(INTERPRETED)
 
 
 # Numbers.
@@ -71,7 +72,7 @@ def _philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def _horner(coefficients: tl.constexpr, n: tl.constexpr, x):
+def _horner(coefficients: constexpr, n: constexpr, x):
     total = x * coefficients[0] + coefficients[1]
     for i in tl.static_range(2, n):
         total = total * x + coefficients[i]
@@ -109,7 +110,7 @@ def _sum_of_bytes(w):
 
 
 @triton.jit
-def _numbers(c0, c1, c2, c3, key, KIND: tl.constexpr):
+def _numbers(c0, c1, c2, c3, key, KIND: constexpr):
     """Return four float32 (tile,): the numbers of the four columns of each counter."""
     w0, w1, w2, w3 = _philox(c0, c1, c2, c3, key.to(tl.uint32), (key >> 32).to(tl.uint32))
     if KIND == _GAUSSIAN:
@@ -121,13 +122,13 @@ def _numbers(c0, c1, c2, c3, key, KIND: tl.constexpr):
 
 
 @triton.jit
-def _columns(z0, z1, z2, z3, BLOCK: tl.constexpr):
+def _columns(z0, z1, z2, z3, BLOCK: constexpr):
     """Join four (tile,) to (tile, 4). Each join adds a last axis: the last but one tells z0, z1 from z2, z3."""
     return tl.reshape(tl.join(tl.join(z0, z2), tl.join(z1, z3)), (BLOCK, 4))
 
 
 @triton.jit
-def _cast(x, like: tl.constexpr):
+def _cast(x, like: constexpr):
     """Round x to another dtype, to the nearest, ties to even."""
     if _ROUND_BY_HAND and like == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
@@ -140,7 +141,7 @@ def _cast(x, like: tl.constexpr):
 
 
 @triton.jit
-def _place(table, of_tile, LINEAR: tl.constexpr, BLOCK: tl.constexpr):
+def _place(table, of_tile, FLAT: constexpr, BLOCK: constexpr):
     """Find this program's tile.
 
     Returns its counters (quads, rows, parameter id, stream), uint32, the first two (BLOCK,); where its weights lie in
@@ -159,7 +160,7 @@ def _place(table, of_tile, LINEAR: tl.constexpr, BLOCK: tl.constexpr):
     exists = (begin + inside < tl.load(entry + _QUADS).to(tl.uint32))[:, None]
     master, working = tl.load(entry + _MASTER), tl.load(entry + _WORKING)
     fours = tl.arange(0, 4)[None, :]
-    if LINEAR:
+    if FLAT:
         # Whole quads one after the other, on multiples of four elements: four are loaded and stored at a time.
         first, column = begin.to(tl.int64) * 4, (inside.to(tl.int32) * 4)[:, None] + fours
         master = tl.multiple_of(master + first, 4) + column
@@ -174,34 +175,30 @@ def _place(table, of_tile, LINEAR: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _start(shape: constexpr, UPDATE: constexpr):
+    """Return where a sum of noise starts: 0, or for one member -0, which changes no bit of a first term."""
+    zero = tl.zeros(shape, tl.float32)
+    return zero if UPDATE else zero * -1.0
+
+
+@triton.jit
 def _add_kernel(
-    target,
-    master,
-    table,
-    of_tile,
-    keys,
-    coefs,
-    members,
-    start,
-    TO_MASTER: tl.constexpr,
-    KIND: tl.constexpr,
-    LINEAR: tl.constexpr,
-    BLOCK: tl.constexpr,
+    target, master, table, tiles, keys, coefs, n, UPDATE: constexpr, KIND: constexpr, FLAT: constexpr, BLOCK: constexpr
 ):
-    """target = cast(master + (start + c_0 eps_0 + c_1 eps_1 + ...)), rounded after each operation."""
-    c0, c1, c2, c3, source, working, exists = _place(table, of_tile, LINEAR, BLOCK)
-    t0 = tl.full((BLOCK,), start, tl.float32)
+    """target = cast(master + (start + c_0 eps_0 + c_1 eps_1 + ...)), rounded after each operation; n: members."""
+    c0, c1, c2, c3, source, working, exists = _place(table, tiles, FLAT, BLOCK)
+    t0 = _start((BLOCK,), UPDATE)
     t1, t2, t3 = t0, t0, t0
-    for m in range(tl.load(members)):
+    for m in range(tl.load(n)):
         z0, z1, z2, z3 = _numbers(c0, c1, c2, c3, tl.load(keys + m), KIND)
         c = tl.load(coefs + m)
         t0, t1, t2, t3 = t0 + c * z0, t1 + c * z1, t2 + c * z2, t3 + c * z3
     weights = tl.load(master + source, exists, 0.0) + _columns(t0, t1, t2, t3, BLOCK)
-    tl.store(target + (source if TO_MASTER else working), _cast(weights, target.dtype.element_ty), exists)
+    tl.store(target + (source if UPDATE else working), _cast(weights, target.dtype.element_ty), exists)
 
 
 @triton.jit
-def _low_rank_place(table, of_tile, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _low_rank_place(table, of_tile, ROWS: constexpr, COLS: constexpr):
     """Find this program's tile of a tensor with low-rank noise.
 
     Returns the quads of its rows, (ROWS / 4,), and columns, (COLS / 4,), uint32; the parameter id; where its weights
@@ -225,7 +222,7 @@ def _low_rank_place(table, of_tile, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def _factor(quads, k, param_id, stream: tl.constexpr, key, KIND: tl.constexpr, N: tl.constexpr):
+def _factor(quads, k, param_id, stream: constexpr, key, KIND: constexpr, N: constexpr):
     """Return row k of a factor at N // 4 quads, float32 (N,)."""
     same = tl.zeros((N // 4,), tl.int32)
     c1, c3 = (same + k).to(tl.uint32), (same + stream).to(tl.uint32)
@@ -238,22 +235,21 @@ def _add_low_rank_kernel(
     target,
     master,
     table,
-    of_tile,
+    tiles,
     keys,
     coefs,
-    members,
-    start,
+    n,
     root,
     rank,
-    TO_MASTER: tl.constexpr,
-    KIND: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    UPDATE: constexpr,
+    KIND: constexpr,
+    ROWS: constexpr,
+    COLS: constexpr,
 ):
     """target = cast(master + (start + c_0 E_0 + c_1 E_1 + ...)), rounded after each operation."""
-    row_quads, col_quads, param_id, source, working, exists = _low_rank_place(table, of_tile, ROWS, COLS)
-    total = tl.full((ROWS, COLS), start, tl.float32)
-    for m in range(tl.load(members)):
+    row_quads, col_quads, param_id, source, working, exists = _low_rank_place(table, tiles, ROWS, COLS)
+    total = _start((ROWS, COLS), UPDATE)
+    for m in range(tl.load(n)):
         key = tl.load(keys + m)
         a = _factor(row_quads, 0, param_id, 1, key, KIND, ROWS) * root
         noise = a[:, None] * _factor(col_quads, 0, param_id, 2, key, KIND, COLS)[None, :]
@@ -262,17 +258,17 @@ def _add_low_rank_kernel(
             noise = noise + a[:, None] * _factor(col_quads, k, param_id, 2, key, KIND, COLS)[None, :]
         total = total + tl.load(coefs + m) * noise
     weights = tl.load(master + source, exists, 0.0) + total
-    tl.store(target + (source if TO_MASTER else working), _cast(weights, target.dtype.element_ty), exists)
+    tl.store(target + (source if UPDATE else working), _cast(weights, target.dtype.element_ty), exists)
 
 
 # A model on a device.
 
 
 class _Launch(NamedTuple):
-    """The tensors that one launch serves: those of one dtype, and either all linear (see `_place`) or not."""
+    """The tensors that one launch serves: those of one dtype, and either all flat (see `_place`) or not."""
 
     target: torch.Tensor  # any of them: the table's addresses count from it
-    linear: bool
+    flat: bool
     low_rank: bool  # then the table has the columns _L_...
     table: torch.Tensor  # int64 (tensors, _WIDTH)
     of_tile: torch.Tensor  # int32 (tiles,)
@@ -301,14 +297,14 @@ class DeviceWeights(MasterOnDevice):
         self._coefficients = torch.zeros(self.most_members, dtype=torch.float32, device=device)
         self._members = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def _add(self, keys, coefficients, start, to_master):
+    def _add(self, keys, coefficients, to_master):
         n, rank = len(keys), max(self._ranks)
         self._keys[:n].copy_(torch.from_numpy(keys.view(np.int64)))
         self._coefficients[:n].copy_(torch.from_numpy(coefficients))
         self._members.fill_(n)
         # the law: no fused multiply-add
-        common = {"TO_MASTER": to_master, "KIND": self._kind, "num_warps": WARPS, "enable_fp_fusion": False}
-        population = self._keys, self._coefficients, self._members, float(start)
+        common = {"UPDATE": to_master, "KIND": self._kind, "num_warps": WARPS, "enable_fp_fusion": False}
+        population = self._keys, self._coefficients, self._members
         with torch.cuda.device_of(self.master):
             for launch in self._launches:
                 target, grid = self.master if to_master else launch.target, (len(launch.of_tile),)
@@ -317,49 +313,45 @@ class DeviceWeights(MasterOnDevice):
                     given += float(_noise_cpu.root(rank)), rank
                     _add_low_rank_kernel[grid](*given, ROWS=TILE_ROWS, COLS=TILE_COLS, **common)
                 else:
-                    _add_kernel[grid](*given, LINEAR=launch.linear, BLOCK=TILE, **common)
+                    _add_kernel[grid](*given, FLAT=launch.flat, BLOCK=TILE, **common)
 
     def _plan(self) -> list[_Launch]:
         """Return launches over all tensors that have elements, one for each dtype, way to lie and kind of noise."""
         groups: dict[tuple[torch.dtype, bool, bool], tuple[torch.Tensor, list, list]] = {}
-        for matrix, offset, (param_id, row0, col0), rank in zip(
-            self._matrices, self._offsets, self._windows, self._ranks, strict=True
-        ):
-            (rows, cols), quad, lead, is_low = matrix.shape, col0 >> 2, col0 & 3, rank > 0
-            across = -(-(lead + cols) // TILE_COLS) if is_low else ((col0 + cols + 3) >> 2) - quad
-            size = -(-((row0 & 3) + rows) // TILE_ROWS) * across if is_low else rows * across
+        every = zip(self._matrices, self._offsets, self._windows, self._ranks, strict=True)
+        for matrix, offset, (param_id, row0, col0), rank in every:
+            if not matrix.numel():
+                continue
+            (rows, cols), (quad, lead), is_low = matrix.shape, divmod(col0, 4), rank > 0
+            if is_low:
+                across = -(-(lead + cols) // TILE_COLS)
+                size = tiles = -(-((row0 & 3) + rows) // TILE_ROWS) * across
+                place = [row0 >> 2, row0 & 3, rows, quad, lead, cols, across]
+            else:
+                across = (lead + cols + 3) >> 2
+                size, tiles = rows * across, -(-rows * across // TILE)
+                place = [self._stream, row0, quad, lead, cols, across, size]
             if size >= (1 << 31 if is_low else (1 << 32) - TILE):
                 shape = tuple(matrix.shape)
                 raise ValueError(f"a tensor of {shape} has too many elements for one launch; cut it in pieces")
             in_fours = all(n % 4 == 0 for n in (lead, cols, matrix.data_ptr() // matrix.element_size()))
-            linear = not is_low and in_fours and matrix.is_contiguous()
-            if not matrix.numel():
-                continue
-            target, entries, tiles = groups.setdefault((matrix.dtype, linear, is_low), (matrix, [], []))
+            flat = not is_low and in_fours and matrix.is_contiguous()
+            target, entries, counts = groups.setdefault((matrix.dtype, flat, is_low), (matrix, [], []))
             # where it begins, in elements from the group's first
-            place = (matrix.data_ptr() - target.data_ptr()) // matrix.element_size()
-            first, end = sum(tiles), [offset, place, matrix.stride(0)]
-            if is_low:
-                entries.append([param_id, row0 >> 2, row0 & 3, rows, quad, lead, cols, across, first, *end])
-            else:
-                entries.append([param_id, self._stream, row0, quad, lead, cols, across, size, first, *end])
-            tiles.append(size if is_low else -(-size // TILE))
+            begin = (matrix.data_ptr() - target.data_ptr()) // matrix.element_size()
+            entries.append([param_id, *place, sum(counts), offset, begin, matrix.stride(0)])
+            counts.append(tiles)
         launches, device = [], self.master.device
-        for (_, linear, is_low), (target, entries, tiles) in groups.items():
+        for (_, flat, is_low), (target, entries, counts) in groups.items():
             table = torch.tensor(entries, dtype=torch.int64, device=device)
-            of_tile = torch.repeat_interleave(torch.arange(len(tiles), dtype=torch.int32), torch.tensor(tiles))
-            launches.append(_Launch(target, linear, is_low, table, of_tile.to(device)))
+            of_tile = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts))
+            launches.append(_Launch(target, flat, is_low, table, of_tile.to(device)))
         return launches
 
 
 def window(kind: int, key: int, param_id: int, rows: tuple[int, int], cols: tuple[int, int], stream: int) -> np.ndarray:
     """Return the window rows x cols of a tensor's noise, float32."""
-    device = "cpu" if INTERPRETED else "cuda"
-    if not INTERPRETED and not torch.cuda.is_available():
-        raise RuntimeError(
-            "backend 'triton' needs a GPU; to run it in Triton's interpreter, set TRITON_INTERPRET=1 before Triton is "
-            "imported"
-        )
+    device = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
     out = torch.empty((rows[1] - rows[0], cols[1] - cols[0]), dtype=torch.float32, device=device)
     weights = DeviceWeights([out], [(param_id, rows[0], cols[0])], [0], kind, 1, None, stream)
     weights.master.fill_(float(_noise_cpu.NOTHING))

@@ -108,7 +108,7 @@ class Weights:
 
     def float32(self) -> np.ndarray:
         """Return the weights that the state stands for, float32 (layout.size,): the master; in other modes a copy."""
-        raise NotImplementedError
+        return join(*self.planes).numpy()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the whole state by name, sharing its memory; the compensation of NAME is NAME#compensation."""
@@ -142,8 +142,7 @@ class Weights:
         """Return a copy of every k-th weight of each parameter, float32, about 65,000 in all (all of a small model)."""
         k = -(-self.layout.d // _SAMPLE) | 1  # odd, so that it does not fall on the same columns of every row
         parts = [[t.flatten()[::k] for t in map(torch.as_tensor, self.layout.views(p).values())] for p in self.planes]
-        value, *compensation = (torch.cat(part) for part in parts)
-        return join(value, *compensation) if compensation else value.float().clone()
+        return join(*map(torch.cat, parts))
 
 
 class MasterWeights(Weights):
@@ -221,27 +220,26 @@ class _OneReplica(Weights):
 
     @contextmanager
     def member(self, key, sigma, sign=1):
-        self._perturb(key, sign * sigma)
+        self.update([key], [sign * sigma])
         try:
             yield self.flat
         finally:
-            self._perturb(key, -sign * sigma)
+            self.update([key], [-sign * sigma])
 
-    def _perturb(self, key: int, scale: float) -> None:
-        raise NotImplementedError
-
-    def _blocks(self) -> Iterator[tuple[list[Tensor], noise.Entry, tuple[int, int]]]:
-        """Go over whole rows of tensors, so few that their noise fits into memory: part of each plane, tensor, rows."""
+    def update(self, keys, coefficients):
         for entry in self.layout.entries:
-            step = max(1, _BLOCK // max(1, entry.cols))
+            step = max(1, _BLOCK // max(1, entry.cols))  # whole rows, so few that their noise fits into memory
             for first in range(0, entry.rows, step):
-                last = min(first + step, entry.rows)
-                start, stop = (entry.offset + row * entry.cols for row in (first, last))
-                yield [plane[start:stop] for plane in self.planes], entry, (first, last)
+                rows = first, min(first + step, entry.rows)
+                start, stop = (entry.offset + row * entry.cols for row in rows)
+                law = {"rank": self.rank, "rows": rows, "distribution": self.distribution}
+                eps = (torch.from_numpy(noise.eps(int(k), entry.id, entry.shape, **law).reshape(-1)) for k in keys)
+                terms = zip(eps, map(float, coefficients), strict=True)
+                self._add([plane[start:stop] for plane in self.planes], terms)
 
-    def _eps(self, key: int, entry: noise.Entry, rows: tuple[int, int]) -> Tensor:
-        window = noise.eps(int(key), entry.id, entry.shape, self.rank, rows=rows, distribution=self.distribution)
-        return torch.from_numpy(window.reshape(-1))
+    def _add(self, planes: list[Tensor], terms: Iterable[tuple[Tensor, float]]) -> None:
+        """Add c * eps of each term, (eps, c), to a part of the planes."""
+        raise NotImplementedError
 
 
 class InplaceWeights(_OneReplica):
@@ -250,17 +248,9 @@ class InplaceWeights(_OneReplica):
     precision, compensated = "inplace", False
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
 
-    def _perturb(self, key, scale):
-        for (value,), *window in self._blocks():
-            inplace_add(value, self._eps(key, *window), scale)
-
-    def update(self, keys, coefficients):
-        for (value,), *window in self._blocks():
-            for key, c in zip(keys, coefficients, strict=True):
-                inplace_add(value, self._eps(key, *window), float(c))
-
-    def float32(self):
-        return self.flat.to(torch.float32, copy=True).numpy()
+    def _add(self, planes, terms):
+        for eps, c in terms:
+            inplace_add(*planes, eps, c)
 
 
 class KahanWeights(_OneReplica):
@@ -269,19 +259,11 @@ class KahanWeights(_OneReplica):
     precision, compensated = "kahan", True
     dtypes = (torch.bfloat16, torch.float16)
 
-    def _perturb(self, key, scale):
-        for pair, *window in self._blocks():
-            kahan_add(*pair, self._eps(key, *window) * scale)
-
-    def update(self, keys, coefficients):
-        for pair, *window in self._blocks():
-            total = torch.zeros(len(pair[0]))
-            for key, c in zip(keys, coefficients, strict=True):
-                total += self._eps(key, *window) * float(c)
-            kahan_add(*pair, total)
-
-    def float32(self):
-        return join(*self.planes).numpy()
+    def _add(self, planes, terms):
+        total = torch.zeros(len(planes[0]))
+        for eps, c in terms:
+            total += eps * c
+        kahan_add(*planes, total)
 
 
 _MODES: Mapping[str, type[MasterWeights | _OneReplica]] = {
@@ -481,9 +463,10 @@ def split(weights: Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor,
     return value, (weights - value.float()).to(dtype)
 
 
-def join(value: Tensor, compensation: Tensor) -> Tensor:
-    """Return the weights that a pair stands for, float32."""
-    return value.float() + compensation.float()
+def join(value: Tensor, compensation: Tensor | None = None) -> Tensor:
+    """Return the weights that a pair, or a value alone, stands for: float32, a copy."""
+    whole = value.to(torch.float32, copy=True)
+    return whole if compensation is None else whole.add_(compensation)
 
 
 def kahan_add(value: Tensor, compensation: Tensor, change: Tensor) -> None:

@@ -148,10 +148,6 @@ class RayEngine(Engine):
     def perturbed(self, key, sigma):
         return self._with_noise((int(key), float(sigma)))
 
-    @property
-    def started(self):
-        return bool(self.places)
-
     def put_prompts(self, name, prompts):
         super().put_prompts(name, prompts)
         self.close()

@@ -45,12 +45,15 @@ from evoalign_lib import checks
 from evoalign_lib._adapters import base_of, lora_layers
 from evoalign_lib.engines import processes
 from evoalign_lib.engines._vllm_worker import DRIVER, NotMapped, prepare
-from evoalign_lib.engines.base import PLAIN, Decoding, Engine, Evaluation, Options
+from evoalign_lib.engines.base import PLAIN, Decoding, Engine, Evaluation
 from evoalign_lib.engines.memory import MEMBERS_A_BATCH, held_parameters, padded_rank, room_beside_master
 from evoalign_lib.engines.proof import WrongWeights, compare, prove
 from evoalign_lib.update_rules import Member
 
-EXTENSION = "evoalign_lib.engines._vllm_extension.WorkerExtension"
+STATED_OF_ENGINES = {"skip_tokenizer_init": True, "generation_config": "vllm", "trust_remote_code": False, "seed": 0}
+STATED_OF_ENGINES |= {"load_format": "safetensors", "enable_prefix_caching": True}
+STATED_OF_ENGINES |= {"worker_extension_cls": "evoalign_lib.engines._vllm_extension.WorkerExtension"}
+"""Arguments of `vllm.LLM` that every engine has."""
 MOST_MEMBERS = 1 << 20
 """members of a population, at most; each takes 12 bytes in a buffer of every worker"""
 _OF_ADAPTERS = ("enable_lora", "max_lora_rank", "lora_target_modules")
@@ -123,34 +126,15 @@ class Generator:
     llm: Any = None
 
     def __init__(
-        self,
-        folder: str,
-        dtype: torch.dtype,
-        max_model_len: int,
-        parameters: float = 0,
-        tensor_parallel: int = 1,
-        settings: Mapping[str, Any] | None = None,
-        law: Mapping[str, Any] | None = None,
-        adapter: tuple[int, list[str]] | None = None,
+        self, folder, dtype, max_model_len, parameters=0, tensor_parallel=1, settings=None, law=None, adapter=None
     ):
         vllm = import_vllm(in_process=tensor_parallel == 1)
         from vllm.platforms import current_platform
 
         prepare()
         on_cpu = current_platform.is_cpu()
-        stated = {
-            "model": folder,
-            "dtype": str(dtype).removeprefix("torch."),
-            "max_model_len": max_model_len,
-            "tensor_parallel_size": tensor_parallel,
-            "skip_tokenizer_init": True,
-            "generation_config": "vllm",
-            "trust_remote_code": False,
-            "load_format": "safetensors",
-            "enable_prefix_caching": True,
-            "worker_extension_cls": EXTENSION,
-            "seed": 0,
-        }
+        stated = STATED_OF_ENGINES | {"model": folder, "dtype": str(dtype).removeprefix("torch.")}
+        stated |= {"max_model_len": max_model_len, "tensor_parallel_size": tensor_parallel}
         if adapter is not None:
             stated |= dict(zip(_OF_ADAPTERS, (True, *adapter), strict=True))
         if on_cpu:  # a prompt computed in parts would need a random generator that can go back
@@ -253,14 +237,7 @@ def _check_temperature(temperature: float) -> None:
 
 
 def decode(
-    llm: Any,
-    eos_ids: Sequence[int],
-    ids: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    seeds: Sequence[int] | None = None,
-    temperature: float = 1.0,
-    options: Options = PLAIN,
-    adapters: Sequence[int] | None = None,
+    llm, eos_ids, ids, max_new_tokens: int, seeds=None, temperature=1.0, options=PLAIN, adapters=None
 ) -> list[list[int]]:
     """Decode prompts with a vLLM engine, every setting stated.
 
@@ -282,26 +259,24 @@ def decode(
     """
     from vllm import SamplingParams
 
-    if seeds is not None:
-        _check_temperature(temperature)
     # stop_token_ids alone say what ends a completion
     common = {"max_tokens": max_new_tokens, "stop_token_ids": list(eos_ids), "ignore_eos": True, "detokenize": False}
     common |= {**STATED, **(options.generation_kwargs or {})}
     if seeds is None:
         how = [SamplingParams(temperature=0.0, **common)] * len(ids)
     else:
+        _check_temperature(temperature)
         common |= {"top_p": options.top_p, "top_k": options.top_k}
         how = [SamplingParams(temperature=temperature, seed=int(seed), **common) for seed in seeds]
-    prompts = [{"prompt_token_ids": list(map(int, row))} for row in ids]
-    requests = None
+    prompts, requests = [{"prompt_token_ids": list(map(int, row))} for row in ids], None
     if adapters is not None:
         from vllm.lora.request import LoRARequest
 
         # vLLM has them already; it would look for one that it has lost in a folder that is not there
         nowhere = "nowhere: evoalign_put_adapter put it into memory"
         requests = [LoRARequest(f"adapter {n}", n, nowhere) for n in adapters]
-    found = llm.generate(prompts, how, lora_request=requests, use_tqdm=False)
-    return [list(done.outputs[0].token_ids) for done in found]
+    completed = llm.generate(prompts, how, lora_request=requests, use_tqdm=False)
+    return [list(done.outputs[0].token_ids) for done in completed]
 
 
 def _end(holder: Any) -> None:
@@ -316,13 +291,9 @@ def _end(holder: Any) -> None:
 
 def _plan(dtype: torch.dtype, tensor_parallel: int, exact: bool) -> dict[str, Any]:
     """Return the batch plan of an engine that decodes with vLLM."""
-    return {
-        "decoder": "vllm",
-        "vllm": import_vllm(tensor_parallel == 1).__version__,
-        "dtype": str(dtype).removeprefix("torch."),
-        "tensor_parallel": tensor_parallel,
-        "exact": exact,
-    }
+    plan = {"decoder": "vllm", "vllm": import_vllm(tensor_parallel == 1).__version__}
+    dtype = str(dtype).removeprefix("torch.")
+    return plan | {"dtype": dtype, "tensor_parallel": tensor_parallel, "exact": exact}
 
 
 class VLLMDecoding(Decoding):
@@ -447,15 +418,9 @@ class VLLMEngine(VLLMDecoding, Engine):
         """
         try:
             yield
-        except Exception:
-            raise
-        except BaseException:
+        except (KeyboardInterrupt, SystemExit):
             self.close()
             raise
-
-    @property
-    def started(self):
-        return self._generator is not None
 
     def put_prompts(self, name, prompts):
         longest = self.longest()
@@ -508,8 +473,6 @@ class AdapterEngine(VLLMEngine):
         self._rank = padded_rank(max(len(layer.lora_A[self._active].weight) for layer in self._layers.values()))
         given = {"max_loras": MEMBERS_A_BATCH} | dict(settings.pop("settings", None) or {})
         checks.whole_number("engine_kwargs: max_loras", given["max_loras"], 1, why="members that decode in one batch")
-        if taken := [name for name in _OF_ADAPTERS if name in given]:
-            raise ValueError(f"{taken[0]!r} is set by the engine: remove it from engine_kwargs.")
         super().__init__(model, tokenizer, rewards, prompts, settings=given, **settings)
         self._names = {id(p): name for name, p in model.named_parameters()}
 

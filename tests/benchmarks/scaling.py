@@ -32,6 +32,7 @@ import torch
 from evoalign_study import paths
 
 from evoalign_lib import models, tiny
+from evoalign_lib.engines import check_gpus
 from evoalign_lib.engines.local import Prompts
 from evoalign_lib.engines.processes import default_workers
 from evoalign_lib.engines.ray import RayEngine
@@ -96,7 +97,7 @@ def model_section(name: str, options: argparse.Namespace) -> dict:
     }
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.scaling", description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", default=["0.14M", "1M", "4M"], help="sizes of tests.benchmarks.cpu")
     parser.add_argument("--model", help="a folder or a name on the Hub, in place of them")
@@ -110,13 +111,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="measured rounds")
     parser.add_argument("--out", type=Path, default=paths.RUNS / "scaling.json", help="JSON file to merge into")
     options = parser.parse_args(argv)
-    if options.gpus % options.tensor_parallel:
-        parser.error(f"--gpus {options.gpus} is no multiple of --tensor-parallel {options.tensor_parallel}")
-    return options
-
-
-def main(argv: list[str] | None = None) -> int:
-    options = arguments(argv)
+    check_gpus(options.gpus, options.tensor_parallel)
     names = options.models if options.model is None else [options.model]
     kind = f"scaling over {options.gpus} GPUs" if options.gpus else "scaling over CPU actors"
     with threads(1):

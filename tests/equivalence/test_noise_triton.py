@@ -249,9 +249,9 @@ def compiled(name: str, target: str, shape: dict, fused: bool) -> str:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    given = {"target": target, "master": "*fp32", "table": "*i64", "of_tile": "*i32", "keys": "*i64", "coefs": "*fp32"}
-    given |= {"members": "*i32", "start": "fp32"} | ({"root": "fp32", "rank": "i32"} if "rank" in name else {})
-    constants = {"KIND": _noise_cpu.GAUSSIAN, "TO_MASTER": target == "*fp32"} | shape
+    given = {"target": target, "master": "*fp32", "table": "*i64", "tiles": "*i32", "keys": "*i64", "coefs": "*fp32"}
+    given |= {"n": "*i32"} | ({"root": "fp32", "rank": "i32"} if "rank" in name else {})
+    constants = {"KIND": _noise_cpu.GAUSSIAN, "UPDATE": target == "*fp32"} | shape
     source = ASTSource(
         fn=getattr(_noise_triton, name),
         signature=given | dict.fromkeys(constants, "constexpr"),
@@ -261,7 +261,7 @@ def compiled(name: str, target: str, shape: dict, fused: bool) -> str:
     return compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": fused}).asm["ptx"]
 
 
-LINEAR = {"LINEAR": True, "BLOCK": 512}  # a tile of a launch over whole quads
+LINEAR = {"FLAT": True, "BLOCK": 512}  # a tile of a launch over whole quads
 TILE = {"ROWS": _noise_triton.TILE_ROWS, "COLS": _noise_triton.TILE_COLS}
 
 
