@@ -109,18 +109,22 @@ def _byte_sum(words: np.ndarray) -> np.ndarray:
 _REFERENCES = {GAUSSIAN: _gaussian, BYTE_SUM: _byte_sum}
 
 
+def words(key: int, rows: np.ndarray, quads: np.ndarray, third: int, fourth: int) -> np.ndarray:
+    """Return the words of the counters (quad, row, third, fourth), uint32 (rows, quads, 4)."""
+    counter = np.empty((len(rows), len(quads), 4), np.uint32)
+    counter[..., 0], counter[..., 1] = quads, np.asarray(rows)[:, None]
+    counter[..., 2], counter[..., 3] = third, fourth
+    return philox(counter, (key & 0xFFFFFFFF, key >> 32))
+
+
 def reference(
     kind: int, key: int, param_id: int, rows: tuple[int, int], cols: tuple[int, int], stream: int
 ) -> np.ndarray:
     """Return the window rows x cols of a tensor's noise, float32, in plain NumPy."""
-    first, last = cols[0] >> 2, (cols[1] + 3) >> 2
-    counter = np.empty((rows[1] - rows[0], last - first, 4), np.uint32)
-    counter[..., 0] = np.arange(first, last)
-    counter[..., 1] = np.arange(*rows)[:, None]
-    counter[..., 2], counter[..., 3] = param_id, stream
-    numbers = _REFERENCES[kind](philox(counter, (key & 0xFFFFFFFF, key >> 32)))
-    whole = numbers.reshape(len(counter), 4 * (last - first))
-    return np.ascontiguousarray(whole[:, cols[0] - 4 * first : cols[1] - 4 * first])
+    quads = np.arange(cols[0] >> 2, (cols[1] + 3) >> 2)
+    numbers = _REFERENCES[kind](words(key, np.arange(*rows), quads, param_id, stream))
+    whole, begin = numbers.reshape(len(numbers), 4 * len(quads)), cols[0] & 3
+    return np.ascontiguousarray(whole[:, begin : begin + cols[1] - cols[0]])
 
 
 # The fast path, in numba: small functions that LLVM compiles into one kernel of vector code. fastmath stays off:

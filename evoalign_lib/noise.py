@@ -340,10 +340,7 @@ def uniforms(key: int, rows: np.ndarray, length: int, sample: int = 0) -> np.nda
         ValueError: key or sample out of range.
     """
     key, sample = unsigned("key", key, 64), unsigned("sample", sample, 32)
-    counter = np.empty((len(rows), -(-length // 4), 4), np.uint32)
-    counter[..., 0], counter[..., 1] = np.arange(counter.shape[1]), np.asarray(rows)[:, None]
-    counter[..., 2], counter[..., 3] = sample, 4
-    words = philox4x32(counter, (key & 0xFFFFFFFF, key >> 32))
+    words = _noise_cpu.words(key, rows, np.arange(-(-length // 4)), sample, 4)
     return ((words >> 8).astype(np.float32) * np.float32(2**-24)).reshape(len(rows), -1)[:, :length]
 
 

@@ -50,12 +50,12 @@ from evoalign_study import paths
 from evoalign_lib import noise, tiny
 from evoalign_lib.engines.decode import Decoder
 from evoalign_lib.engines.local import LocalEngine, Prompts
-from evoalign_lib.engines.processes import default_workers
+from evoalign_lib.engines.processes import default_workers, threads
 from evoalign_lib.precision import layout_of, open_weights
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.tasks import countdown
 from evoalign_lib.update_rules import Member
-from tests.benchmarks.shared import measure, merge, population, public_perturb, public_update, run_sections, show
+from tests.benchmarks.shared import measure, merge, now, population, public_perturb, public_update, run_sections, show
 
 SIGMA = 1e-2  # about that of the tiny runs; the cost does not depend on it
 # Sizes of A0's architecture: what differs from its configuration.
@@ -194,16 +194,6 @@ def default_threads() -> int:
     environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     command = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
     return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
-
-
-@contextlib.contextmanager
-def threads(n: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(n)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class Passes:
@@ -446,13 +436,12 @@ def account_section(plan: Plan) -> dict:
             rounds = []
             for _ in range(plan.repeats_of(name, rows) + 1):
                 spent[:], calls[:] = [0.0] * len(PARTS), [0] * len(PARTS)
-                wall, parent = time.perf_counter(), time.process_time()
+                start = now()
                 evaluations = engine.evaluate(members, SIGMA, "train", np.arange(rows))
-                evaluated, parent = time.perf_counter() - wall, time.process_time() - parent
-                update = time.process_time()
+                between = now()
                 engine.update(keys, coefficients)
-                update = time.process_time() - update
-                wall = time.perf_counter() - wall
+                (evaluated, parent), (_, update) = between - start, now() - between
+                wall = time.perf_counter() - start[0]
                 if min(calls[:]) < plan.members:
                     raise RuntimeError(f"the parts were called {calls[:]} times for {plan.members} members")
                 inside = sum(evaluation.core_seconds for evaluation in evaluations)

@@ -51,14 +51,9 @@ import torch
 
 from evoalign_lib.tasks import countdown
 from tests.benchmarks import cpu
-from tests.benchmarks.shared import ALPHA, run_sections
+from tests.benchmarks.shared import ALPHA, now, run_sections, show
 
 TIMES = ("wall", "core")
-
-
-def now() -> np.ndarray:
-    """(2,) seconds: of the clock, and of this process on its core."""
-    return np.array([time.perf_counter(), time.process_time()])
 
 
 class Ours(cpu.Ours):
@@ -231,33 +226,19 @@ def summary(seconds: Mapping[str, np.ndarray], tokens: Mapping[str, list[list[in
         completions: of a step.
 
     Returns:
-        arm -> for each of TIMES the seconds and the median completions a second, and for a peer the ratios ours/theirs
-        of completions a second within a round, their median and range; the share of prompts with our greedy tokens.
+        arm -> for each of TIMES the median completions a second, and the ratios ours/theirs of completions a second
+        within a round, their median and range; the share of prompts with our greedy tokens.
     """
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, float]] = {}
     for name, both in seconds.items():
         same = [a == b for a, b in zip(tokens[name], tokens["ours"], strict=True)]
         found[name] = {"same_tokens": float(np.mean(same))}
         for kind, seen, ours in zip(TIMES, both.T, seconds["ours"].T, strict=True):
-            ratios = (seen / ours).tolist()
-            row = {"seconds": seen.tolist(), "completions_a_second": float(completions / np.median(seen))}
-            middle = {"ratios": ratios, "median": float(np.median(ratios)), "range": [min(ratios), max(ratios)]}
-            found[name][kind] = row if name == "ours" else row | middle
+            ratios = seen / ours
+            found[name][f"completions_a_second, {kind} time"] = float(completions / np.median(seen))
+            for what, ratio in (("median", np.median(ratios)), ("least", ratios.min()), ("most", ratios.max())):
+                found[name][f"{what} ours/theirs, {kind} time"] = float(ratio)
     return found
-
-
-def show(name: str, found: dict) -> None:
-    """Print one model's rows."""
-    if "cells" not in found:
-        print(f"{name}: {found.get('error') or found}")
-    for arm, row in found.get("cells", {}).items():
-        for kind in TIMES:
-            line = f"{name:>5}  {arm:<13}{kind} time {row[kind]['completions_a_second']:>9.1f} completions/s"
-            if arm != "ours":
-                low, high = row[kind]["range"]
-                line += f"  ours/theirs {row[kind]['median']:.2f} ({low:.2f} to {high:.2f})"
-                line += f"  same greedy tokens {row['same_tokens']:.0%}"
-            print(line)
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -34,11 +34,11 @@ from evoalign_study import paths
 from evoalign_lib import models, tiny
 from evoalign_lib.engines import check_gpus
 from evoalign_lib.engines.local import Prompts
-from evoalign_lib.engines.processes import default_workers
+from evoalign_lib.engines.processes import default_workers, threads
 from evoalign_lib.engines.ray import RayEngine
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.tasks import countdown
-from tests.benchmarks.cpu import SIGMA, base, build, device_name, threads
+from tests.benchmarks.cpu import SIGMA, base, build, device_name
 from tests.benchmarks.shared import merge, population, run_sections, show
 
 

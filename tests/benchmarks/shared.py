@@ -21,6 +21,11 @@ from evoalign_lib.update_rules import Member
 ALPHA = 5e-3  # about that of the tiny runs; the cost does not depend on it
 
 
+def now() -> np.ndarray:
+    """(2,) seconds: of the clock, and of this process on its core."""
+    return np.array([time.perf_counter(), time.process_time()])
+
+
 def public_perturb(tensors: Iterable[torch.Tensor], seed: int, scale: float, subtract: bool = False) -> None:
     """The statements that released ES codes share, written from their description, for one member.
 
