@@ -29,9 +29,9 @@ change of a single bit makes a version 2.
    so the results are equal bit for bit; a library's log or cos would not be. No normal exceeds 5.89, and none is
    further than 1.4e-6 from Box-Muller in real arithmetic on the same float32 u.
 
-Three implementations give the same bits: the reference in NumPy, written to be read (``_noise_cpu``), numba on a CPU
-(same file), and Triton on a GPU (``_noise_triton``; ``device_weights`` holds a model there). ``noise_vectors.json``
-beside this file has known answers for all of them.
+Three backends give the same bits: NumPy, the reference, and numba on a CPU, from one text (``_noise_cpu``), and Triton
+on a GPU (``_noise_triton``; ``device_weights`` holds a model there). ``noise_vectors.json`` beside this file has known
+answers for all of them, and the tests compute the law once more, in Python's integers and libm's functions.
 """
 
 from __future__ import annotations
