@@ -164,30 +164,6 @@ def _digest(message: bytes, size: int) -> int:
 # Numbers.
 
 
-def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
-    """Return the words of Philox4x32-10, the counter-based generator of Salmon et al. (2011).
-
-    Args:
-        counter: uint32 (..., 4).
-        key: (k0, k1), two unsigned 32-bit integers.
-
-    Returns:
-        uint32 (..., 4), four random words per counter.
-
-    Raises:
-        TypeError, ValueError: the counter is not uint32 (..., 4), or a key half is out of range.
-
-    >>> [f"{word:08x}" for word in philox4x32(np.zeros(4, np.uint32), (0, 0))]
-    ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
-    """
-    if counter.dtype != np.uint32:
-        raise TypeError(f"counter must be uint32, got {counter.dtype}")
-    if counter.shape[-1:] != (4,):
-        raise ValueError(f"counter must have the shape (..., 4), got {counter.shape}")
-    k0, k1 = (unsigned("key half", half, 32) for half in key)
-    return _noise_cpu.philox(counter, (k0, k1))
-
-
 def normals(
     key: int,
     param_id: int,
@@ -222,8 +198,7 @@ def normals(
     >>> bool((normals(7, 1, (4, 6), rows=(1, 3), cols=(3, 6), backend="numpy") == tensor[1:3, 3:]).all())
     True
     """
-    key, param_id = unsigned("key", key, 64), unsigned("param_id", param_id, 32)
-    stream = unsigned("stream", stream, 32)
+    key, stream = unsigned("key", key, 64), unsigned("stream", stream, 32)
     n_rows, n_cols = _matrix_shape(shape)
     choose("backend", backend, BACKENDS)
     kind, number = _law(distribution, param_id)
