@@ -14,8 +14,7 @@ In float32, for each weight, before the step's noise is added as `noise.update` 
 
     theta = fl(theta - fl(fl32(lambda) * fl(theta - theta_0)))
 
-Subtractions and products of IEEE 754 are the same everywhere, so every engine has the same bits. `decay` is this for
-flat buffers, `TensorAnchor` for tensors on any device.
+Subtractions and products of IEEE 754 are the same everywhere, so every engine has the same bits.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-_BLOCK = 1 << 18  # weights at once in `decay`: 1 MB beside the buffers
-_DEVICE_BLOCK = 1 << 22  # the same on a device, where each block is three launches
+_BLOCK = 1 << 22  # weights at once, each time three launches on a GPU: 16 MB beside the buffers
 
 
 def check_decay(value: Any, precision: str = "master") -> float:
@@ -57,26 +55,6 @@ def check_decay(value: Any, precision: str = "master") -> float:
     return float(value)
 
 
-def decay(master: np.ndarray, start: np.ndarray, rate: float, part: tuple[int, int] = (0, 1)) -> None:
-    """Take back a share of the way from the start, in place.
-
-    Args:
-        master: float32 (size,), changed.
-        start: float32 (size,), the starting weights.
-        rate: lambda, from 0 to 1.
-        part: (i, n) does the i-th of n equal shares of the buffer only; the bits do not depend on n.
-    """
-    (index, count), factor = part, np.float32(rate)
-    first, last = (master.size * i // count for i in (index, index + 1))
-    # weights that are no longer finite stay so, without a warning: the run is recorded like any other
-    with np.errstate(over="ignore", invalid="ignore"):
-        for begin in range(first, last, _BLOCK):
-            block = slice(begin, min(begin + _BLOCK, last))
-            moved = master[block] - start[block]
-            moved *= factor
-            master[block] -= moved
-
-
 class TensorAnchor:
     """The starting weights of tensors on a device, and what `decay` does, there.
 
@@ -91,18 +69,17 @@ class TensorAnchor:
     def __init__(self, tensors: Sequence[torch.Tensor], rate: float):
         import torch
 
-        self._starts = [t.detach().clone(memory_format=torch.contiguous_format).view(-1) for t in tensors]
+        self.starts = [t.detach().clone(memory_format=torch.contiguous_format).view(-1) for t in tensors]
         self._rate = float(np.float32(rate))  # a float32, whatever a kernel makes of a Python number
-        longest = max(len(start) for start in self._starts)
-        size = max(1, min(longest, _DEVICE_BLOCK))
-        self._moved = torch.empty(size, dtype=torch.float32, device=self._starts[0].device)
+        size = max(1, min(max(map(len, self.starts)), _BLOCK))
+        self._moved = torch.empty(size, dtype=torch.float32, device=self.starts[0].device)
 
     def decay(self, masters: Sequence[torch.Tensor]) -> None:
         """Take back a share of the way; masters: float32 of each tensor, contiguous, changed."""
         import torch
 
         size = len(self._moved)
-        for master, start in zip(masters, self._starts, strict=True):
+        for master, start in zip(masters, self.starts, strict=True):
             blocks = zip(master.view(-1).split(size), start.split(size), strict=True)
             for theta, origin in blocks if len(start) else ():
                 moved = self._moved[: len(theta)]

@@ -1,4 +1,4 @@
-"""The noise law's numbers on a CPU: the reference in NumPy, written to be read, and the fast path in numba.
+"""The noise law's numbers on a CPU: one text, which NumPy runs as the reference and numba compiles as the fast path.
 
 `noise` states the law and checks all arguments; this module and `_noise_triton` only compute. The constants below are
 part of the law, and so is the order of every operation.
@@ -12,30 +12,23 @@ from numba import njit
 # Philox4x32: multipliers and the key's Weyl increments.
 M0, M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 W0, W1 = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
+_LOW = np.uint64(0xFFFFFFFF)
 ROUNDS = 10
 
 
-def _float32s(*values: float) -> tuple[np.float32, ...]:
+def float32s(*values: float) -> tuple[np.float32, ...]:
+    """Return numbers as float32."""
     return tuple(map(np.float32, values))
 
 
 # log(1 + f) = f - f^2 / 2 + f^3 P(f) for sqrt(1/2) <= 1 + f < sqrt(2): P from Cephes' logf, highest power first.
-LOG = _float32s(
-    7.0376836292e-2,
-    -1.1514610310e-1,
-    1.1676998740e-1,
-    -1.2420140846e-1,
-    1.4249322787e-1,
-    -1.6668057665e-1,
-    2.0000714765e-1,
-    -2.4999993993e-1,
-    3.3333331174e-1,
-)
+LOG = float32s(7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1)
+LOG += float32s(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1)
 LN2 = np.float32(0.69314718056)
 SQRT_HALF_BITS = np.int32(0x3F3504F3)
 # sin(pi x) / x and cos(pi x) as polynomials in x^2 for |x| <= 1/4, highest power first.
-SIN = _float32s(0.07747035, -0.59881765, 2.55012280, -5.16771174, 3.14159274)
-COS = _float32s(0.22031199, -1.33268464, 4.05856084, -4.93480149, 1.0)
+SIN = float32s(0.07747035, -0.59881765, 2.55012280, -5.16771174, 3.14159274)
+COS = float32s(0.22031199, -1.33268464, 4.05856084, -4.93480149, 1.0)
 # Adding and subtracting 1.5 * 2^23 rounds a small float32 to the nearest integer, ties to even, on every device;
 # the low bits of the sum hold that integer.
 ROUNDER = np.float32(12582912.0)
@@ -57,144 +50,115 @@ _COLUMNS = 1024  # of low-rank noise, summed at a time: two lines of 4 kB in the
 _BLOCK = 256  # Philox counters generated at a time: 4 kB of normals, well inside the L1 cache
 
 
+# The numbers, written once: NumPy runs this text on arrays, which is the reference, and numba compiles it for scalars
+# into one kernel of vector code. numba's fastmath stays off: without it LLVM fuses no multiplication with an addition.
+# A test looks for that in the assembly.
+
+
+def _numbers_of_law(compiled: Callable, where: Callable) -> tuple[Callable, ...]:
+    """Return Philox4x32-10, Box-Muller on two words, and the numbers of four words in each distribution.
+
+    Args:
+        compiled: what each of these functions goes through.
+        where: (condition, a, b) -> a or b.
+    """
+
+    @compiled
+    def philox_words(c0, c1, c2, c3, k0, k1):
+        half_width = np.uint64(32)
+        for _ in range(ROUNDS):
+            p0, p1 = M0 * np.uint64(c0), M1 * np.uint64(c2)
+            c0, c1 = np.uint32(p1 >> half_width) ^ c1 ^ k0, np.uint32(p1 & _LOW)
+            c2, c3 = np.uint32(p0 >> half_width) ^ c3 ^ k1, np.uint32(p0 & _LOW)
+            k0, k1 = np.uint32(k0 + W0), np.uint32(k1 + W1)
+        return c0, c1, c2, c3
+
+    @compiled
+    def horner(coefficients, x):
+        total = coefficients[0]
+        for i in range(1, len(coefficients)):
+            total = total * x + coefficients[i]
+        return total
+
+    @compiled
+    def box_muller(w, v):
+        # (r cos a, r sin a), float32: step 3 of the law. u = m 2^e with m between sqrt(1/2) and sqrt(2)
+        u = np.float32(np.int32(w >> np.uint32(8))) * _2_24 + _2_25
+        bits = np.float32(u).view(np.int32)
+        e = np.int32(bits - SQRT_HALF_BITS) >> np.int32(23)
+        f = np.int32(bits - (e << np.int32(23))).view(np.float32) - _ONE
+        f2 = f * f
+        log_u = np.float32(e) * LN2 + (f + (f2 * _MINUS_HALF + horner(LOG, f) * f * f2))
+        r = np.sqrt(_MINUS_TWO * log_u)
+
+        half_turns = np.float32(np.int32(v >> np.uint32(8))) * _2_22  # 2 a / pi: whole part quadrant, rest angle
+        shifted = half_turns + ROUNDER
+        quadrant = np.float32(shifted).view(np.uint32)
+        x = (half_turns - (shifted - ROUNDER)) * _HALF
+        x2 = x * x
+        near_sin, near_cos = horner(SIN, x2) * x, horner(COS, x2)
+        odd = (quadrant & np.uint32(1)) == np.uint32(1)
+        sin, cos = np.float32(where(odd, near_cos, near_sin)), np.float32(where(odd, near_sin, near_cos))
+        sign, other_sign = quadrant & np.uint32(2), (quadrant + np.uint32(1)) & np.uint32(2)
+        sin = np.uint32(sin.view(np.uint32) ^ (sign << np.uint32(30))).view(np.float32)
+        cos = np.uint32(cos.view(np.uint32) ^ (other_sign << np.uint32(30))).view(np.float32)
+        return r * cos, r * sin
+
+    @compiled
+    def gaussian(w0, w1, w2, w3):
+        z0, z1 = box_muller(w0, w1)
+        z2, z3 = box_muller(w2, w3)
+        return z0, z1, z2, z3
+
+    @compiled
+    def sum_of_bytes(w):
+        # two sums of two bytes each, in the halves of one word, then their sum
+        pairs = (w & np.uint32(0x00FF00FF)) + ((w >> np.uint32(8)) & np.uint32(0x00FF00FF))
+        total = (pairs + (pairs >> np.uint32(16))) & np.uint32(0xFFFF)
+        return np.float32(np.int32(total) - np.int32(BYTE_SUM_MEAN)) * BYTE_SUM_SCALE
+
+    @compiled
+    def byte_sum(w0, w1, w2, w3):
+        return sum_of_bytes(w0), sum_of_bytes(w1), sum_of_bytes(w2), sum_of_bytes(w3)
+
+    return philox_words, box_muller, gaussian, byte_sum
+
+
+_inline = njit(error_model="numpy", inline="always")
+_reference_words, _box_muller, *_REFERENCES = _numbers_of_law(lambda function: function, np.where)
+_philox_words, _normal_pair, _gaussian, _byte_sum = _numbers_of_law(_inline, _inline(lambda c, a, b: a if c else b))
+
+
 # The reference, in NumPy.
 
 
 def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     """Turn uint32 (..., 4) counters and the halves of a key into uint32 (..., 4) words: Philox4x32-10."""
-    k0, k1 = (np.uint64(half) for half in key)
-    low, half_width = np.uint64(0xFFFFFFFF), np.uint64(32)
-    c0, c1, c2, c3 = (counter[..., i].astype(np.uint64) for i in range(4))
-    for _ in range(ROUNDS):
-        p0, p1 = c0 * M0, c2 * M1
-        c0, c1, c2, c3 = (p1 >> half_width) ^ c1 ^ k0, p1 & low, (p0 >> half_width) ^ c3 ^ k1, p0 & low
-        k0, k1 = (k0 + W0) & low, (k1 + W1) & low
-    return np.stack((c0, c1, c2, c3), axis=-1).astype(np.uint32)
+    with np.errstate(over="ignore"):  # the sums of the key are modulo 2^32
+        return np.stack(_reference_words(*np.moveaxis(counter, -1, 0), *map(np.uint32, key)), axis=-1)
 
 
-def _box_muller(w: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Turn two uint32 words into (r cos a, r sin a), float32: step 3 of the law."""
-    u = (w >> 8).astype(np.float32) * _2_24 + _2_25
-    # u = m 2^e with m between sqrt(1/2) and sqrt(2)
-    bits = u.view(np.int32)
-    e = (bits - SQRT_HALF_BITS) >> 23
-    f = (bits - (e << 23)).view(np.float32) - _ONE
-    f2 = f * f
-    log_u = e.astype(np.float32) * LN2 + (f + (f2 * _MINUS_HALF + _horner(LOG, f) * f * f2))
-    r = np.sqrt(_MINUS_TWO * log_u)
-
-    half_turns = (v >> 8).astype(np.float32) * _2_22  # 2 a / pi, from 0 to 4: whole part quadrant, rest angle
-    shifted = half_turns + ROUNDER
-    quadrant = shifted.view(np.uint32)
-    x = (half_turns - (shifted - ROUNDER)) * _HALF
-    x2 = x * x
-    sin, cos = _horner(SIN, x2) * x, _horner(COS, x2)
-    odd = (quadrant & 1) == 1
-    sin, cos = np.where(odd, cos, sin), np.where(odd, sin, cos)
-    sin = (sin.view(np.uint32) ^ ((quadrant & 2) << 30)).view(np.float32)
-    cos = (cos.view(np.uint32) ^ (((quadrant + 1) & 2) << 30)).view(np.float32)
-    return r * cos, r * sin
-
-
-def _horner(coefficients: tuple[np.float32, ...], x: np.ndarray) -> np.ndarray:
-    total = coefficients[0]
-    for i in range(1, len(coefficients)):
-        total = total * x + coefficients[i]
-    return total
-
-
-def _gaussian(words: np.ndarray) -> np.ndarray:
-    pairs = _box_muller(words[..., 0], words[..., 1]) + _box_muller(words[..., 2], words[..., 3])
-    return np.stack(pairs, axis=-1)
-
-
-def _byte_sum(words: np.ndarray) -> np.ndarray:
-    total = sum((words >> shift) & 255 for shift in (0, 8, 16, 24))
-    return (total.astype(np.int32) - BYTE_SUM_MEAN).astype(np.float32) * BYTE_SUM_SCALE
-
-
-# uint32 (..., 4) words of one counter each to the float32 (..., 4) numbers of its four columns.
-_REFERENCES = {GAUSSIAN: _gaussian, BYTE_SUM: _byte_sum}
+def words(key: int, rows: np.ndarray, quads: np.ndarray, third: int, fourth: int) -> np.ndarray:
+    """Return the words of the counters (quad, row, third, fourth), uint32 (rows, quads, 4)."""
+    counter = np.empty((len(rows), len(quads), 4), np.uint32)
+    counter[..., 0], counter[..., 1] = quads, np.asarray(rows)[:, None]
+    counter[..., 2], counter[..., 3] = third, fourth
+    return philox(counter, (key & 0xFFFFFFFF, key >> 32))
 
 
 def reference(
     kind: int, key: int, param_id: int, rows: tuple[int, int], cols: tuple[int, int], stream: int
 ) -> np.ndarray:
     """Return the window rows x cols of a tensor's noise, float32, in plain NumPy."""
-    first, last = cols[0] >> 2, (cols[1] + 3) >> 2
-    counter = np.empty((rows[1] - rows[0], last - first, 4), np.uint32)
-    counter[..., 0] = np.arange(first, last)
-    counter[..., 1] = np.arange(*rows)[:, None]
-    counter[..., 2], counter[..., 3] = param_id, stream
-    numbers = _REFERENCES[kind](philox(counter, (key & 0xFFFFFFFF, key >> 32)))
-    whole = numbers.reshape(len(counter), 4 * (last - first))
-    return np.ascontiguousarray(whole[:, cols[0] - 4 * first : cols[1] - 4 * first])
+    quads = np.arange(cols[0] >> 2, (cols[1] + 3) >> 2)
+    numbers = np.stack(
+        _REFERENCES[kind](*np.moveaxis(words(key, np.arange(*rows), quads, param_id, stream), -1, 0)), -1
+    )
+    whole, begin = numbers.reshape(len(numbers), 4 * len(quads)), cols[0] & 3
+    return np.ascontiguousarray(whole[:, begin : begin + cols[1] - cols[0]])
 
 
-# The fast path, in numba: small functions that LLVM compiles into one kernel of vector code. fastmath stays off:
-# without it LLVM fuses no multiplication with an addition. A test looks for that in the assembly.
-_inline = njit(error_model="numpy", inline="always")
-
-
-@_inline
-def _philox_words(c0, c1, c2, c3, k0, k1):
-    half_width = np.uint64(32)
-    for _ in range(ROUNDS):
-        p0, p1 = M0 * np.uint64(c0), M1 * np.uint64(c2)
-        c0, c1 = np.uint32(p1 >> half_width) ^ c1 ^ k0, np.uint32(p1)
-        c2, c3 = np.uint32(p0 >> half_width) ^ c3 ^ k1, np.uint32(p0)
-        k0, k1 = np.uint32(k0 + W0), np.uint32(k1 + W1)
-    return c0, c1, c2, c3
-
-
-_horner_inline = _inline(_horner)
-
-
-@_inline
-def _normal_pair(w, v):
-    """_box_muller for one pair of words."""
-    u = np.float32(np.int32(w >> np.uint32(8))) * _2_24 + _2_25
-    bits = np.float32(u).view(np.int32)
-    e = np.int32(bits - SQRT_HALF_BITS) >> np.int32(23)
-    f = np.int32(bits - (e << np.int32(23))).view(np.float32) - _ONE
-    f2 = f * f
-    log_u = np.float32(e) * LN2 + (f + (f2 * _MINUS_HALF + _horner_inline(LOG, f) * f * f2))
-    r = np.sqrt(_MINUS_TWO * log_u)
-
-    half_turns = np.float32(np.int32(v >> np.uint32(8))) * _2_22
-    shifted = half_turns + ROUNDER
-    quadrant = np.float32(shifted).view(np.uint32)
-    x = (half_turns - (shifted - ROUNDER)) * _HALF
-    x2 = x * x
-    near_sin, near_cos = _horner_inline(SIN, x2) * x, _horner_inline(COS, x2)
-    odd = (quadrant & np.uint32(1)) == np.uint32(1)
-    sin = near_cos if odd else near_sin
-    cos = near_sin if odd else near_cos
-    sin = np.uint32(np.float32(sin).view(np.uint32) ^ ((quadrant & np.uint32(2)) << np.uint32(30))).view(np.float32)
-    cos = np.uint32(
-        np.float32(cos).view(np.uint32) ^ (((quadrant + np.uint32(1)) & np.uint32(2)) << np.uint32(30))
-    ).view(np.float32)
-    return r * cos, r * sin
-
-
-@_inline
-def _gaussian_numbers(w0, w1, w2, w3):
-    z0, z1 = _normal_pair(w0, w1)
-    z2, z3 = _normal_pair(w2, w3)
-    return z0, z1, z2, z3
-
-
-@_inline
-def _sum_of_bytes(w):
-    # Two sums of two bytes each, in the halves of one word, then their sum.
-    pairs = (w & np.uint32(0x00FF00FF)) + ((w >> np.uint32(8)) & np.uint32(0x00FF00FF))
-    total = (pairs + (pairs >> np.uint32(16))) & np.uint32(0xFFFF)
-    return np.float32(np.int32(total) - np.int32(BYTE_SUM_MEAN)) * BYTE_SUM_SCALE
-
-
-@_inline
-def _byte_sum_numbers(w0, w1, w2, w3):
-    return _sum_of_bytes(w0), _sum_of_bytes(w1), _sum_of_bytes(w2), _sum_of_bytes(w3)
+# The fast path, in numba.
 
 
 def _loop_over_counters(four_numbers: Callable) -> Callable:
@@ -214,8 +178,7 @@ def _loop_over_counters(four_numbers: Callable) -> Callable:
     return add_member
 
 
-_add_gaussian = _loop_over_counters(_gaussian_numbers)
-_add_byte_sum = _loop_over_counters(_byte_sum_numbers)
+_add_gaussian, _add_byte_sum = _loop_over_counters(_gaussian), _loop_over_counters(_byte_sum)
 
 
 def _add_noise_kernel(
@@ -302,13 +265,13 @@ def reference_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return total
 
 
-def _add_rows_kernel(kind, out, keys, scale, first, param_id, stream):
-    """Add scale * a member's numbers in rows 0, 1, ... and columns first, ... to each of out: (members, rank, n)."""
+def _add_rows_kernel(kind, out, keys, scale, row0, col0, param_id, stream):
+    """Add scale * a member's numbers in rows row0, ... and columns col0, ... to each of out: (members, rows, n)."""
     shape = np.array([out.shape[1]]), np.array([out.shape[2]])
     zero, one, ids = np.zeros(1, np.int64), np.full(1, scale), np.full(1, param_id)
     for n in range(len(keys)):
         flat = out[n].reshape(out.shape[1] * out.shape[2])
-        _add_one(kind, flat, flat, NOTHING, keys[n : n + 1], one, zero, *shape, ids, 0, first, stream, 0, 1)
+        _add_one(kind, flat, flat, NOTHING, keys[n : n + 1], one, zero, *shape, ids, row0, col0, stream, 0, 1)
 
 
 def _add_products_kernel(out, source, start, coefficients, a, b, base, stride):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -13,7 +12,6 @@ from evoalign_lib import _noise_cpu
 if TYPE_CHECKING:
     import torch
 
-    from evoalign_lib._anchor import TensorAnchor
 
 _FACTORS = 1 << 22  # numbers of low-rank factors in memory at once, 16 MB
 _LEAST_TILE = 64  # rows and columns of a matrix to which they are added at a time, at least
@@ -66,46 +64,40 @@ class Entry(NamedTuple):
 
 
 def factors_of(
-    kind: int, keys: np.ndarray, param_id: int, rank: int, rows: tuple[int, int], cols: tuple[int, int]
+    kind: int, param_id: int, keys: np.ndarray, rank: int, rows: tuple[int, int], cols: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return what `factors` returns, given the number of the distribution and the id that it uses."""
     return (
-        rows_of_members(kind, keys, param_id, rank, rows, 1, _noise_cpu.root(rank)),
-        rows_of_members(kind, keys, param_id, rank, cols, 2),
+        rows_of_members(kind, keys, param_id, (0, rank), rows, 1, _noise_cpu.root(rank)),
+        rows_of_members(kind, keys, param_id, (0, rank), cols, 2),
     )
 
 
-def rows_of_members(
-    kind: int,
-    keys: np.ndarray,
-    param_id: int,
-    rows: int,
-    cols: tuple[int, int],
-    stream: int,
-    scale: np.float32 = np.float32(1),  # noqa: B008, a number
-) -> np.ndarray:
-    """Return scale * the numbers of each member in the first rows and in these columns, float32 (members, rows, n)."""
-    drawn = np.full((len(keys), rows, cols[1] - cols[0]), _noise_cpu.NOTHING)
-    _noise_cpu.add_rows(kind, drawn, keys, scale, cols[0], np.uint32(param_id), np.uint32(stream))
+def rows_of_members(kind: int, keys, param_id: int, rows, cols, stream: int, scale: float = 1.0) -> np.ndarray:
+    """Return scale * the numbers of each member in some rows and columns, float32 (members, rows, columns).
+
+    kind: number of the distribution; keys: uint64 (members,); rows, cols: (start, stop); stream: of the noise law.
+    """
+    drawn = np.full((len(keys), rows[1] - rows[0], cols[1] - cols[0]), _noise_cpu.NOTHING)
+    numbers = np.float32(scale), rows[0], cols[0], np.uint32(param_id), np.uint32(stream)
+    _noise_cpu.add_rows(kind, drawn, keys, *numbers)
     return drawn
 
 
-def add_noise(
-    kind: int,
-    out: np.ndarray,
-    source: np.ndarray,
-    start: np.float32,
-    keys: int | np.ndarray,
-    coefficients: np.ndarray,
-    table: tuple[np.ndarray, ...],
-    first: tuple[int, int] = (0, 0),
-    stream: int = 0,
-    part: tuple[int, int] = (0, 1),
-) -> None:
-    """out = source + (start + sum of c_n eps_n) for each tensor of the table, in numba."""
-    source = read_only(source)
-    keys = np.array([keys], np.uint64) if isinstance(keys, int) else keys
-    _noise_cpu.add_noise(kind, out, source, start, keys, coefficients, *table, *first, np.uint32(stream), *part)
+def add_noise(kind: int, out, source, start, keys, coefficients, table, first=(0, 0), part=(0, 1)) -> None:
+    """out = source + (start + sum of c_n eps_n) for each tensor of the table, or its i-th of n shares, in numba.
+
+    Args:
+        kind: number of the distribution.
+        out, source: flat float32 buffers.
+        start: float32, where the sum starts.
+        keys, coefficients: uint64 and float32 (members,).
+        table: offsets, rows, columns (int64) and ids (uint32) of the tensors, as `Layout.table`.
+        first: row and column of the parameter where the tensors begin.
+        part: (i, n).
+    """
+    members = read_only(source), start, keys, coefficients
+    _noise_cpu.add_noise(kind, out, *members, *table, *first, np.uint32(0), *part)
 
 
 def read_only(array: np.ndarray) -> np.ndarray:
@@ -116,21 +108,13 @@ def read_only(array: np.ndarray) -> np.ndarray:
 
 
 def add_products(
-    out: np.ndarray,
-    source: np.ndarray,
-    start: np.float32,
-    keys: np.ndarray,
-    coefficients: np.ndarray,
-    entry: Entry,
-    rank: int,
-    kind: int,
-    first: tuple[int, int] = (0, 0),
-    part: tuple[int, int] = (0, 1),
+    kind: int, out, source, start, keys, coefficients, entry: Entry, rank: int, first=(0, 0), part=(0, 1)
 ) -> None:
     """out = source + (start + sum of c_n E_n) for one matrix in flat buffers, or its i-th of n shares.
 
     Factors of many members are large: a tile of the matrix is done at a time, for which `_FACTORS` numbers suffice.
-    Entry: where the matrix lies, a window of its parameter that begins at `first`, and the id that the kernels use.
+    Entry: where the matrix lies, a window of its parameter that begins at `first`, and the id that the kernels use; the
+    other arguments are those of `add_noise`.
     """
     side = max(_LEAST_TILE, _FACTORS // max(1, 2 * rank * len(keys)))
     begin, end = (entry.rows * i // part[1] for i in (part[0], part[0] + 1))
@@ -139,24 +123,29 @@ def add_products(
         rows = row0 + row, row0 + min(row + side, end)
         for col in range(0, entry.cols, side):
             cols = col0 + col, col0 + min(col + side, entry.cols)
-            a, b = factors_of(kind, keys, entry.id, rank, rows, cols)
+            a, b = factors_of(kind, entry.id, keys, rank, rows, cols)
             place = entry.offset + row * entry.cols + col
             _noise_cpu.add_products(out, read_only(source), start, coefficients, a, b, place, entry.cols)
 
 
 class MasterOnDevice:
-    """A float32 master of tensors on one device, which members' weights are written to.
+    """A float32 master of tensors on one device, and the tensors that members' weights are written to.
 
     Args:
         matrices: the working tensors as (rows, cols), columns adjacent.
+        windows: (parameter id, first row, first column) of each in its parameter.
+        ranks: of each tensor's noise, 0 (full rank) or one number above it.
         kind: number of the distribution.
+        most_members: largest population of an update.
         anchor: where the tensors started, if updates decay toward it.
+        stream: of the noise law, of full-rank noise.
     """
 
-    def __init__(self, matrices: Sequence[torch.Tensor], kind: int, anchor: TensorAnchor | None):
+    def __init__(self, matrices, windows, ranks, kind: int, most_members: int, anchor=None, stream: int = 0):
         import torch
 
-        self._matrices, self._kind, self._anchor = list(matrices), kind, anchor
+        self._matrices, self._windows, self._ranks = list(matrices), list(windows), list(ranks)
+        self._kind, self.most_members, self._anchor, self._stream = kind, most_members, anchor, stream
         self._offsets, size = [], 0
         for matrix in matrices:
             self._offsets.append(size)
@@ -178,52 +167,64 @@ class MasterOnDevice:
         for view, matrix in zip(self.views(), self._matrices, strict=True):
             matrix.copy_(view)
 
-
-class HostWeights(MasterOnDevice):
-    """What `DeviceWeights` is on a GPU, for tensors on a CPU: a float32 master and members written from it.
-
-    Made by `device_weights`, which checks the arguments: working tensors as (rows, cols), (parameter id, first row,
-    first column) of each in its parameter, the number of the distribution, the tensors' start if updates decay toward
-    it, and the rank of each tensor's noise.
-    """
-
-    def __init__(
-        self,
-        matrices: Sequence[torch.Tensor],
-        windows: Sequence[tuple[int, int, int]],
-        kind: int,
-        anchor: TensorAnchor | None = None,
-        ranks: Sequence[int] = (),
-    ):
-        super().__init__(matrices, kind, anchor)
-        self._windows, self._ranks = list(windows), list(ranks) or [0] * len(self._matrices)
-
     def perturb(self, key: int, sigma: float, sign: int = 1) -> None:
-        """Write one member's weights; arguments, bits and errors are those of `DeviceWeights.perturb`."""
-        import torch
+        """Write one member's weights, cast(fl(master + fl(fl32(sign * sigma) * eps))).
 
-        key, scale = unsigned("key", key, 64), np.array([signed_sigma(sigma, sign)])
-        keys = np.array([key], np.uint64)
-        for view, matrix, *place in zip(self.views(), self._matrices, self._windows, self._ranks, strict=True):
-            member = np.empty(view.numel(), np.float32)
-            self._add(member, view, _noise_cpu.NOTHING, keys, scale, *place)
-            matrix.copy_(torch.from_numpy(member).view(matrix.shape))
+        Args:
+            key: 64-bit member key.
+            sigma: standard deviation of the perturbation, weight units.
+            sign: -1 for the second member of an antithetic pair.
+
+        Raises:
+            ValueError: a bad key, sigma or sign.
+        """
+        keys, scale = np.array([unsigned("key", key, 64)], np.uint64), np.array([signed_sigma(sigma, sign)])
+        self._add(keys, scale, False)
 
     def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
-        """Add the members' noise to the master; arguments, bits and errors are those of `DeviceWeights.update`."""
+        """Add the members' noise to the master in one pass over it, with the bits of `noise.update`.
+
+        With an anchor the master decays toward it first, whatever the members. The working tensors stay as they are
+        until the next `perturb` or `restore`.
+
+        Args:
+            keys: uint64 (members,), member keys.
+            coefficients: float32 (members,), weight units.
+
+        Raises:
+            TypeError, ValueError: an array of another dtype or length, a coefficient that is not finite, or more
+                members than `most_members`.
+        """
         check_members(keys, coefficients)
+        if len(keys) > self.most_members:
+            raise ValueError(f"{len(keys)} members, but these weights were made for most_members={self.most_members}")
         if self._anchor is not None:
             self._anchor.decay(self.views())
-        used = coefficients != 0  # as in `update`: a term of +-0 changes no sum
-        for view, *place in zip(self.views(), self._windows, self._ranks, strict=True):
-            self._add(view.numpy().reshape(-1), view, _noise_cpu.ZERO, keys[used], coefficients[used], *place)
+        self._add(keys, coefficients, True)
 
-    def _add(self, out, view, start, keys, coefficients, window, rank) -> None:
-        param_id, *first = window
-        rows, cols = view.shape
-        if rank:
-            entry, source = Entry("", (rows, cols), rows, cols, 0, param_id), view.numpy().reshape(-1)
-            add_products(out, source, start, keys, coefficients, entry, rank, self._kind, tuple(first))
-            return
-        table = (*(np.array([number], np.int64) for number in (0, rows, cols)), np.array([param_id], np.uint32))
-        add_noise(self._kind, out, view.numpy().reshape(-1), start, keys, coefficients, table, tuple(first))
+    def _add(self, keys: np.ndarray, coefficients: np.ndarray, to_master: bool) -> None:
+        """Write master + (0 + sum of c_n eps_n) to the master, or without the 0, and cast, to the working tensors."""
+        raise NotImplementedError
+
+
+class HostWeights(MasterOnDevice):
+    """What `DeviceWeights` is on a GPU, for tensors on a CPU: numba makes the noise, one tensor at a time."""
+
+    def _add(self, keys, coefficients, to_master):
+        import torch
+
+        used = coefficients != 0  # as in `update`: a term of +-0 changes no sum
+        members = _noise_cpu.ZERO if to_master else _noise_cpu.NOTHING, keys[used], coefficients[used]
+        for view, matrix, (param_id, *first), rank in zip(
+            self.views(), self._matrices, self._windows, self._ranks, strict=True
+        ):
+            (rows, cols), source = view.shape, view.numpy().reshape(-1)
+            out = source if to_master else np.empty_like(source)
+            if rank:
+                entry = Entry("", (rows, cols), rows, cols, 0, param_id)
+                add_products(self._kind, out, source, *members, entry, rank, tuple(first))
+            else:
+                table = (*(np.array([number], np.int64) for number in (0, rows, cols)), np.array([param_id], np.uint32))
+                add_noise(self._kind, out, source, *members, table, tuple(first))
+            if not to_master:
+                matrix.copy_(torch.from_numpy(out).view(matrix.shape))

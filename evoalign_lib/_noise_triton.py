@@ -3,27 +3,26 @@
 `noise` states the law; operations and their order are those of `_noise_cpu`, so that the bits are the same. A launch
 runs over tiles of Philox counters of all tensors; a table in device memory says where each tensor lies. Tensors with
 low-rank noise have a launch of their own, over tiles of their rows and columns, so that the factors of a tile are few
-beside its weights and are drawn where they are used. Keys and
-coefficients are read from device memory at fixed addresses and nothing is allocated, so that a launch can be captured
-in a CUDA graph and disturbs none. Without a GPU the same code runs in Triton's interpreter, if TRITON_INTERPRET=1 is
-set before Triton is imported.
+beside its weights and are drawn where they are used. Keys and coefficients are read from device memory and nothing is
+allocated, so that a launch disturbs no CUDA graph. Without a GPU the same code runs in Triton's interpreter, if
+TRITON_INTERPRET=1 is set before Triton is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from evoalign_lib import _noise_cpu
-from evoalign_lib._anchor import TensorAnchor
-from evoalign_lib._noise_host import MasterOnDevice, check_members, signed_sigma, unsigned
+from evoalign_lib._noise_host import MasterOnDevice
 
 try:
     import triton
     import triton.language as tl
+    from triton.language import constexpr
 except ImportError as error:
     raise ImportError("the noise law on a GPU needs Triton, which torch's CUDA wheels bring along (Linux)") from error
 
@@ -34,29 +33,29 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILE, WARPS = (1 << 14, 1) if INTERPRETED else (512, 4)
 
 # Columns of the table of tensors, all int64.
-_ID, _STREAM, _FIRST_ROW, _FIRST_QUAD, _LEAD, _COLS = map(tl.constexpr, range(6))
-_ROW_QUADS, _QUADS, _FIRST_TILE, _MASTER, _WORKING, _STRIDE = map(tl.constexpr, range(6, 12))
-_WIDTH = tl.constexpr(12)
+_ID, _STREAM, _FIRST_ROW, _FIRST_QUAD, _LEAD, _COLS = map(constexpr, range(6))
+_ROW_QUADS, _QUADS, _FIRST_TILE, _MASTER, _WORKING, _STRIDE = map(constexpr, range(6, 12))
+_WIDTH = constexpr(12)
 
 # Rows and columns of a tile of low-rank noise.
 TILE_ROWS, TILE_COLS = (64, 1 << 8) if INTERPRETED else (32, 128)
 
 # Columns of the table of tensors with low-rank noise, all int64. Quads are four rows or columns of the parameter.
-_L_ID, _L_ROW_QUAD, _L_ROW_LEAD, _L_ROWS, _L_COL_QUAD, _L_COL_LEAD = map(tl.constexpr, range(6))
-_L_COLS, _L_ACROSS, _L_FIRST_TILE, _L_MASTER, _L_WORKING, _L_STRIDE = map(tl.constexpr, range(6, 12))
+_L_ID, _L_ROW_QUAD, _L_ROW_LEAD, _L_ROWS, _L_COL_QUAD, _L_COL_LEAD = map(constexpr, range(6))
+_L_COLS, _L_ACROSS, _L_FIRST_TILE, _L_MASTER, _L_WORKING, _L_STRIDE = map(constexpr, range(6, 12))
 
 # The law's constants, as Python numbers, which Triton makes float32 and uint32 again.
-_ROUNDS = tl.constexpr(_noise_cpu.ROUNDS)
-_M0, _M1, _W0, _W1 = (tl.constexpr(int(n)) for n in (_noise_cpu.M0, _noise_cpu.M1, _noise_cpu.W0, _noise_cpu.W1))
-_LOG, _SIN, _COS = (tl.constexpr(tuple(map(float, c))) for c in (_noise_cpu.LOG, _noise_cpu.SIN, _noise_cpu.COS))
+_ROUNDS = constexpr(_noise_cpu.ROUNDS)
+_M0, _M1, _W0, _W1 = (constexpr(int(n)) for n in (_noise_cpu.M0, _noise_cpu.M1, _noise_cpu.W0, _noise_cpu.W1))
+_LOG, _SIN, _COS = (constexpr(tuple(map(float, c))) for c in (_noise_cpu.LOG, _noise_cpu.SIN, _noise_cpu.COS))
 _NUMBERS = _noise_cpu.LN2, _noise_cpu.ROUNDER, _noise_cpu.BYTE_SUM_SCALE
-_LN2, _ROUNDER, _SCALE = (tl.constexpr(float(n)) for n in _NUMBERS)
-_MEAN = tl.constexpr(_noise_cpu.BYTE_SUM_MEAN)
-_SQRT_HALF_BITS = tl.constexpr(int(_noise_cpu.SQRT_HALF_BITS))
-_2_22, _2_24, _2_25 = tl.constexpr(2.0**-22), tl.constexpr(2.0**-24), tl.constexpr(2.0**-25)
-_GAUSSIAN = tl.constexpr(_noise_cpu.GAUSSIAN)
+_LN2, _ROUNDER, _SCALE = (constexpr(float(n)) for n in _NUMBERS)
+_MEAN = constexpr(_noise_cpu.BYTE_SUM_MEAN)
+_SQRT_HALF_BITS = constexpr(int(_noise_cpu.SQRT_HALF_BITS))
+_2_22, _2_24, _2_25 = constexpr(2.0**-22), constexpr(2.0**-24), constexpr(2.0**-25)
+_GAUSSIAN = constexpr(_noise_cpu.GAUSSIAN)
 # The interpreter truncates where a GPU rounds to the nearest bfloat16.
-_ROUND_BY_HAND = tl.constexpr(INTERPRETED)
+_ROUND_BY_HAND = constexpr(INTERPRETED)
 
 
 # Numbers.
@@ -73,7 +72,7 @@ def _philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def _horner(coefficients: tl.constexpr, n: tl.constexpr, x):
+def _horner(coefficients: constexpr, n: constexpr, x):
     total = x * coefficients[0] + coefficients[1]
     for i in tl.static_range(2, n):
         total = total * x + coefficients[i]
@@ -111,7 +110,7 @@ def _sum_of_bytes(w):
 
 
 @triton.jit
-def _numbers(c0, c1, c2, c3, key, KIND: tl.constexpr):
+def _numbers(c0, c1, c2, c3, key, KIND: constexpr):
     """Return four float32 (tile,): the numbers of the four columns of each counter."""
     w0, w1, w2, w3 = _philox(c0, c1, c2, c3, key.to(tl.uint32), (key >> 32).to(tl.uint32))
     if KIND == _GAUSSIAN:
@@ -123,13 +122,13 @@ def _numbers(c0, c1, c2, c3, key, KIND: tl.constexpr):
 
 
 @triton.jit
-def _columns(z0, z1, z2, z3, BLOCK: tl.constexpr):
+def _columns(z0, z1, z2, z3, BLOCK: constexpr):
     """Join four (tile,) to (tile, 4). Each join adds a last axis: the last but one tells z0, z1 from z2, z3."""
     return tl.reshape(tl.join(tl.join(z0, z2), tl.join(z1, z3)), (BLOCK, 4))
 
 
 @triton.jit
-def _cast(x, like: tl.constexpr):
+def _cast(x, like: constexpr):
     """Round x to another dtype, to the nearest, ties to even."""
     if _ROUND_BY_HAND and like == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
@@ -142,7 +141,7 @@ def _cast(x, like: tl.constexpr):
 
 
 @triton.jit
-def _place(table, of_tile, LINEAR: tl.constexpr, BLOCK: tl.constexpr):
+def _place(table, of_tile, FLAT: constexpr, BLOCK: constexpr):
     """Find this program's tile.
 
     Returns its counters (quads, rows, parameter id, stream), uint32, the first two (BLOCK,); where its weights lie in
@@ -161,7 +160,7 @@ def _place(table, of_tile, LINEAR: tl.constexpr, BLOCK: tl.constexpr):
     exists = (begin + inside < tl.load(entry + _QUADS).to(tl.uint32))[:, None]
     master, working = tl.load(entry + _MASTER), tl.load(entry + _WORKING)
     fours = tl.arange(0, 4)[None, :]
-    if LINEAR:
+    if FLAT:
         # Whole quads one after the other, on multiples of four elements: four are loaded and stored at a time.
         first, column = begin.to(tl.int64) * 4, (inside.to(tl.int32) * 4)[:, None] + fours
         master = tl.multiple_of(master + first, 4) + column
@@ -176,36 +175,30 @@ def _place(table, of_tile, LINEAR: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _perturb_kernel(
-    target, master, table, of_tile, key, scale, KIND: tl.constexpr, LINEAR: tl.constexpr, BLOCK: tl.constexpr
-):
-    """target = cast(master + scale * eps), rounded after each operation."""
-    c0, c1, c2, c3, source, sink, exists = _place(table, of_tile, LINEAR, BLOCK)
-    z0, z1, z2, z3 = _numbers(c0, c1, c2, c3, tl.load(key), KIND)
-    s = tl.load(scale)
-    noise = _columns(s * z0, s * z1, s * z2, s * z3, BLOCK)
-    weights = tl.load(master + source, exists, 0.0)
-    tl.store(target + sink, _cast(weights + noise, target.dtype.element_ty), exists)
+def _start(shape: constexpr, UPDATE: constexpr):
+    """Return where a sum of noise starts: 0, or for one member -0, which changes no bit of a first term."""
+    zero = tl.zeros(shape, tl.float32)
+    return zero if UPDATE else zero * -1.0
 
 
 @triton.jit
-def _update_kernel(
-    master, table, of_tile, keys, coefs, members, KIND: tl.constexpr, LINEAR: tl.constexpr, BLOCK: tl.constexpr
+def _add_kernel(
+    target, master, table, tiles, keys, coefs, n, UPDATE: constexpr, KIND: constexpr, FLAT: constexpr, BLOCK: constexpr
 ):
-    """master = master + (0 + c_0 eps_0 + c_1 eps_1 + ...), rounded after each operation."""
-    c0, c1, c2, c3, source, _, exists = _place(table, of_tile, LINEAR, BLOCK)
-    t0, t1 = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    t2, t3 = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    for m in range(tl.load(members)):
+    """target = cast(master + (start + c_0 eps_0 + c_1 eps_1 + ...)), rounded after each operation; n: members."""
+    c0, c1, c2, c3, source, working, exists = _place(table, tiles, FLAT, BLOCK)
+    t0 = _start((BLOCK,), UPDATE)
+    t1, t2, t3 = t0, t0, t0
+    for m in range(tl.load(n)):
         z0, z1, z2, z3 = _numbers(c0, c1, c2, c3, tl.load(keys + m), KIND)
-        s = tl.load(coefs + m)
-        t0, t1, t2, t3 = t0 + s * z0, t1 + s * z1, t2 + s * z2, t3 + s * z3
-    weights = tl.load(master + source, exists, 0.0)
-    tl.store(master + source, weights + _columns(t0, t1, t2, t3, BLOCK), exists)
+        c = tl.load(coefs + m)
+        t0, t1, t2, t3 = t0 + c * z0, t1 + c * z1, t2 + c * z2, t3 + c * z3
+    weights = tl.load(master + source, exists, 0.0) + _columns(t0, t1, t2, t3, BLOCK)
+    tl.store(target + (source if UPDATE else working), _cast(weights, target.dtype.element_ty), exists)
 
 
 @triton.jit
-def _low_rank_place(table, of_tile, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _low_rank_place(table, of_tile, ROWS: constexpr, COLS: constexpr):
     """Find this program's tile of a tensor with low-rank noise.
 
     Returns the quads of its rows, (ROWS / 4,), and columns, (COLS / 4,), uint32; the parameter id; where its weights
@@ -229,7 +222,7 @@ def _low_rank_place(table, of_tile, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def _factor(quads, k, param_id, stream: tl.constexpr, key, KIND: tl.constexpr, N: tl.constexpr):
+def _factor(quads, k, param_id, stream: constexpr, key, KIND: constexpr, N: constexpr):
     """Return row k of a factor at N // 4 quads, float32 (N,)."""
     same = tl.zeros((N // 4,), tl.int32)
     c1, c3 = (same + k).to(tl.uint32), (same + stream).to(tl.uint32)
@@ -238,51 +231,44 @@ def _factor(quads, k, param_id, stream: tl.constexpr, key, KIND: tl.constexpr, N
 
 
 @triton.jit
-def _product(
-    row_quads, col_quads, param_id, key, root, rank, KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+def _add_low_rank_kernel(
+    target,
+    master,
+    table,
+    tiles,
+    keys,
+    coefs,
+    n,
+    root,
+    rank,
+    UPDATE: constexpr,
+    KIND: constexpr,
+    ROWS: constexpr,
+    COLS: constexpr,
 ):
-    """Return a member's low-rank noise in a tile, float32 (ROWS, COLS), rounded after each operation."""
-    a = _factor(row_quads, 0, param_id, 1, key, KIND, ROWS) * root
-    total = a[:, None] * _factor(col_quads, 0, param_id, 2, key, KIND, COLS)[None, :]
-    for k in range(1, rank):
-        a = _factor(row_quads, k, param_id, 1, key, KIND, ROWS) * root
-        total = total + a[:, None] * _factor(col_quads, k, param_id, 2, key, KIND, COLS)[None, :]
-    return total
-
-
-@triton.jit
-def _low_rank_perturb_kernel(
-    target, master, table, of_tile, key, scale, root, rank, KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
-):
-    """target = cast(master + scale * E), rounded after each operation."""
-    row_quads, col_quads, param_id, source, sink, exists = _low_rank_place(table, of_tile, ROWS, COLS)
-    noise = tl.load(scale) * _product(row_quads, col_quads, param_id, tl.load(key), root, rank, KIND, ROWS, COLS)
-    weights = tl.load(master + source, exists, 0.0)
-    tl.store(target + sink, _cast(weights + noise, target.dtype.element_ty), exists)
-
-
-@triton.jit
-def _low_rank_update_kernel(
-    master, table, of_tile, keys, coefs, members, root, rank, KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
-):
-    """master = master + (0 + c_0 E_0 + c_1 E_1 + ...), rounded after each operation."""
-    row_quads, col_quads, param_id, source, _, exists = _low_rank_place(table, of_tile, ROWS, COLS)
-    total = tl.zeros((ROWS, COLS), tl.float32)
-    for m in range(tl.load(members)):
-        noise = _product(row_quads, col_quads, param_id, tl.load(keys + m), root, rank, KIND, ROWS, COLS)
+    """target = cast(master + (start + c_0 E_0 + c_1 E_1 + ...)), rounded after each operation."""
+    row_quads, col_quads, param_id, source, working, exists = _low_rank_place(table, tiles, ROWS, COLS)
+    total = _start((ROWS, COLS), UPDATE)
+    for m in range(tl.load(n)):
+        key = tl.load(keys + m)
+        a = _factor(row_quads, 0, param_id, 1, key, KIND, ROWS) * root
+        noise = a[:, None] * _factor(col_quads, 0, param_id, 2, key, KIND, COLS)[None, :]
+        for k in range(1, rank):
+            a = _factor(row_quads, k, param_id, 1, key, KIND, ROWS) * root
+            noise = noise + a[:, None] * _factor(col_quads, k, param_id, 2, key, KIND, COLS)[None, :]
         total = total + tl.load(coefs + m) * noise
-    weights = tl.load(master + source, exists, 0.0)
-    tl.store(master + source, weights + total, exists)
+    weights = tl.load(master + source, exists, 0.0) + total
+    tl.store(target + (source if UPDATE else working), _cast(weights, target.dtype.element_ty), exists)
 
 
 # A model on a device.
 
 
 class _Launch(NamedTuple):
-    """The tensors that one launch serves: those of one dtype, and either all linear (see `_place`) or not."""
+    """The tensors that one launch serves: those of one dtype, and either all flat (see `_place`) or not."""
 
     target: torch.Tensor  # any of them: the table's addresses count from it
-    linear: bool
+    flat: bool
     low_rank: bool  # then the table has the columns _L_...
     table: torch.Tensor  # int64 (tensors, _WIDTH)
     of_tile: torch.Tensor  # int32 (tiles,)
@@ -291,167 +277,83 @@ class _Launch(NamedTuple):
 class DeviceWeights(MasterOnDevice):
     """A float32 master on a device, and the tensors there that the members' weights are written to.
 
-    Made by `noise.device_weights`, which checks the arguments.
+    Made by `noise.device_weights`, which checks the arguments; they are those of `MasterOnDevice`.
 
-    Args:
-        matrices: the working tensors as (rows, cols), columns adjacent, one device.
-        windows: (parameter id, first row, first column) of each in its parameter.
-        kind: number of the distribution.
-        most_members: largest population of an update.
-        stream: the noise law's stream.
-        anchor: where the tensors started, if updates decay toward it.
-        ranks: of each tensor's noise, 0 or one number above it; none: all of full rank.
+    Raises:
+        RuntimeError: no GPU, and not in Triton's interpreter.
     """
 
-    def __init__(
-        self,
-        matrices: Sequence[torch.Tensor],
-        windows: Sequence[tuple[int, int, int]],
-        kind: int,
-        most_members: int,
-        stream: int = 0,
-        anchor: TensorAnchor | None = None,
-        ranks: Sequence[int] = (),
-    ):
+    def __init__(self, matrices: Sequence[torch.Tensor], windows: Sequence[tuple[int, int, int]], *law: Any):
         device = matrices[0].device
         if not (INTERPRETED or device.type == "cuda"):
             raise RuntimeError(
                 f"Triton's kernels need a GPU, got tensors on {device}; to run them in Triton's interpreter, set "
                 "TRITON_INTERPRET=1 before Triton is imported"
             )
-        super().__init__(matrices, kind, anchor)
-        self.most_members, self._rank = most_members, max(ranks, default=0)
-        low = [rank > 0 for rank in ranks] or [False] * len(self._matrices)
-        self._launches = self._plan(windows, stream, low)
-        # What the kernels read at fixed addresses: one member, and a population.
-        self._key = torch.zeros(1, dtype=torch.int64, device=device)
-        self._scale = torch.zeros(1, dtype=torch.float32, device=device)
-        self._keys = torch.zeros(most_members, dtype=torch.int64, device=device)
-        self._coefficients = torch.zeros(most_members, dtype=torch.float32, device=device)
+        super().__init__(matrices, windows, *law)
+        self._launches = self._plan()
+        # what the kernels read at fixed addresses
+        self._keys = torch.zeros(self.most_members, dtype=torch.int64, device=device)
+        self._coefficients = torch.zeros(self.most_members, dtype=torch.float32, device=device)
         self._members = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def perturb(self, key: int, sigma: float, sign: int = 1) -> None:
-        """Write one member's weights, cast(fl(master + fl(fl32(sign * sigma) * eps))), in one launch.
-
-        Args:
-            key: 64-bit member key.
-            sigma: standard deviation of the perturbation, weight units.
-            sign: -1 for the second member of an antithetic pair.
-
-        Raises:
-            ValueError: a bad key, sigma or sign.
-        """
-        self.set_member(key, sigma, sign)
-        self.write_member()
-
-    def set_member(self, key: int, sigma: float, sign: int = 1) -> None:
-        """Choose the member that `write_member` writes; arguments and errors are those of `perturb`."""
-        key, scale = unsigned("key", key, 64), signed_sigma(sigma, sign)
-        self._key.copy_(torch.from_numpy(np.array([key], np.uint64).view(np.int64)))
-        self._scale.copy_(torch.from_numpy(np.array([scale])))
-
-    def write_member(self) -> None:
-        """Launch `perturb` alone, which can be captured in a CUDA graph and replayed after each `set_member`."""
-        for launch, grid, options in self._each_launch():
-            kernel, *law = (_low_rank_perturb_kernel, *self._low_rank_law) if launch.low_rank else (_perturb_kernel,)
-            where = launch.target, self.master, launch.table, launch.of_tile
-            kernel[grid](*where, self._key, self._scale, *law, **options)
-
-    def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
-        """Add the members' noise to the master in one pass over it, with the bits of `noise.update`.
-
-        With an anchor the master decays toward it first, whatever the members. The working tensors stay as they are
-        until the next `perturb` or `restore`.
-
-        Args:
-            keys: uint64 (members,), member keys.
-            coefficients: float32 (members,), weight units.
-
-        Raises:
-            TypeError, ValueError: an array of another dtype or length, a coefficient that is not finite, or more
-                members than `most_members`.
-        """
-        self.set_population(keys, coefficients)
-        self.apply_population()
-
-    def set_population(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
-        """Choose what `apply_population` adds; arguments and errors are those of `update`."""
-        check_members(keys, coefficients)
-        n = len(keys)
-        if n > self.most_members:
-            raise ValueError(f"{n} members, but these weights were made for most_members={self.most_members}")
+    def _add(self, keys, coefficients, to_master):
+        n, rank = len(keys), max(self._ranks)
         self._keys[:n].copy_(torch.from_numpy(keys.view(np.int64)))
         self._coefficients[:n].copy_(torch.from_numpy(coefficients))
         self._members.fill_(n)
-
-    def apply_population(self) -> None:
-        """Launch `update` alone, which can be captured in a CUDA graph and replayed after each `set_population`."""
-        if self._anchor is not None:
-            with torch.cuda.device_of(self.master):
-                self._anchor.decay(self.views())
-        for launch, grid, options in self._each_launch():
-            kernel, *law = (_low_rank_update_kernel, *self._low_rank_law) if launch.low_rank else (_update_kernel,)
-            where = self.master, launch.table, launch.of_tile
-            kernel[grid](*where, self._keys, self._coefficients, self._members, *law, **options)
-
-    def _each_launch(self) -> Iterator[tuple[_Launch, tuple[int], dict[str, int]]]:
-        """Go over the launches with their grids and options, on the device of the weights."""
         # the law: no fused multiply-add
-        common = {"KIND": self._kind, "num_warps": WARPS, "enable_fp_fusion": False}
+        common = {"UPDATE": to_master, "KIND": self._kind, "num_warps": WARPS, "enable_fp_fusion": False}
+        population = self._keys, self._coefficients, self._members
         with torch.cuda.device_of(self.master):
             for launch in self._launches:
-                shape = {"BLOCK": TILE, "LINEAR": launch.linear}
-                shape = {"ROWS": TILE_ROWS, "COLS": TILE_COLS} if launch.low_rank else shape
-                yield launch, (len(launch.of_tile),), common | shape
+                target, grid = self.master if to_master else launch.target, (len(launch.of_tile),)
+                given = target, self.master, launch.table, launch.of_tile, *population
+                if launch.low_rank:
+                    given += float(_noise_cpu.root(rank)), rank
+                    _add_low_rank_kernel[grid](*given, ROWS=TILE_ROWS, COLS=TILE_COLS, **common)
+                else:
+                    _add_kernel[grid](*given, FLAT=launch.flat, BLOCK=TILE, **common)
 
-    @property
-    def _low_rank_law(self) -> tuple[float, int]:
-        """1 / sqrt(rank), a number that float32 holds, and the rank."""
-        return float(_noise_cpu.root(self._rank)), self._rank
-
-    def _plan(self, windows: Sequence[tuple[int, int, int]], stream: int, low: Sequence[bool]) -> list[_Launch]:
+    def _plan(self) -> list[_Launch]:
         """Return launches over all tensors that have elements, one for each dtype, way to lie and kind of noise."""
         groups: dict[tuple[torch.dtype, bool, bool], tuple[torch.Tensor, list, list]] = {}
-        for matrix, offset, (param_id, row0, col0), is_low in zip(
-            self._matrices, self._offsets, windows, low, strict=True
-        ):
-            (rows, cols), quad, lead = matrix.shape, col0 >> 2, col0 & 3
-            across = -(-(lead + cols) // TILE_COLS) if is_low else ((col0 + cols + 3) >> 2) - quad
-            size = -(-((row0 & 3) + rows) // TILE_ROWS) * across if is_low else rows * across
+        every = zip(self._matrices, self._offsets, self._windows, self._ranks, strict=True)
+        for matrix, offset, (param_id, row0, col0), rank in every:
+            if not matrix.numel():
+                continue
+            (rows, cols), (quad, lead), is_low = matrix.shape, divmod(col0, 4), rank > 0
+            if is_low:
+                across = -(-(lead + cols) // TILE_COLS)
+                size = tiles = -(-((row0 & 3) + rows) // TILE_ROWS) * across
+                place = [row0 >> 2, row0 & 3, rows, quad, lead, cols, across]
+            else:
+                across = (lead + cols + 3) >> 2
+                size, tiles = rows * across, -(-rows * across // TILE)
+                place = [self._stream, row0, quad, lead, cols, across, size]
             if size >= (1 << 31 if is_low else (1 << 32) - TILE):
                 shape = tuple(matrix.shape)
                 raise ValueError(f"a tensor of {shape} has too many elements for one launch; cut it in pieces")
             in_fours = all(n % 4 == 0 for n in (lead, cols, matrix.data_ptr() // matrix.element_size()))
-            linear = not is_low and in_fours and matrix.is_contiguous()
-            if not matrix.numel():
-                continue
-            target, entries, tiles = groups.setdefault((matrix.dtype, linear, is_low), (matrix, [], []))
+            flat = not is_low and in_fours and matrix.is_contiguous()
+            target, entries, counts = groups.setdefault((matrix.dtype, flat, is_low), (matrix, [], []))
             # where it begins, in elements from the group's first
-            place = (matrix.data_ptr() - target.data_ptr()) // matrix.element_size()
-            first, end = sum(tiles), [offset, place, matrix.stride(0)]
-            if is_low:
-                entries.append([param_id, row0 >> 2, row0 & 3, rows, quad, lead, cols, across, first, *end])
-            else:
-                entries.append([param_id, stream, row0, quad, lead, cols, across, size, first, *end])
-            tiles.append(size if is_low else -(-size // TILE))
+            begin = (matrix.data_ptr() - target.data_ptr()) // matrix.element_size()
+            entries.append([param_id, *place, sum(counts), offset, begin, matrix.stride(0)])
+            counts.append(tiles)
         launches, device = [], self.master.device
-        for (_, linear, is_low), (target, entries, tiles) in groups.items():
+        for (_, flat, is_low), (target, entries, counts) in groups.items():
             table = torch.tensor(entries, dtype=torch.int64, device=device)
-            of_tile = torch.repeat_interleave(torch.arange(len(tiles), dtype=torch.int32), torch.tensor(tiles))
-            launches.append(_Launch(target, linear, is_low, table, of_tile.to(device)))
+            of_tile = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts))
+            launches.append(_Launch(target, flat, is_low, table, of_tile.to(device)))
         return launches
 
 
 def window(kind: int, key: int, param_id: int, rows: tuple[int, int], cols: tuple[int, int], stream: int) -> np.ndarray:
     """Return the window rows x cols of a tensor's noise, float32."""
-    device = "cpu" if INTERPRETED else "cuda"
-    if not INTERPRETED and not torch.cuda.is_available():
-        raise RuntimeError(
-            "backend 'triton' needs a GPU; to run it in Triton's interpreter, set TRITON_INTERPRET=1 before Triton is "
-            "imported"
-        )
+    device = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
     out = torch.empty((rows[1] - rows[0], cols[1] - cols[0]), dtype=torch.float32, device=device)
-    weights = DeviceWeights([out], [(param_id, rows[0], cols[0])], kind, 1, stream)
+    weights = DeviceWeights([out], [(param_id, rows[0], cols[0])], [0], kind, 1, None, stream)
     weights.master.fill_(float(_noise_cpu.NOTHING))
     weights.perturb(key, 1.0)
     return out.cpu().numpy()

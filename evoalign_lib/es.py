@@ -39,8 +39,8 @@ Metrics logged at each step:
 - with precision "kahan" and "inplace", which restore weights by subtraction, what the members of the step left behind
   on a sample of some 65,000 weights: `restore_changed` (share of weights whose bits changed; with "kahan" the last bit
   of nearly every pair) and `restore_drift` (root mean square, weight units);
-- with engine="ray", where it happened, the number of actors so far that were `actors/restarted`, `actors/behind` and
-  `actors/rebuilt` (`evoalign_lib.engines.ray`).
+- with engine="ray", where it happened, the number of actors so far that were `actors/restarted` and `actors/rebuilt`
+  (`evoalign_lib.engines.ray`).
 
 `train()` writes `output_dir/ledger.jsonl` (`evoalign_lib.ledger`): settings and rewards, from which the weights of any
 step can be computed again, and from which a run that was killed at any instant goes on with the same bits. Checkpoints

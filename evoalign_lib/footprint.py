@@ -24,25 +24,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from evoalign_lib.engines.memory import Shape, kv_bytes
 
-COMPONENTS = (
-    "weights",
-    "working copy",
-    "master",
-    "compensation",
-    "adapter",
-    "gradients",
-    "moments",
-    "reference model",
-    "rollout copy",
-    "saved activations",
-    "logits",
-    "KV cache",
-    "noise or factors",
-    "search",
-    "temporaries",
-)
+COMPONENTS = ("weights", "working copy", "master", "compensation", "adapter", "gradients", "moments", "reference model")
+COMPONENTS += ("rollout copy", "saved activations", "logits", "KV cache", "noise or factors", "search", "temporaries")
 """What memory is counted by: "working copy" is what a member is written into, "search" the state of CMA-ES with the
 singular directions, "rollout copy" vLLM's weights beside the trained ones."""
 TRAINED = {"weights": 4, "gradients": 4, "moments": 8}
@@ -160,12 +147,6 @@ def _vectors(model: Shape) -> list[int]:
     return [*found, rest] if rest else found
 
 
-def _in_eight_bits(n: int, width: int) -> float:
-    """Return the bytes of a moment of a tensor: a byte a number, a float32 for each block of 256, a table of 256."""
-    small = n < _LEAST_EIGHT_BITS or n % 256
-    return width * n if small else n + 4 * n / 256 + 4 * 256
-
-
 def _largest(model: Shape) -> int:
     return max(rows * cols for rows, cols in _matrices(model))
 
@@ -179,8 +160,11 @@ def _state(method: str, model: Shape, work: Work, gpus: bool) -> dict[str, float
     kept = {name: width * d for name, width in METHODS[method].kept.items()}
     kept |= {name: width * adapter for name, width in METHODS[method].adapter.items()}
     if method.startswith("grpo_adam8bit"):
-        sizes = [*(rows * cols for rows, cols in _matrices(model)), *_vectors(model)]
-        kept["moments"] = 2 * sum(_in_eight_bits(n, _width(method)) for n in sizes)
+        sizes = np.array([*(rows * cols for rows, cols in _matrices(model)), *_vectors(model)])
+        small = (sizes < _LEAST_EIGHT_BITS) | (sizes % 256 > 0)
+        # a byte a number, a float32 for each block of 256, a table of 256
+        moment = np.where(small, _width(method) * sizes, sizes + 4 * sizes / 256 + 4 * 256)
+        kept["moments"] = 2 * float(moment.sum())
     elif method == "es_loop":
         kept["working copy"] += 4 * _joined(model)
     elif method == "es_low_rank":
@@ -192,13 +176,11 @@ def _state(method: str, model: Shape, work: Work, gpus: bool) -> dict[str, float
         n = 2 * ADAPTER_RANK * len(_adapted(model))
         directions = sum(ADAPTER_RANK * (rows + cols + 2 * ADAPTER_RANK) for rows, cols in _adapted(model))
         # the start; in float64 directions, candidates in their table and twice within cma, C and its eigenvectors
-        kept["search"] = 4 * adapter + 8 * (directions + (3 * work.population + _CMA_VECTORS) * n + 2 * n * n)
+        # and 14 vectors: mean, paths, scales and the like (cma 4.5)
+        kept["search"] = 4 * adapter + 8 * (directions + (3 * work.population + 14) * n + 2 * n * n)
     if gpus and METHODS[method].gradients:
         kept["rollout copy"] = model.width * d
     return kept
-
-
-_CMA_VECTORS = 14  # mean, paths, scales and the like (cma 4.5)
 
 
 def _width(method: str) -> int:
@@ -250,12 +232,12 @@ def _generating(method: str, model: Shape, work: Work, gpus: bool) -> dict[str, 
 
 def _perturbing(method: str, model: Shape) -> dict[str, float]:
     """Return what it takes on a CPU to write a member into the weights: noise, and sums of a tensor or a block."""
-    block = min(_BLOCK, _largest(model))
-    if method == "es":  # a member in float32, one tensor after the other
-        return {"noise or factors": 4 * _largest(model)}
-    if method == "es_kahan":
-        return {"temporaries": 18 * block}
-    return {"noise or factors": 4 * block, "temporaries": 4 * block} if method == "es_inplace" else {}
+    largest = _largest(model)
+    block = min(_BLOCK, largest)
+    taken = {"es": {"noise or factors": 4 * largest}}  # a member in float32, one tensor after the other
+    taken |= {"es_kahan": {"temporaries": 18 * block}}
+    taken |= {"es_inplace": {"noise or factors": 4 * block, "temporaries": 4 * block}}
+    return taken.get(method, {})
 
 
 def activation_bytes(method: str, model: Shape, tokens: int) -> int:
@@ -295,11 +277,8 @@ def _moving(method: str, model: Shape, gpus: bool) -> dict[str, float]:
         moved, largest = adapter_parameters(model), ADAPTER_RANK * max(model.hidden, model.heads * model.head_dim)
     else:
         moved, largest = model.d, _largest(model)
-    if method.startswith("grpo_adam8bit"):
-        return {"temporaries": 0 if gpus else _EIGHT_BIT_TEMPORARIES * largest}
+    eight = method.startswith("grpo_adam8bit")
     if gpus:
-        return {"temporaries": 4 * moved}
-    return {"temporaries": (12 if method == "grpo_mixed" else 8) * largest}
-
-
-_EIGHT_BIT_TEMPORARIES = 40  # bytes a number: in eager mode codes are int64 for a while
+        return {"temporaries": 0 if eight else 4 * moved}
+    # 40 bytes a number: in eager mode codes of eight bits are int64 for a while
+    return {"temporaries": (40 if eight else 12 if method == "grpo_mixed" else 8) * largest}

@@ -29,9 +29,9 @@ change of a single bit makes a version 2.
    so the results are equal bit for bit; a library's log or cos would not be. No normal exceeds 5.89, and none is
    further than 1.4e-6 from Box-Muller in real arithmetic on the same float32 u.
 
-Three implementations give the same bits: the reference in NumPy, written to be read (``_noise_cpu``), numba on a CPU
-(same file), and Triton on a GPU (``_noise_triton``; ``device_weights`` holds a model there). ``noise_vectors.json``
-beside this file has known answers for all of them.
+Three backends give the same bits: NumPy, the reference, and numba on a CPU, from one text (``_noise_cpu``), and Triton
+on a GPU (``_noise_triton``; ``device_weights`` holds a model there). ``noise_vectors.json`` beside this file has known
+answers for all of them, and the tests compute the law once more, in Python's integers and libm's functions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -164,30 +164,6 @@ def _digest(message: bytes, size: int) -> int:
 # Numbers.
 
 
-def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
-    """Return the words of Philox4x32-10, the counter-based generator of Salmon et al. (2011).
-
-    Args:
-        counter: uint32 (..., 4).
-        key: (k0, k1), two unsigned 32-bit integers.
-
-    Returns:
-        uint32 (..., 4), four random words per counter.
-
-    Raises:
-        TypeError, ValueError: the counter is not uint32 (..., 4), or a key half is out of range.
-
-    >>> [f"{word:08x}" for word in philox4x32(np.zeros(4, np.uint32), (0, 0))]
-    ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
-    """
-    if counter.dtype != np.uint32:
-        raise TypeError(f"counter must be uint32, got {counter.dtype}")
-    if counter.shape[-1:] != (4,):
-        raise ValueError(f"counter must have the shape (..., 4), got {counter.shape}")
-    k0, k1 = (unsigned("key half", half, 32) for half in key)
-    return _noise_cpu.philox(counter, (k0, k1))
-
-
 def normals(
     key: int,
     param_id: int,
@@ -222,24 +198,19 @@ def normals(
     >>> bool((normals(7, 1, (4, 6), rows=(1, 3), cols=(3, 6), backend="numpy") == tensor[1:3, 3:]).all())
     True
     """
-    key, param_id = unsigned("key", key, 64), unsigned("param_id", param_id, 32)
-    stream = unsigned("stream", stream, 32)
+    key, stream = unsigned("key", key, 64), unsigned("stream", stream, 32)
     n_rows, n_cols = _matrix_shape(shape)
-    (r0, r1), (c0, c1) = _window("rows", rows, n_rows, shape), _window("cols", cols, n_cols, shape)
     choose("backend", backend, BACKENDS)
-    kind, ids = _law(distribution, np.array([param_id], np.uint32))
+    kind, number = _law(distribution, param_id)
+    where = number, _window("rows", rows, n_rows, shape), _window("cols", cols, n_cols, shape), stream
     if backend == "numpy":
-        window = _noise_cpu.reference(kind, key, int(ids[0]), (r0, r1), (c0, c1), stream)
+        window = _noise_cpu.reference(kind, key, *where)
     elif backend == "numba":
-        window = np.empty((r1 - r0, c1 - c0), np.float32)
-        table = (*(np.array([number], np.int64) for number in (0, *window.shape)), ids)
-        nothing = np.full(window.size, _noise_cpu.NOTHING)
-        flat, one = window.reshape(-1), np.ones(1, np.float32)
-        add_noise(kind, flat, nothing, _noise_cpu.NOTHING, key, one, table, (r0, c0), stream)
+        (window,) = rows_of_members(kind, np.array([key], np.uint64), *where)
     else:
         from evoalign_lib import _noise_triton
 
-        window = _noise_triton.window(kind, key, int(ids[0]), (r0, r1), (c0, c1), stream)
+        window = _noise_triton.window(kind, key, *where)
     return window.reshape(tuple(shape)) if rows is None and cols is None else window
 
 
@@ -276,8 +247,7 @@ def factors(
     n_rows, n_cols = _matrix_shape(shape)
     windows = _window("rows", rows, n_rows, shape), _window("cols", cols, n_cols, shape)
     if backend == "numba":
-        kind, ids = _law(distribution, np.array([unsigned("param_id", param_id, 32)], np.uint32))
-        return factors_of(kind, keys, int(ids[0]), rank, *windows)
+        return factors_of(*_law(distribution, param_id), keys, rank, *windows)
     found, options = [], {"distribution": distribution, "backend": backend}
     for stream, length, window in ((1, n_rows, windows[0]), (2, n_cols, windows[1])):
         whole = [normals(int(k), param_id, (rank, length), cols=window, stream=stream, **options) for k in keys]
@@ -290,36 +260,26 @@ def vectors(keys: np.ndarray, param_id: int, length: int, distribution: str = "g
 
     Arguments and errors are those of `factors`.
     """
-    kind, ids = _law(distribution, np.array([unsigned("param_id", param_id, 32)], np.uint32))
-    return rows_of_members(kind, keys, int(ids[0]), 1, (0, length), 0)[:, 0]
+    kind, number = _law(distribution, param_id)
+    return rows_of_members(kind, keys, number, (0, 1), (0, length), 0)[:, 0]
 
 
-def eps(
-    key: int,
-    param_id: int,
-    shape: Sequence[int],
-    rank: int = 0,
-    *,
-    rows: tuple[int, int] | None = None,
-    cols: tuple[int, int] | None = None,
-    distribution: str = "gaussian",
-    backend: Literal["numba", "numpy", "triton"] = "numba",
-) -> np.ndarray:
+def eps(key: int, param_id: int, shape: Sequence[int], rank: int = 0, **how: Any) -> np.ndarray:
     """Return a member's noise of a tensor, or of a window of it, of low rank where a rank above 0 says so.
 
-    Arguments, returned array and errors are those of `normals` (stream 0) and `factors`.
+    Arguments, with rows, cols, distribution and backend, returned array and errors are those of `normals` (stream 0)
+    and `factors`.
     """
     if not is_low_rank(shape, rank):
-        return normals(key, param_id, shape, rows=rows, cols=cols, distribution=distribution, backend=backend)
-    keys = np.array([unsigned("key", key, 64)], np.uint64)
-    a, b = factors(keys, param_id, shape, rank, rows=rows, cols=cols, distribution=distribution, backend=backend)
-    if backend == "numpy":
+        return normals(key, param_id, shape, **how)
+    a, b = factors(np.array([unsigned("key", key, 64)], np.uint64), param_id, shape, rank, **how)
+    if how.get("backend") == "numpy":
         window = _noise_cpu.reference_product(a[0], b[0])
     else:
         window = np.full((a.shape[2], b.shape[2]), _noise_cpu.NOTHING)
         flat, one = window.reshape(-1), np.ones(1, np.float32)
         _noise_cpu.add_products(flat, read_only(flat), _noise_cpu.NOTHING, one, a, b, 0, b.shape[2])
-    return window.reshape(tuple(shape)) if rows is None and cols is None else window
+    return window if how.get("rows") or how.get("cols") else window.reshape(tuple(shape))
 
 
 def check_rank(rank: int) -> int:
@@ -355,18 +315,15 @@ def uniforms(key: int, rows: np.ndarray, length: int, sample: int = 0) -> np.nda
         ValueError: key or sample out of range.
     """
     key, sample = unsigned("key", key, 64), unsigned("sample", sample, 32)
-    counter = np.empty((len(rows), -(-length // 4), 4), np.uint32)
-    counter[..., 0], counter[..., 1] = np.arange(counter.shape[1]), np.asarray(rows)[:, None]
-    counter[..., 2], counter[..., 3] = sample, 4
-    words = philox4x32(counter, (key & 0xFFFFFFFF, key >> 32))
+    words = _noise_cpu.words(key, rows, np.arange(-(-length // 4)), sample, 4)
     return ((words >> 8).astype(np.float32) * np.float32(2**-24)).reshape(len(rows), -1)[:, :length]
 
 
-def _law(distribution: str, ids: np.ndarray) -> tuple[int, np.ndarray]:
-    """Return the number of the distribution in the kernels, and the ids that they must use."""
+def _law(distribution: str, param_id: int) -> tuple[int, int]:
+    """Return the number of the distribution in the kernels, and the id that they must use for a parameter."""
     choose("distribution", distribution, DISTRIBUTIONS)
     kind, own_ids = _LAWS[distribution]
-    return kind, ids if own_ids else np.zeros_like(ids)
+    return kind, unsigned("param_id", param_id, 32) if own_ids else 0
 
 
 def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -534,25 +491,16 @@ def update(
     _add_members(master, master, layout, _noise_cpu.ZERO, keys, coefficients, distribution, rank, share)
 
 
-def _add_members(
-    out: np.ndarray,
-    source: np.ndarray,
-    layout: Layout,
-    start: np.float32,
-    keys: np.ndarray,
-    coefficients: np.ndarray,
-    distribution: str,
-    rank: int,
-    part: tuple[int, int] = (0, 1),
-) -> None:
+def _add_members(out, source, layout: Layout, start, keys, coefficients, distribution, rank, part=(0, 1)) -> None:
     """out = source + (start + sum of c_n eps_n) for all parameters of a layout."""
-    rank, (kind, ids) = check_rank(rank), _law(distribution, layout.table[-1])
+    kind, _ = _law(distribution, 0)
     low = np.array([is_low_rank(entry.shape, rank) for entry in layout.entries])
-    table = tuple(column[~low] for column in (*layout.table[:-1], ids))
+    *place, ids = (column[~low] for column in layout.table)
+    table = *place, ids if _LAWS[distribution][1] else np.zeros_like(ids)
     add_noise(kind, out, source, start, keys, coefficients, table, part=part)
     for i in np.flatnonzero(low):
-        entry = layout.entries[i]._replace(id=int(ids[i]))
-        add_products(out, source, start, keys, coefficients, entry, rank, kind, part=part)
+        entry = layout.entries[i]._replace(id=_law(distribution, layout.entries[i].id)[1])
+        add_products(kind, out, source, start, keys, coefficients, entry, rank, part=part)
 
 
 def noise_vector(layout: Layout, key: int, distribution: str = "gaussian", rank: int = 0) -> np.ndarray:
@@ -570,7 +518,7 @@ def noise_vector(layout: Layout, key: int, distribution: str = "gaussian", rank:
     Raises:
         TypeError, ValueError: key or rank is out of range, or there is no such distribution.
     """
-    vector, rank = np.zeros(layout.size, np.float32), check_rank(rank)
+    vector = np.zeros(layout.size, np.float32)
     for entry, view in zip(layout.entries, layout.views(vector).values(), strict=True):
         view[...] = eps(key, entry.id, entry.shape, rank, distribution=distribution)
     return vector
@@ -640,15 +588,16 @@ def device_weights(
             )
         if tensor.numel() and (owner := owners.setdefault(tensor.data_ptr(), name)) != name:
             raise ValueError(f"{owner!r} and {name!r} are at one address; list tied weights once")
-    kind, numbers = _law(distribution, np.array([ids[piece.name] for piece in pieces], np.uint32))
-    windows = [(int(i), piece.row0, piece.col0) for i, piece in zip(numbers, pieces, strict=True)]
+    windows = [(_law(distribution, ids[piece.name])[1], piece.row0, piece.col0) for piece in pieces]
     anchor = TensorAnchor(matrices, anchor_decay) if check_decay(anchor_decay) else None
     ranks = [rank if is_low_rank(piece.tensor.shape, rank) and not piece.vector else 0 for piece in pieces]
     if pieces[0].tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return HostWeights(matrices, windows, kind, anchor, ranks)
-    from evoalign_lib import _noise_triton
+        kind_of_weights = HostWeights
+    else:
+        from evoalign_lib import _noise_triton
 
-    return _noise_triton.DeviceWeights(matrices, windows, kind, most_members, anchor=anchor, ranks=ranks)
+        kind_of_weights = _noise_triton.DeviceWeights
+    return kind_of_weights(matrices, windows, ranks, _law(distribution, 0)[0], most_members, anchor)
 
 
 def _matrix(name: str, tensor: torch.Tensor) -> torch.Tensor:

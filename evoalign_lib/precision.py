@@ -33,9 +33,10 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ from torch import Tensor
 
 from evoalign_lib import noise
 from evoalign_lib._adapters import check_movable, moved
-from evoalign_lib._anchor import check_decay, decay
+from evoalign_lib._anchor import TensorAnchor, check_decay
 from evoalign_lib.checks import choose
 
 _BLOCK = 1 << 18  # weights whose noise is in memory at once, in the modes that keep no second copy
@@ -107,14 +108,12 @@ class Weights:
 
     def float32(self) -> np.ndarray:
         """Return the weights that the state stands for, float32 (layout.size,): the master; in other modes a copy."""
-        raise NotImplementedError
+        return join(*self.planes).numpy()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the whole state by name, sharing its memory; the compensation of NAME is NAME#compensation."""
-        state: dict[str, Tensor] = {}
-        for suffix, plane in zip(("", "#compensation"), self.planes, strict=False):
-            state |= {name + suffix: torch.as_tensor(view) for name, view in self.layout.views(plane).items()}
-        return state
+        named = zip(("", "#compensation"), map(self.layout.views, self.planes), strict=False)
+        return {name + suffix: torch.as_tensor(view) for suffix, views in named for name, view in views.items()}
 
     def copy(self) -> dict[str, Tensor]:
         """Return a copy of the whole state, as `tensors` names it."""
@@ -128,9 +127,10 @@ class Weights:
     def begin(self, tensors: Mapping[str, Tensor]) -> None:
         """Take a state, as `load`, from which the run starts and toward which its weights decay."""
         self.load(tensors)
-        if self.start is not None:
-            self.start = self.flat.copy()
-            self.start.flags.writeable = False
+        self.anchor()
+
+    def anchor(self) -> None:
+        """Take the weights as they are for the start toward which they decay, if they do."""
 
     def digest(self) -> str:
         """Return the `digest` of the whole state."""
@@ -140,8 +140,7 @@ class Weights:
         """Return a copy of every k-th weight of each parameter, float32, about 65,000 in all (all of a small model)."""
         k = -(-self.layout.d // _SAMPLE) | 1  # odd, so that it does not fall on the same columns of every row
         parts = [[t.flatten()[::k] for t in map(torch.as_tensor, self.layout.views(p).values())] for p in self.planes]
-        value, *compensation = (torch.cat(part) for part in parts)
-        return join(value, *compensation) if compensation else value.float().clone()
+        return join(*map(torch.cat, parts))
 
 
 class MasterWeights(Weights):
@@ -157,11 +156,15 @@ class MasterWeights(Weights):
         for name, view in layout.views(master).items():
             view[...] = parameters[name].detach().float().numpy()
         super().__init__(layout, distribution, rank, (master,))
-        if anchor_decay:
-            self.start = master.copy()
-            self.start.flags.writeable = False
+        self.anchor()
         self.working: np.ndarray | None = None
         """the last member's weights; one such buffer in each process that evaluates"""
+
+    def anchor(self):
+        if self.anchor_decay:
+            self._anchor = TensorAnchor([torch.from_numpy(self.flat)], self.anchor_decay)
+            self.start = self._anchor.starts[0].numpy()
+            self.start.flags.writeable = False
 
     @contextmanager
     def member(self, key, sigma, sign=1):
@@ -171,19 +174,15 @@ class MasterWeights(Weights):
         yield self.working
 
     def update(self, keys, coefficients):
-        law = self.distribution, self.rank
-        if self.start is not None:  # all of it first: the shares of the two passes are not the same weights
-            self._shared(lambda part: decay(self.flat, self.start, self.anchor_decay, part))
-        self._shared(lambda part: noise.update(self.flat, self.layout, keys, coefficients, part, *law))
-
-    def _shared(self, work: Callable[[tuple[int, int]], None]) -> None:
-        """Do each share (i, n) of a pass over the master in a thread of its own."""
+        if self.anchor_decay:
+            self._anchor.decay([torch.from_numpy(self.flat)])
+        update, law = partial(noise.update, self.flat, self.layout, keys, coefficients), (self.distribution, self.rank)
         if self.threads == 1:
-            work((0, 1))
+            update((0, 1), *law)
             return
-        # the kernels release Python's lock; the threads have ended before a process is forked again
+        # the kernel releases Python's lock; the threads have ended before a process is forked again
         with ThreadPoolExecutor(self.threads) as pool:
-            list(pool.map(work, [(i, self.threads) for i in range(self.threads)]))
+            list(pool.map(lambda i: update((i, self.threads), *law), range(self.threads)))
 
     def float32(self):
         return self.flat
@@ -219,27 +218,26 @@ class _OneReplica(Weights):
 
     @contextmanager
     def member(self, key, sigma, sign=1):
-        self._perturb(key, sign * sigma)
+        self.update([key], [sign * sigma])
         try:
             yield self.flat
         finally:
-            self._perturb(key, -sign * sigma)
+            self.update([key], [-sign * sigma])
 
-    def _perturb(self, key: int, scale: float) -> None:
-        raise NotImplementedError
-
-    def _blocks(self) -> Iterator[tuple[list[Tensor], noise.Entry, tuple[int, int]]]:
-        """Go over whole rows of tensors, so few that their noise fits into memory: part of each plane, tensor, rows."""
+    def update(self, keys, coefficients):
         for entry in self.layout.entries:
-            step = max(1, _BLOCK // max(1, entry.cols))
+            step = max(1, _BLOCK // max(1, entry.cols))  # whole rows, so few that their noise fits into memory
             for first in range(0, entry.rows, step):
-                last = min(first + step, entry.rows)
-                start, stop = (entry.offset + row * entry.cols for row in (first, last))
-                yield [plane[start:stop] for plane in self.planes], entry, (first, last)
+                rows = first, min(first + step, entry.rows)
+                start, stop = (entry.offset + row * entry.cols for row in rows)
+                law = {"rank": self.rank, "rows": rows, "distribution": self.distribution}
+                eps = (torch.from_numpy(noise.eps(int(k), entry.id, entry.shape, **law).reshape(-1)) for k in keys)
+                terms = zip(eps, map(float, coefficients), strict=True)
+                self._add([plane[start:stop] for plane in self.planes], terms)
 
-    def _eps(self, key: int, entry: noise.Entry, rows: tuple[int, int]) -> Tensor:
-        window = noise.eps(int(key), entry.id, entry.shape, self.rank, rows=rows, distribution=self.distribution)
-        return torch.from_numpy(window.reshape(-1))
+    def _add(self, planes: list[Tensor], terms: Iterable[tuple[Tensor, float]]) -> None:
+        """Add c * eps of each term, (eps, c), to a part of the planes."""
+        raise NotImplementedError
 
 
 class InplaceWeights(_OneReplica):
@@ -248,17 +246,9 @@ class InplaceWeights(_OneReplica):
     precision, compensated = "inplace", False
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
 
-    def _perturb(self, key, scale):
-        for (value,), *window in self._blocks():
-            inplace_add(value, self._eps(key, *window), scale)
-
-    def update(self, keys, coefficients):
-        for (value,), *window in self._blocks():
-            for key, c in zip(keys, coefficients, strict=True):
-                inplace_add(value, self._eps(key, *window), float(c))
-
-    def float32(self):
-        return self.flat.to(torch.float32, copy=True).numpy()
+    def _add(self, planes, terms):
+        for eps, c in terms:
+            inplace_add(*planes, eps, c)
 
 
 class KahanWeights(_OneReplica):
@@ -267,19 +257,11 @@ class KahanWeights(_OneReplica):
     precision, compensated = "kahan", True
     dtypes = (torch.bfloat16, torch.float16)
 
-    def _perturb(self, key, scale):
-        for pair, *window in self._blocks():
-            kahan_add(*pair, self._eps(key, *window) * scale)
-
-    def update(self, keys, coefficients):
-        for pair, *window in self._blocks():
-            total = torch.zeros(len(pair[0]))
-            for key, c in zip(keys, coefficients, strict=True):
-                total += self._eps(key, *window) * float(c)
-            kahan_add(*pair, total)
-
-    def float32(self):
-        return join(*self.planes).numpy()
+    def _add(self, planes, terms):
+        total = torch.zeros(len(planes[0]))
+        for eps, c in terms:
+            total += eps * c
+        kahan_add(*planes, total)
 
 
 _MODES: Mapping[str, type[MasterWeights | _OneReplica]] = {
@@ -400,15 +382,13 @@ def drift(before: np.ndarray | Tensor, after: np.ndarray | Tensor) -> tuple[floa
         The share of weights whose bits differ, and the root mean square difference, weight units (in float64).
 
     Raises:
-        ValueError: dtypes or shapes differ.
+        ValueError: shapes differ.
 
     >>> drift(np.float32([1, 2, 3, 4]), np.float32([1, 2, 3, 5]))
     (0.25, 0.5)
     """
     before, after = torch.as_tensor(before), torch.as_tensor(after)
     _same_shape(before, after)
-    if before.dtype != after.dtype:
-        raise ValueError(f"the dtypes must agree, got {before.dtype} and {after.dtype}")
     bits = torch.int32 if before.dtype == torch.float32 else torch.int16
     changed = (before.view(bits) != after.view(bits)).double().mean()
     return float(changed), float((after.double() - before.double()).square().mean().sqrt())
@@ -479,9 +459,10 @@ def split(weights: Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor,
     return value, (weights - value.float()).to(dtype)
 
 
-def join(value: Tensor, compensation: Tensor) -> Tensor:
-    """Return the weights that a pair stands for, float32."""
-    return value.float() + compensation.float()
+def join(value: Tensor, compensation: Tensor | None = None) -> Tensor:
+    """Return the weights that a pair, or a value alone, stands for: float32, a copy."""
+    whole = value.to(torch.float32, copy=True)
+    return whole if compensation is None else whole.add_(compensation)
 
 
 def kahan_add(value: Tensor, compensation: Tensor, change: Tensor) -> None:

@@ -43,10 +43,9 @@ def population(run_key: int, step: int, n: int, antithetic: bool = False) -> lis
         antithetic: members 2i and 2i + 1 are a pair: the key of pair i with the signs +1 and -1 (mirrored sampling,
             Brockhoff et al. 2010; Salimans et al. 2017).
     """
-    if not antithetic:
-        return [Member(noise.member_key(run_key, step, i)) for i in range(n)]
-    keys = [noise.member_key(run_key, step, i) for i in range(n // 2)]
-    return [Member(key, sign) for key in keys for sign in (1, -1)]
+    signs = (1, -1) if antithetic else (1,)
+    keys = [noise.member_key(run_key, step, i) for i in range(n // len(signs))]
+    return [Member(key, sign) for key in keys for sign in signs]
 
 
 def coefficients(
@@ -138,15 +137,26 @@ def centred_ranks(fitness: np.ndarray) -> np.ndarray:
 
 
 def at_step(settings: Mapping[str, Any], name: str, step: int) -> float:
-    """Return sigma or alpha of a step of a run.
+    """Return sigma or alpha at a step of a run: its value at the first step, the final fraction of it at the last.
 
     Args:
-        settings: of the run: the value, NAME_schedule, and with a schedule NAME_final_fraction and max_steps.
+        settings: of the run: the value, NAME_schedule ("constant"; "linear"; or "cosine", half a period, Loshchilov and
+            Hutter, arXiv 1608.03983), and with a schedule NAME_final_fraction and max_steps.
         name: "sigma" or "alpha".
         step: 0, 1, ...
+
+    >>> settings = {"alpha": 2.0, "alpha_schedule": "linear", "alpha_final_fraction": 0.5, "max_steps": 5}
+    >>> [at_step(settings, "alpha", step) for step in range(5)]
+    [2.0, 1.75, 1.5, 1.25, 1.0]
     """
-    final_fraction, max_steps = settings.get(f"{name}_final_fraction"), settings.get("max_steps")
-    return scheduled(settings[name], settings[f"{name}_schedule"], final_fraction, step, max_steps)
+    value, schedule = settings[name], settings[f"{name}_schedule"]
+    if schedule == "constant":
+        return value
+    last = settings[f"{name}_final_fraction"]
+    done = min(step / max(1, settings["max_steps"] - 1), 1.0)
+    left = 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    # 12 decimals: cosines of different libraries differ in the last bit, and replays must not
+    return value * round(last + (1 - last) * left, 12)
 
 
 def step_size(settings: Mapping[str, Any], step: int) -> float:
@@ -165,27 +175,6 @@ def step_size(settings: Mapping[str, Any], step: int) -> float:
     if settings.get("update_scaling", "mean") == "mean":
         return alpha
     return alpha * at_step(settings, "sigma", step) * math.sqrt(settings["population_size"])
-
-
-def scheduled(value: float, schedule: str, final_fraction: float, step: int, max_steps: int | None) -> float:
-    """Return sigma or alpha at a step of a run: value at the first step, value * final_fraction at the last.
-
-    Args:
-        value: at step 0.
-        schedule: "constant"; "linear"; or "cosine", half a period (Loshchilov and Hutter, arXiv 1608.03983).
-        final_fraction: of value, at step max_steps - 1.
-        step: 0, 1, ...
-        max_steps: of the run; not read if the schedule is constant.
-
-    >>> [scheduled(2.0, "linear", 0.5, step, 5) for step in range(5)]
-    [2.0, 1.75, 1.5, 1.25, 1.0]
-    """
-    if schedule == "constant":
-        return value
-    done = min(step / max(1, max_steps - 1), 1.0)
-    left = 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    # 12 decimals: cosines of different libraries differ in the last bit, and replays must not
-    return value * round(final_fraction + (1 - final_fraction) * left, 12)
 
 
 _PURPOSES = {"order": 0, "shuffled": 1, "random": 2, "shown": 3, "batches": 4}

@@ -66,9 +66,8 @@ def open_engine(
 
         if workers is None:
             workers = processes.default_workers() if precision == "master" else 1
-        common |= {"chunk_rows": chunk_rows, "decoder": decoder, "precision": precision, "workers": workers}
-        common |= {"weights": weights}
-        return local.LocalEngine(model, tokenizer, rewards, prompts, **common)
+        own = {"chunk_rows": chunk_rows, "decoder": decoder, "precision": precision, "weights": weights}
+        return local.LocalEngine(model, tokenizer, rewards, prompts, workers=workers, **own, **common)
     adapted = is_adapted(model) and engine == "vllm" and gpus <= tensor_parallel
     if not adapted:
         check_nothing_frozen(model, engine)

@@ -8,22 +8,18 @@ whatever the other rows are. All arrays are float32 and change in place where a 
 import numpy as np
 from numba import njit
 
-from evoalign_lib._noise_cpu import jit_cached
+from evoalign_lib._noise_cpu import float32s, jit_cached
 
 # Sums may be reordered and multiply-adds fused (as in BLAS): in the same way for each row.
 _FAST = {"reassoc", "contract", "nsz"}
 _inline = njit(error_model="numpy", inline="always")
 
 
-def _float32s(*values: float) -> tuple[np.float32, ...]:
-    return tuple(map(np.float32, values))
-
-
 # exp(x) = 2^n exp(f), |f| <= ln(2)/2; the polynomial is that of Cephes' expf, highest power first.
-_EXP = _float32s(1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-_LOG2_E, _LN2_HIGH, _LN2_LOW = _float32s(1.44269504088896341, 0.693359375, -2.12194440e-4)
-_LOWEST, _HIGHEST = _float32s(-87.0, 88.0)
-_HALF, _ONE, _HUGE = _float32s(0.5, 1.0, 3.4e38)
+_EXP = float32s(1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+_LOG2_E, _LN2_HIGH, _LN2_LOW = float32s(1.44269504088896341, 0.693359375, -2.12194440e-4)
+_LOWEST, _HIGHEST = float32s(-87.0, 88.0)
+_HALF, _ONE, _HUGE = float32s(0.5, 1.0, 3.4e38)
 
 
 @_inline

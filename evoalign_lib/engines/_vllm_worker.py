@@ -10,6 +10,7 @@ themselves, and `engines.vllm` proves it by comparing the bytes of every segment
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,12 +99,9 @@ def joined_rows(names: Sequence[str], totals: Sequence[int], ranks: Sequence[tup
     >>> joined_rows(["q", "k", "v"], [8, 4, 4], [(1, 4), (0, 2), (0, 2)])  # rank 1 of 4, heads of keys on two ranks
     [('q', 2, 2, 0), ('k', 0, 2, 2), ('v', 0, 2, 4)]
     """
-    found, at = [], 0
-    for name, total, (rank, size) in zip(names, totals, ranks, strict=True):
-        first, rows = shard(total, rank, size)
-        found.append((name, first, rows, at))
-        at += rows
-    return found
+    held = [shard(total, *rank) for total, rank in zip(totals, ranks, strict=True)]
+    ends = itertools.accumulate((rows for _, rows in held), initial=0)
+    return [(name, *part, at) for name, part, at in zip(names, held, ends, strict=False)]
 
 
 def segments_of(layer: torch.nn.Module, name: str, tensor: Tensor, packed: dict[str, list[str]]) -> list[Segment]:
@@ -179,10 +177,7 @@ class WorkerExtension:
         except NotMapped as error:
             return str(error)
         if law is not None:
-            pieces = [
-                noise.Piece(part, segment.name, segment.row0, segment.col0, vector)
-                for segment, part, vector in self.evoalign_parts
-            ]
+            pieces = [noise.Piece(part, s.name, s.row0, s.col0, vector) for s, part, vector in self.evoalign_parts]
             self.evoalign_weights = noise.device_weights(pieces, most_members=most_members, **law)
         return None
 
@@ -200,12 +195,10 @@ class WorkerExtension:
 
     def evoalign_proof(self) -> list[tuple[tuple, str]]:
         """Return each segment and the SHA-256 of its numbers: of the master, or without one of what decodes."""
-        weights = getattr(self, "evoalign_weights", None)
-        tensors = [part for _, part, _ in self.evoalign_parts] if weights is None else weights.views()
-        return [
-            (tuple(segment), precision.matrix_digest(tensor))
-            for (segment, _, _), tensor in zip(self.evoalign_parts, tensors, strict=True)
-        ]
+        segments, tensors, _ = zip(*self.evoalign_parts, strict=True)
+        if (weights := getattr(self, "evoalign_weights", None)) is not None:
+            tensors = weights.views()
+        return list(zip(map(tuple, segments), map(precision.matrix_digest, tensors), strict=True))
 
     def evoalign_perturb(self, key: int, sigma: float, sign: int) -> None:
         """Write a member's weights; see `DeviceWeights.perturb`."""

@@ -6,6 +6,7 @@ token ids into rewards, and hold the weights of the run in this process, whoever
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
 import json
@@ -114,11 +115,9 @@ class Prompts:
         """(p,) tokens that all prompts begin with"""
         self.digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
         self.width = int(self.lengths.max())
-        self.ids = np.full((len(ids), self.width), tokenizer.pad_token_id, dtype=np.int64)
-        self.mask = np.zeros_like(self.ids)
-        for i, row in enumerate(ids):
-            self.ids[i, self.width - len(row) :] = row
-            self.mask[i, self.width - len(row) :] = 1
+        self.mask = (np.arange(self.width) >= self.width - self.lengths[:, None]).astype(np.int64)
+        self.ids = np.full(self.mask.shape, tokenizer.pad_token_id, np.int64)
+        self.ids[self.mask == 1] = np.concatenate(ids)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -151,8 +150,8 @@ def in_chunks(rows: np.ndarray, size: int, samples: int, serve: Callable[[list],
     return [[pair for _ in chunks for pair in next(done)] for _ in draws]
 
 
-class Scorer:
-    """Turns decoded ids into texts and rewards.
+class Decoding:
+    """Evaluates members and generates for rows of the prompts, in whichever process, given what decodes them.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -162,6 +161,8 @@ class Scorer:
         max_completion_length: new tokens at most.
         options: how completions are decoded.
     """
+
+    _noise: Any = None  # on the weights themselves, where not this process makes it
 
     def __init__(self, tokenizer, rewards, prompts, eos_ids, max_completion_length: int, options: Options = PLAIN):
         self.tokenizer, self.rewards, self.prompts = tokenizer, rewards, dict(prompts)
@@ -178,13 +179,11 @@ class Scorer:
         """Return ids of completions, each up to the token that completes a stop string, if there is one."""
         if not self.options.stop_strings:
             return raw
-        cut = []
-        for row, stopped in zip(raw, self.stopped(raw), strict=True):
-            first, last = 1, len(row)
-            while stopped and first < last:  # a text that holds a stop string goes on holding it
-                middle = (first + last) // 2
-                first, last = (first, middle) if self.stopped([row[:middle]])[0] else (middle + 1, last)
-            cut.append(row[:first] if stopped else row)
+        cut = list(raw)
+        for i, stopped in enumerate(self.stopped(raw)):
+            if stopped:  # a text that holds a stop string goes on holding it
+                ends = range(1, len(raw[i]) + 1)
+                cut[i] = raw[i][: 1 + bisect.bisect_left(ends, True, key=lambda n: self.stopped([raw[i][:n]])[0])]
         return cut
 
     def stopped(self, raw: list[list[int]]) -> list[bool]:
@@ -225,12 +224,6 @@ class Scorer:
         if self.options.stop_strings:
             clipped &= ~np.array(self.stopped([raw for _, raw in completions]))
         return Evaluation(scored, lengths, clipped, time.process_time() - started)
-
-
-class Decoding(Scorer):
-    """Evaluates members and generates for rows of the prompts, in whichever process, given what decodes them."""
-
-    _noise: Any = None  # on the weights themselves, where not this process makes it
 
     @contextmanager
     def _with_noise(self, noise: Any) -> Iterator[None]:
@@ -320,16 +313,7 @@ class Engine(Decoding):
     """how often something broke and was repaired so far, by name; the trainer logs what is not zero"""
 
     def __init__(
-        self,
-        model,
-        tokenizer,
-        rewards: Rewards | None,
-        prompts: Mapping[str, Prompts],
-        *,
-        max_completion_length: int,
-        options: Options = PLAIN,
-        weights: Weights | None = None,
-        **law: Any,
+        self, model, tokenizer, rewards, prompts, *, max_completion_length, options=PLAIN, weights=None, **law: Any
     ):
         super().__init__(tokenizer, rewards, prompts, _eos_ids(model, tokenizer), max_completion_length, options)
         self.model = model
@@ -337,7 +321,7 @@ class Engine(Decoding):
         for name, each in prompts.items():
             check_prompts(model, name, each, max_completion_length)
         self.layout = layout_of(model)
-        self.weights = weights or open_weights(model, self.layout, bind=True, **law)
+        self.weights: Weights = weights or open_weights(model, self.layout, bind=True, **law)
 
     @property
     def master(self) -> np.ndarray:
@@ -410,11 +394,6 @@ class Engine(Decoding):
         (key, sign), sigma = member
         return self.weights.member(key, sigma, sign)
 
-    @property
-    def started(self) -> bool:
-        """Whether other processes, or vLLM, were started and know the prompts of that time."""
-        return False
-
     def _rows(self, name: str, indices: np.ndarray | None, temperature: float) -> np.ndarray:
         """Return the rows of prompts that `generate` is asked for; it raises what that does."""
         check_temperature(temperature)
@@ -425,15 +404,8 @@ class Engine(Decoding):
         return max(p.width for p in self.prompts.values()) + self.max_completion_length
 
     def add_prompts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add a set of prompts for `generate`, before the first call that starts other processes.
-
-        Raises:
-            RuntimeError: they run already and would not see it.
-            ValueError: prompts that the model cannot read.
-        """
-        if self.started:
-            raise RuntimeError(f"prompts {name!r} come too late: add them before the first call that generates.")
-        Engine.put_prompts(self, name, Prompts(rows, self.tokenizer))
+        """Do what `put_prompts` does, with the rows of a data set."""
+        self.put_prompts(name, Prompts(rows, self.tokenizer))
 
     def put_prompts(self, name: str, prompts: Prompts) -> None:
         """Add a set of prompts for `generate`, or replace one, at any time.
@@ -485,12 +457,11 @@ def as_given(prompts: Prompts, completions: Sequence[tuple[str, list[int]]]) -> 
 
 def _eos_ids(model, tokenizer) -> list[int]:
     """Return the end tokens of the model's configurations and of its tokenizer."""
-    found: set[int] = set()
-    for value in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
-        found |= set() if value is None else {value} if isinstance(value, int) else set(value)
-    if not found:
+    said = model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id
+    ids = {int(i) for value in said if value is not None for i in np.atleast_1d(value)}
+    if not ids:
         raise ValueError("neither the model nor the tokenizer declares an end token: set tokenizer.eos_token.")
-    return sorted(found)
+    return sorted(ids)
 
 
 def check_temperature(temperature: float) -> None:

@@ -18,6 +18,7 @@ from transformers.utils import is_rich_available
 
 from evoalign_lib.engines.base import Evaluation
 from evoalign_lib.files import replace_text
+from evoalign_lib.update_rules import standardise
 
 Table = dict[str, list]
 """column -> (rows,) values"""
@@ -38,19 +39,13 @@ def of_step(evaluations: Sequence[Evaluation], fitness: np.ndarray, step: int) -
         "step", "member", then the columns of `Scored.table`, and "advantage": the member's reward, standardised over
         the population (0 where it is tied).
     """
-    best, worst = int(np.argmax(fitness)), int(np.argmin(fitness))
-    tables = {member: evaluations[member].scored.table for member in dict.fromkeys((best, worst))}
-    names = list(dict.fromkeys(name for table in tables.values() for name in table))
-    mean, deviation = float(np.mean(fitness)), float(np.std(fitness))
-    joined: Table = {}
-    for member, table in tables.items():
-        rows = len(table["prompt"])
-        advantage = (float(fitness[member]) - mean) / deviation if deviation else 0.0
-        part = {"step": [step] * rows, "member": [member] * rows}
-        part |= {name: table.get(name, [None] * rows) for name in names} | {"advantage": [advantage] * rows}
-        for name, values in part.items():
-            joined.setdefault(name, []).extend(values)
-    return joined
+    chosen = list(dict.fromkeys((int(np.argmax(fitness)), int(np.argmin(fitness)))))
+    tables = [evaluations[member].scored.table for member in chosen]
+    rows = [len(table["prompt"]) for table in tables]
+    joined: Table = {"step": [step] * sum(rows), "member": np.repeat(chosen, rows).tolist()}
+    for name in dict.fromkeys(name for table in tables for name in table):
+        joined[name] = [v for table, n in zip(tables, rows, strict=True) for v in table.get(name, [None] * n)]
+    return joined | {"advantage": np.repeat(standardise(fitness)[chosen], rows).tolist()}
 
 
 def sample(table: Table, n: int | None, rng: np.random.Generator) -> Table:
@@ -99,23 +94,17 @@ def send(table: Table, callbacks: Sequence[Any], step: int) -> None:
     """Send rows to the trackers whose callbacks these are: wandb and trackio."""
     for callback in callbacks:
         kind = type(callback).__name__
-        if kind == "WandbCallback" and callback._wandb is not None and callback._wandb.run is not None:
-            callback._wandb.log({"completions": _frame_of(callback._wandb, table)})
-        elif kind == "TrackioCallback":
-            callback._trackio.log({"completions": _frame_of(callback._trackio, table)})
+        tracker = {"WandbCallback": "_wandb", "TrackioCallback": "_trackio"}.get(kind)
+        tracker = getattr(callback, tracker) if tracker else None
+        if tracker is not None and (kind == "TrackioCallback" or tracker.run is not None):
+            import pandas as pd
+
+            shown = pd.DataFrame({name: [_text(value) for value in values] for name, values in table.items()})
+            tracker.log({"completions": tracker.Table(dataframe=shown)})
 
 
-def _frame_of(tracker: Any, table: Table) -> Any:
-    import pandas as pd
-
-    texts = {name: [_text(v) if isinstance(v, (list, dict)) else v for v in values] for name, values in table.items()}
-    return tracker.Table(dataframe=pd.DataFrame(texts))
-
-
-def _text(value: Any) -> str:
-    """Return a value as it is shown: numbers short, messages as role and content."""
-    if isinstance(value, float):
-        return f"{value:.3g}"
+def _text(value: Any) -> Any:
+    """Return a value as it is shown: messages as role and content, other lists and mappings as texts."""
     if isinstance(value, list) and all(isinstance(message, Mapping) and "role" in message for message in value):
         return "\n".join(f"{message['role'].upper()}\n{message.get('content', '')}" for message in value)
-    return "" if value is None else str(value)
+    return str(value) if isinstance(value, (list, dict)) else value

@@ -157,14 +157,7 @@ class Decoder:
 
     @torch.inference_mode()
     def __init__(
-        self,
-        config,
-        weights: Mapping[str, Tensor],
-        eos_ids: list[int],
-        pad_id: int,
-        prefix: Tensor | None = None,
-        drop_rows: bool = False,
-        population: Population | None = None,
+        self, config, weights, eos_ids, pad_id: int, prefix=None, drop_rows=False, population: Population | None = None
     ):
         if reason := supports(config):
             raise ValueError(f"the decoding loop does not cover this model: {reason}. Use decoder='generate'.")
@@ -344,17 +337,16 @@ class _Product:
 
     def __init__(self, matrix: Tensor, names: list[str], weights: Mapping[str, Tensor], population: Population | None):
         self.matrix = matrix
-        biases = [name for name in names if f"{name}.bias" in weights]
-        self.bias = torch.cat([weights[f"{name}.bias"] for name in biases]) if biases else None
+        biases = [f"{name}.bias" for name in names if f"{name}.bias" in weights]
+        self.bias = torch.cat([weights[name] for name in biases]) if biases else None
         self.own: list[tuple[int, np.ndarray, np.ndarray]] = []
-        self.own_bias = None
-        first = 0
+        first, self.own_bias = 0, None
         for name in names if population else []:
             a, b = population.matrices[f"{name}.weight"]
             self.own.append((first, a, b))
             first += a.shape[2]
         if population and biases:
-            self.own_bias = torch.from_numpy(np.concatenate([population.vectors[f"{n}.bias"] for n in biases], 1))
+            self.own_bias = torch.from_numpy(np.concatenate([population.vectors[name] for name in biases], 1))
 
     def __call__(self, x: Tensor, owners: np.ndarray) -> Tensor:
         """Return x matrix^T + bias in float32, of the member of each row if there are any."""

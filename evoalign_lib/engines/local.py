@@ -127,14 +127,12 @@ class LocalEngine(Engine):
 
     def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None):
         rows, rest = np.shape(indices)[-1], (trainer_state, sampling)
-        together = self.chunk_rows // (rows * (sampling[1] if sampling else 1))
-        if not self._joins or together < LEAST_MEMBERS or np.ndim(indices) > 1:
+        n = self.chunk_rows // (rows * (sampling[1] if sampling else 1))
+        if not self._joins or n < LEAST_MEMBERS or np.ndim(indices) > 1:
             each = np.broadcast_to(indices, (len(members), rows))
             return self._run([("evaluate_member", i, m, sigma, name, each[i], *rest) for i, m in enumerate(members)])
-        rest = sigma, name, indices, *rest
-        starts = range(0, len(members), together)
-        done = self._run([("evaluate_together", i, members[i : i + together], together, *rest) for i in starts])
-        return [evaluation for several in done for evaluation in several]
+        parts = [(i, members[i : i + n], n, sigma, name, indices, *rest) for i in range(0, len(members), n)]
+        return list(itertools.chain(*self._run([("evaluate_together", *part) for part in parts])))
 
     def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0):
         def serve(parts):
@@ -142,26 +140,17 @@ class LocalEngine(Engine):
 
         return in_chunks(self._rows(name, indices, temperature), self.chunk_rows, samples, serve)
 
-    @property
-    def started(self):
-        return self._pool is not None
-
     def put_prompts(self, name, prompts):
         super().put_prompts(name, prompts)
         self.close()
 
-    def close(self) -> None:
-        """End the worker processes."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            self._pool = None
-
-    def _kill(self) -> None:
-        """End the worker processes in the midst of their work; the next call starts others."""
+    def close(self, at_once: bool = False) -> None:
+        """End the worker processes, at once in the midst of their work or not; the next call starts others."""
         pool, self._pool = self._pool, None
-        for process in list((pool._processes or {}).values()):
-            process.kill()
-        pool.shutdown(wait=False, cancel_futures=True)
+        if pool is not None:
+            for process in list((pool._processes or {}).values()) if at_once else ():
+                process.kill()
+            pool.shutdown(wait=not at_once, cancel_futures=True)
 
     # ---- processes
 
@@ -187,8 +176,8 @@ class LocalEngine(Engine):
                 "a worker process ended unexpectedly (killed, or out of memory). Every recorded step is in the ledger: "
                 "call train(resume_from_checkpoint=True), with fewer workers if memory was short."
             ) from error
-        except BaseException:  # at once, whatever the reward functions in the workers are doing
-            self._kill()
+        except BaseException:  # whatever the reward functions in the workers are doing
+            self.close(at_once=True)
             raise
         return [future.result() for future in futures]
 
@@ -284,30 +273,20 @@ class LocalEngine(Engine):
             """End rows at a stop string of their completion; what the prompt holds does not count."""
             return torch.tensor(self.just_stopped(input_ids[:, width:].tolist()), device=input_ids.device)
 
-        settings = GenerationConfig(
-            **dict(options.generation_kwargs or {}),
-            do_sample=False,
-            num_beams=1,
-            max_new_tokens=self.max_completion_length,
-            eos_token_id=self.eos_ids,
-            pad_token_id=self.tokenizer.pad_token_id,
-        )
+        most, pad = self.max_completion_length, self.tokenizer.pad_token_id
+        stated = {"do_sample": False, "num_beams": 1, "max_new_tokens": most, "eos_token_id": self.eos_ids}
+        settings = GenerationConfig(**dict(options.generation_kwargs or {}), **stated, pad_token_id=pad)
+        given = {"logits_processor": LogitsProcessorList([] if uniforms is None else [invert])}
+        given |= {"stopping_criteria": StoppingCriteriaList([stop] if options.stop_strings else [])}
         # generate() fills what the settings leave open from the model's own, such as a ban on repeated n-grams
         network = base_of(self.model)
         own = network.generation_config
         try:
             network.generation_config = GenerationConfig()
-            new = network.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                generation_config=settings,
-                logits_processor=LogitsProcessorList([] if uniforms is None else [invert]),
-                stopping_criteria=StoppingCriteriaList([stop] if options.stop_strings else []),
-            )[:, width:]
+            whole = network.generate(input_ids=ids, attention_mask=mask, generation_config=settings, **given)
         finally:
             network.generation_config = own
-        missing = self.max_completion_length - new.shape[1]
-        return torch.nn.functional.pad(new, (0, missing), value=self.tokenizer.pad_token_id)
+        return torch.nn.functional.pad(whole[:, width:], (0, width + most - whole.shape[1]), value=pad)
 
 
 def _why_no_loop(model: Any, options: Options) -> str | None:

@@ -88,8 +88,8 @@ def shape(config: Any) -> Shape:
     dtype = str(getattr(config, "dtype", None)).removeprefix("torch.")
     if dtype not in _BYTES:
         raise CannotCount(f"dtype {dtype} is not one of float32, bfloat16 and float16: take other weights.")
-    h, i = config.hidden_size, config.intermediate_size
-    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    h, i, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    heads = config.num_attention_heads
     kv_heads = config.num_key_value_heads or heads
     head_dim = getattr(config, "head_dim", None) or h // heads
     q, kv = heads * head_dim, kv_heads * head_dim
@@ -103,14 +103,8 @@ def shape(config: Any) -> Shape:
         output=layers * (q + biased) * h,
         mlp=layers * (3 * h * i + (2 * i + h) * getattr(config, "mlp_bias", False)),
         norms=layers * (2 * h + 2 * head_dim * (kind == "qwen3")) + h,
-        layers=layers,
-        hidden=h,
-        intermediate=i,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocabulary=config.vocab_size,
-        dtype=dtype,
+        **{"layers": layers, "hidden": h, "intermediate": i, "heads": heads, "kv_heads": kv_heads},
+        **{"head_dim": head_dim, "vocabulary": config.vocab_size, "dtype": dtype},
     )
 
 
@@ -132,9 +126,11 @@ def tensor_parallel_sizes(model: Shape, most: int) -> list[int]:
 
     Each divides the heads and the MLP, and divides the key and value heads or is a multiple of them.
     """
-    powers = [2**k for k in range(most.bit_length())]
-    whole = [t for t in powers if not (model.heads % t or model.intermediate % t)]
-    return [t for t in whole if not (model.kv_heads % t and t % model.kv_heads)]
+
+    def fits(t: int) -> bool:
+        return not (model.heads % t or model.intermediate % t or (model.kv_heads % t and t % model.kv_heads))
+
+    return [t for t in (2**k for k in range(most.bit_length())) if fits(t)]
 
 
 def held_parameters(config: Any, parameters: int, tensor_parallel: int) -> float:

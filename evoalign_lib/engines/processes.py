@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from tqdm import tqdm
@@ -40,14 +41,17 @@ def gpus_here() -> int:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch compute with one thread in this process while the context lasts."""
-    threads = torch.get_num_threads()
+def threads(n: int) -> Iterator[None]:
+    """Let torch compute with n threads in this process while the context lasts."""
+    before = torch.get_num_threads()
     try:
-        torch.set_num_threads(1)
+        torch.set_num_threads(n)
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
+
+
+one_thread = partial(threads, 1)
 
 
 def start_worker(parent: int) -> None:

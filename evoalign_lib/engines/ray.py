@@ -8,8 +8,8 @@ actor takes the next member, so that uneven ones are balanced; results have the 
 
 This process holds the weights of the run, too, and every update so far. So a lost actor costs nothing but time: a new
 process takes its place, begins with the starting weights, replays the updates and is compared with the run before it
-works. Each task says how many updates its actor must have applied, and an actor that lacks some is sent them. Whenever
-the ledger notes a digest, all actors are compared with the run, and one whose weights differ is replaced. All of that
+works. Each task says how many updates its actor must have applied, and one that lacks some is replaced. Whenever the
+ledger notes a digest, all actors are compared with the run, and one whose weights differ is replaced, too. All of that
 is logged as a warning and counted (`RayEngine.repairs`). A task that ends its process `MOST_DEATHS` times is an error
 that names it.
 
@@ -29,17 +29,17 @@ import textwrap
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from evoalign_lib import models, precision
-from evoalign_lib.engines.base import Engine, in_chunks
+from evoalign_lib.engines.base import Engine, Evaluation, in_chunks
 from evoalign_lib.engines.local import LocalEngine
 from evoalign_lib.engines.processes import default_workers
 from evoalign_lib.engines.proof import WrongWeights, prove
@@ -53,7 +53,7 @@ PLACEMENT_SECONDS = 300
 START_SECONDS = 1800
 """how long an actor may take to load its model and to replay the run"""
 MOST_DEATHS = 3
-"""processes that may end with one task, or in one place before one of them can work"""
+"""processes that may fail with one task, or in one place before one of them can work"""
 OBJECT_STORE = 100 << 20
 """bytes of the object store of a cluster that is started here, beside those for a model object"""
 
@@ -105,7 +105,7 @@ class RayEngine(Engine):
         """number of actors that get tasks, to measure what the others are good for; None: all"""
         self.sent_bytes, self.received_bytes = 0, 0
         """serialised size of all messages to and from actors after their start"""
-        self.repairs = {"actors/restarted": 0, "actors/behind": 0, "actors/rebuilt": 0}
+        self.repairs = {"actors/restarted": 0, "actors/rebuilt": 0}
         self._wanted_actors = gpus // self.tensor_parallel if gpus else workers
         self._once = {
             "model": None if folder else copy.deepcopy(model),  # its parameters move with the run, actors begin anew
@@ -127,7 +127,7 @@ class RayEngine(Engine):
         step = getattr(trainer_state, "global_step", None)
         where = "" if step is None else f" of step {step}"
         rest = sigma, name, np.asarray(indices), trainer_state, sampling
-        tasks = [_Task("evaluate", (i, *member, *rest), f"member {i}{where}") for i, member in enumerate(members)]
+        tasks = [(f"member {i}{where}", "evaluate", i, *member, *rest) for i, member in enumerate(members)]
         return self._serve(tasks)
 
     def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0):
@@ -140,17 +140,13 @@ class RayEngine(Engine):
             tasks = []
             for chunk, draw in parts:
                 label = f"prompts {name!r}, rows {chunk[0]} to {chunk[-1]},"
-                tasks.append(_Task("generate", (self._noise, name, chunk, seed, draw, temperature), label))
+                tasks.append((label, "generate", self._noise, name, chunk, seed, draw, temperature))
             return self._serve(tasks)
 
         return in_chunks(rows, size, samples, serve)
 
     def perturbed(self, key, sigma):
         return self._with_noise((int(key), float(sigma)))
-
-    @property
-    def started(self):
-        return bool(self.places)
 
     def put_prompts(self, name, prompts):
         super().put_prompts(name, prompts)
@@ -159,7 +155,7 @@ class RayEngine(Engine):
     def update(self, keys, coefficients):
         update = np.array(keys, np.uint64), np.array(coefficients, np.float32)
         for place in self.places:  # they move their weights while this process moves its own
-            self._send(place, "update", len(self._updates), [update])
+            self._send(place, "update", [update])
         self._updates.append(update)
         super().update(*update)
 
@@ -188,14 +184,16 @@ class RayEngine(Engine):
         """Join the cluster and start the actors."""
         if self.places:
             return
-        self._cluster = cluster = _Cluster(self._wanted_actors, self.tensor_parallel if self.gpus else 0, self._size)
+        ray, model = _ray(), self._once["model"]
+        size = 0 if model is None else sum(p.numel() * p.itemsize for p in model.parameters())
+        self._cluster = cluster = _Cluster(self._wanted_actors, self.tensor_parallel if self.gpus else 0, size)
         weakref.finalize(self, cluster.leave).atexit = False  # when the interpreter ends, Ray ends everything itself
         once = self._once | {"scoring": (self.tokenizer, self.rewards, self.prompts)}
         if self.gpus:
             once |= {"end": (self.eos_ids, self.max_completion_length, self.options)}
             once |= {"vllm": self._alike.loading(self.longest())}
         try:
-            self._sent_once = _ray().put(once)
+            self._sent_once = ray.put(once)
         except TypeError as error:
             cluster.leave()
             raise TypeError(
@@ -207,26 +205,17 @@ class RayEngine(Engine):
         for place in self.places:
             self._launch(place)
 
-    @property
-    def _size(self) -> int:
-        """Bytes of the model object that is sent to the actors."""
-        model = self._once["model"]
-        return 0 if model is None else sum(p.numel() * p.itemsize for p in model.parameters())
-
     def _launch(self, place: Place) -> None:
         """Start a process in a place, ending the one there, and let it replay the run."""
-        self._cluster.end(place.actor)
+        if place.actor is not None:
+            _ray().kill(place.actor)
         place.actor = self._cluster.actor(place.number, self._sent_once)
-        place.process, place.proved, place.behind, place.started = _NEW, False, False, time.monotonic()
-        self._catch_up(place, 0)
-
-    def _catch_up(self, place: Place, applied: int) -> None:
-        """Send the updates after those applied, and ask for a proof."""
-        self._send(place, "update", applied, self._updates[applied:])
+        place.process, place.proved, place.started = _NEW, False, time.monotonic()
+        self._send(place, "update", self._updates)
         self._ask_proof(place)
 
     def _ask_proof(self, place: Place) -> None:
-        place.task, place.awaited = None, self._send(place, "proof")
+        place.task, place.awaited = None, self._send(place, "work", len(self._updates), "proof")
 
     def _send(self, place: Place, method: str, *arguments: Any) -> Any:
         """Call a method of an actor; return the reference to its answer."""
@@ -235,36 +224,36 @@ class RayEngine(Engine):
 
     # ---- tasks
 
-    def _serve(self, tasks: Sequence[_Task]) -> list:
-        """Return the results of tasks, in their order; each idle actor takes the next one."""
+    def _serve(self, tasks: Sequence[tuple]) -> list:
+        """Return the results of tasks, in their order; each idle actor takes the next one.
+
+        Args:
+            tasks: (what it is, for errors; a method of the actors; its arguments ...) each.
+        """
         self._start()
-        queue, done, deaths = deque(range(len(tasks))), {}, Counter()
+        queue, done, failures = deque(range(len(tasks))), {}, Counter()
         try:
             while len(done) < len(tasks):
                 for place in self.places[: self.most_active]:
                     if place.awaited is None and queue:
                         place.task = queue.popleft()
-                        method, arguments, _ = tasks[place.task]
-                        place.awaited = self._send(place, method, len(self._updates), *arguments)
+                        place.awaited = self._send(place, "work", len(self._updates), *tasks[place.task][1:])
                 place, task, answer = self._next_answer()
                 if task is None:
                     continue
-                if answer is None:
-                    deaths[task] += 1
-                    if deaths[task] == MOST_DEATHS:
-                        raise RuntimeError(
-                            f"{tasks[task].label} ended the process that it was given to {MOST_DEATHS} times, at last "
-                            f"{place.end}. Its reward function ends the process, or memory is short "
-                            "(lower chunk_rows, workers, or with vLLM gpu_memory_utilization). Every recorded step is "
-                            "in the ledger: correct that and call train(resume_from_checkpoint=True)."
-                        )
-                    queue.appendleft(task)
-                elif answer.applied != len(self._updates):
-                    queue.appendleft(task)
-                    self._behind(place, answer.applied)
-                else:
-                    done[task] = answer.result
+                if answer is not None:
+                    done[task] = answer
                     place.finished += 1
+                    continue
+                queue.appendleft(task)
+                failures[task] += 1
+                if failures[task] == MOST_DEATHS:
+                    raise RuntimeError(
+                        f"{tasks[task][0]} ended the process that it was given to {MOST_DEATHS} times, at last "
+                        f"{place.end}. Its reward function ends the process, or memory is short "
+                        "(lower chunk_rows, workers, or with vLLM gpu_memory_utilization). Every recorded step is "
+                        "in the ledger: correct that and call train(resume_from_checkpoint=True)."
+                    )
         except BaseException:
             for place in self.places:
                 if place.task is not None:  # nobody waits for its answer; the next task queues behind it
@@ -272,78 +261,65 @@ class RayEngine(Engine):
             raise
         return [done[i] for i in range(len(tasks))]
 
-    def _next_answer(self) -> tuple[Place, int | None, _Answer | None]:
-        """Wait for an actor; return its place, its task (None: a proof was due) and its answer (None: it died)."""
+    def _next_answer(self) -> tuple[Place, int | None, Any]:
+        """Wait for an actor; return its place, its task (None: a proof was due) and its answer (None: it failed)."""
         ray = _ray()
         awaited = {place.awaited: place for place in self.places if place.awaited is not None}
-        starting = [p.started + START_SECONDS for p in awaited.values() if not p.proved]
-        patience = max(0.0, min(starting) - time.monotonic()) if starting else None
+        starting = [place for place in awaited.values() if not place.proved]
+        first = min(starting, key=lambda place: place.started, default=None)
+        patience = None if first is None else max(0.0, first.started + START_SECONDS - time.monotonic())
         ready, _ = ray.wait(list(awaited), timeout=patience)
         if not ready:
-            late = next(place for place in awaited.values() if place.started + START_SECONDS == min(starting))
             raise RuntimeError(
-                f"{late} has not started within {START_SECONDS} s. {self._cluster.resources()} If a machine is gone, "
+                f"{first} has not started within {START_SECONDS} s. {_resources()} If a machine is gone, "
                 "bring it back or ask for fewer workers or gpus, and call train(resume_from_checkpoint=True) in a new "
                 "process; if the model takes longer to load, raise evoalign_lib.engines.ray.START_SECONDS."
             )
         place = awaited[ready[0]]
         task, place.task, place.awaited = place.task, None, None
         try:
-            answer = ray.get(ready[0])
+            applied, answer = ray.get(ready[0])
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, Exception):
                 raise error.cause from error  # what was raised there, such as a RewardError
             raise
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
-            self._died(place, error)
+            place.end = f"{place.process}: {_reason(error)}"
+            if getattr(error, "actor_init_failed", False):
+                raise RuntimeError(
+                    f"actor {place.number} cannot start, {place.end}. Every machine of the cluster needs "
+                    "evoalign_lib with what it imports, and a model that is given by a folder in that folder."
+                ) from error
+            self._replace(place, "restarted", f"actor {place.number} died, {place.end}.")
             return place, task, None
         self.received_bytes += len(ray.cloudpickle.dumps(answer))
-        place.busy_seconds += answer.seconds
-        if task is None:
-            self._judge(place, answer)
+        if answer is None:
+            place.end = f"{place.process}: it lacked updates"
+            self._replace(place, "rebuilt", f"{place} has applied {applied} of {len(self._updates)} updates.")
+        elif task is None:
+            self._judge(place, applied, *answer)
         return place, task, answer
 
     # ---- what goes wrong
 
-    def _died(self, place: Place, error: Exception) -> None:
-        place.end = f"{place.process}: {_reason(error)}"
-        if getattr(error, "actor_init_failed", False):
-            raise RuntimeError(
-                f"actor {place.number} cannot start, {place.end}. Every machine of the cluster needs "
-                "evoalign_lib with what it imports, and a model that is given by a folder in that folder."
-            ) from error
-        self._fail(place, place.end)
-        self.repairs["actors/restarted"] += 1
-        said = "actor %d died, %s. A new process takes its place and replays %d updates."
-        logger.warning(said, place.number, place.end, len(self._updates))
-        self._launch(place)
-
-    def _behind(self, place: Place, applied: int) -> None:
-        self._fail(place, f"it has {applied} updates instead of {len(self._updates)}")
-        self.repairs["actors/behind"] += 1
-        place.behind = True
-        logger.warning("%s has applied %d of %d updates: the rest is sent.", place, applied, len(self._updates))
-        self._catch_up(place, applied)
-
-    def _fail(self, place: Place, why: str) -> None:
-        """Count a failure of an actor; raise RuntimeError after several without a proof between them."""
+    def _replace(self, place: Place, repair: str, what: str) -> None:
+        """Start a new process in a place; raise RuntimeError after several without a proof between them."""
         place.failures += 1
         if place.failures > MOST_DEATHS:
             raise RuntimeError(
-                f"actor {place.number} failed {place.failures} times in a row before it could work, at last: {why}. "
+                f"actor {place.number} failed {place.failures} times in a row before it could work, at last: {what} "
                 "Look at the memory of its machine and at Ray's logs there. Every recorded step is in the ledger."
             )
+        self.repairs[f"actors/{repair}"] += 1
+        logger.warning("%s A new process takes its place and replays %d updates.", what, len(self._updates))
+        self._launch(place)
 
-    def _judge(self, place: Place, answer: _Answer) -> None:
+    def _judge(self, place: Place, applied: int, process: str, proof: Any) -> None:
         """Compare an actor with the run; let it work, or start a new process in its place."""
-        if answer.applied < len(self._updates):
-            if place.proved and not place.behind:
-                self._behind(place, answer.applied)
-            else:  # the run moved on while the actor started or caught up
-                self._catch_up(place, answer.applied)
+        if applied < len(self._updates):  # the run moved on meanwhile
+            self._ask_proof(place)
             return
-        place.process, proof = answer.result
-        wrong = None
+        place.process, wrong = process, None
         if self.gpus:
             try:
                 prove(self.layout, self.master, proof)
@@ -352,18 +328,16 @@ class RayEngine(Engine):
         elif proof != (own := precision.digest(self.layout, self.master)):
             wrong = f"their digest is {proof:.16}..., that of the run is {own:.16}..."
         if wrong is None:
-            place.proved, place.behind, place.failures = True, False, 0
+            place.proved, place.failures = True, 0
             return
-        what = f"{place}: after {answer.applied} updates its weights are not those of the run: {wrong}"
+        what = f"{place}: after {applied} updates its weights are not those of the run: {wrong}"
         if not place.proved:
             raise WrongWeights(
                 f"{what} A new process that has replayed the run differs, so nothing can be repaired. Either the "
                 "model that it loaded is not the one that was given, or its machine computes the noise differently: "
                 "the tests of evoalign_lib.noise tell, run them there."
             )
-        self.repairs["actors/rebuilt"] += 1
-        logger.warning("%s A new process takes its place and replays all updates.", what)
-        self._launch(place)
+        self._replace(place, "rebuilt", what)
 
 
 @dataclass
@@ -373,8 +347,6 @@ class Place:
     number: int
     finished: int = 0
     """tasks done here"""
-    busy_seconds: float = 0.0
-    """seconds that its processes reported for tasks and updates"""
     process: str = _NEW
     """number and machine of the process"""
     end: str = ""
@@ -386,30 +358,12 @@ class Place:
     """the task that it works on; None: a proof is due, or it is idle"""
     proved: bool = False
     """whether its weights were compared with the run's since its process started"""
-    behind: bool = False
-    """whether it was found to lack updates since the last proof"""
     failures: int = 0
     """since the last proof"""
     started: float = 0.0
 
     def __str__(self):
         return f"actor {self.number} ({self.process})"
-
-
-class _Task(NamedTuple):
-    method: str
-    arguments: tuple
-    label: str
-    """what it is, for errors"""
-
-
-class _Answer(NamedTuple):
-    applied: int
-    """updates that the actor has applied"""
-    seconds: float
-    """that the actor worked since its last answer"""
-    result: Any
-    """None if it lacks updates"""
 
 
 # ---- in the actor's process
@@ -420,39 +374,34 @@ class _Actor:
 
     def __init__(self, once: dict[str, Any]):
         self.engine = _Replica(once) if "vllm" in once else _local_engine(once)
-        self.applied, self.seconds = 0, 0.0
+        self.applied = 0
 
-    def update(self, first: int, updates: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Apply updates, beginning with number `first` of the run; skip those that were applied before."""
-        started = time.perf_counter()
-        if first <= self.applied:
-            for update in updates[self.applied - first :]:
-                self.engine.update(*update)
-                self.applied += 1
-        self.seconds += time.perf_counter() - started
+    def update(self, updates: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Apply updates, (keys, coefficients) each."""
+        for update in updates:
+            self.engine.update(*update)
+        self.applied += len(updates)
 
-    def proof(self) -> _Answer:
+    def work(self, applied: int, method: str, *arguments: Any) -> tuple[int, Any]:
+        """Return the number of updates that were applied, and what a method gives if they are `applied`, else None."""
+        return self.applied, getattr(self, method)(*arguments) if applied == self.applied else None
+
+    def proof(self) -> tuple[str, Any]:
         """Return where this process is, and what proves its weights."""
         if isinstance(self.engine, LocalEngine):
-            found = precision.digest(self.engine.layout, self.engine.master)
+            proof = precision.digest(self.engine.layout, self.engine.master)
         else:
-            found = self.engine.generator.proof()
-        return self._answer(lambda: (f"process {os.getpid()} on {socket.gethostname()}", found))
+            proof = self.engine.generator.proof()
+        return f"process {os.getpid()} on {socket.gethostname()}", proof
 
-    def evaluate(self, applied: int, index: int, key: int, sign: int, *rest: Any) -> _Answer:
-        """Evaluate a member with the weights after this many updates."""
-        return self._answer(lambda: self.engine.evaluate_member(index, Member(key, sign), *rest), applied)
+    def evaluate(self, index: int, key: int, sign: int, *rest: Any) -> Evaluation:
+        """Evaluate a member."""
+        return self.engine.evaluate_member(index, Member(key, sign), *rest)
 
-    def generate(self, applied: int, noise: tuple[int, float] | None, *arguments: Any) -> _Answer:
-        """Return completions of the weights after this many updates, with noise, (key, sigma), on them or none."""
+    def generate(self, noise: tuple[int, float] | None, *arguments: Any) -> list[tuple[str, list[int]]]:
+        """Return completions of the weights, with noise, (key, sigma), on them or none."""
         with self.engine.perturbed(*noise) if noise else nullcontext():
-            return self._answer(lambda: self.engine.generate_rows(*arguments), applied)
-
-    def _answer(self, work: Callable[[], Any], applied: int | None = None) -> _Answer:
-        started = time.perf_counter()
-        result = work() if applied in (None, self.applied) else None
-        seconds, self.seconds = self.seconds + time.perf_counter() - started, 0.0
-        return _Answer(self.applied, seconds, result)
+            return self.engine.generate_rows(*arguments)
 
 
 def _local_engine(once: Mapping[str, Any]) -> LocalEngine:
@@ -468,12 +417,11 @@ class _Replica(VLLMDecoding):
 
     def __init__(self, once: Mapping[str, Any]):
         super().__init__(*once["scoring"], *once["end"])
-        arguments, held = once["vllm"]
         with tempfile.TemporaryDirectory() as made:
             if (folder := once["folder"]) is None:
                 folder = made
                 once["model"].save_pretrained(folder)
-            self.generator = Generator(folder, *arguments, **held)
+            self.generator = Generator(folder, **once["vllm"])
         self.update = self.generator.update
 
 
@@ -497,68 +445,50 @@ class _Cluster:
 
     def __init__(self, size: int | None, gpus: int, model_bytes: int):
         ray = _ray()
-        from ray.util.placement_group import placement_group
-
         if not ray.is_initialized():
             _join(size, model_bytes)
         _Cluster._open.add(self)
-        self._actors: list[Any] = []
         self.size = size or max(1, int(ray.cluster_resources().get("CPU", 1)))
         self._bundle = {"CPU": 1} | ({"GPU": gpus} if gpus else {})
-        self._group = placement_group([self._bundle] * self.size, strategy="PACK")
+        self._group = ray.util.placement_group([self._bundle] * self.size, strategy="PACK")
         lacks = any(ray.cluster_resources().get(k, 0) < self.size * n for k, n in self._bundle.items())
         # a cluster of this machine alone does not grow: there is nothing to wait for
         if (lacks and _Cluster._started_here) or not self._group.wait(PLACEMENT_SECONDS):
-            found = self.resources()
+            held = _resources()
             self.leave()
             raise RuntimeError(
                 f"the cluster has no room for {self.size} actors of {self._bundle} each (waited for at most "
-                f"{PLACEMENT_SECONDS} s). {found} Ask for fewer workers or gpus, add machines, or close what holds "
+                f"{PLACEMENT_SECONDS} s). {held} Ask for fewer workers or gpus, add machines, or close what holds "
                 "them (trainer.engine.close() of a trainer that is done)."
             )
 
     def actor(self, number: int, *arguments: Any) -> Any:
         """Start an actor in the place of this number."""
         ray = _ray()
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        options = {"num_cpus": 1, "num_gpus": self._bundle.get("GPU", 0)}
-        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group, number)
+        placed = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, number)
+        options = {"num_cpus": 1, "num_gpus": self._bundle.get("GPU", 0), "scheduling_strategy": placed}
         # a dead actor stays dead: Ray would restart it with the starting weights, unknown to the driver
-        handle = ray.remote(_Actor).options(**options, max_restarts=0, max_task_retries=0).remote(*arguments)
-        self._actors.append(handle)
-        return handle
-
-    def end(self, actor: Any) -> None:
-        """End an actor, dead or alive; None: nothing."""
-        if actor is not None:
-            self._actors.remove(actor)
-            _ray().kill(actor)
-
-    def resources(self) -> str:
-        """Return what the cluster has, in words."""
-        ray = _ray()
-        found, free = ray.cluster_resources(), ray.available_resources()
-        kinds = ", ".join(f"{found.get(k, 0):g} {k} ({free.get(k, 0):g} free)" for k in ("CPU", "GPU"))
-        return f"It has {kinds}."
+        return ray.remote(_Actor).options(**options, max_restarts=0, max_task_retries=0).remote(*arguments)
 
     def leave(self) -> None:
-        """End the actors, free their room, and end Ray if it was started here and no other engine uses it."""
+        """Free the room, which ends the actors, and end Ray if it was started here and no other engine uses it."""
         ray = _ray()
         if self not in _Cluster._open:
             return
         _Cluster._open.remove(self)
         if not ray.is_initialized():  # somebody ended Ray
             return
-        from ray.util.placement_group import remove_placement_group
-
-        for actor in self._actors:
-            ray.kill(actor)
-        self._actors = []
-        remove_placement_group(self._group)
+        ray.util.remove_placement_group(self._group)
         if _Cluster._started_here and not _Cluster._open:
             _Cluster._started_here = False
             ray.shutdown()
+
+
+def _resources() -> str:
+    """Return what the cluster has, in words."""
+    whole, free = _ray().cluster_resources(), _ray().available_resources()
+    kinds = ", ".join(f"{whole.get(k, 0):g} {k} ({free.get(k, 0):g} free)" for k in ("CPU", "GPU"))
+    return f"It has {kinds}."
 
 
 def _ray() -> ModuleType:

@@ -45,12 +45,15 @@ from evoalign_lib import checks
 from evoalign_lib._adapters import base_of, lora_layers
 from evoalign_lib.engines import processes
 from evoalign_lib.engines._vllm_worker import DRIVER, NotMapped, prepare
-from evoalign_lib.engines.base import PLAIN, Decoding, Engine, Evaluation, Options
+from evoalign_lib.engines.base import PLAIN, Decoding, Engine, Evaluation
 from evoalign_lib.engines.memory import MEMBERS_A_BATCH, held_parameters, padded_rank, room_beside_master
 from evoalign_lib.engines.proof import WrongWeights, compare, prove
 from evoalign_lib.update_rules import Member
 
-EXTENSION = "evoalign_lib.engines._vllm_extension.WorkerExtension"
+STATED_OF_ENGINES = {"skip_tokenizer_init": True, "generation_config": "vllm", "trust_remote_code": False, "seed": 0}
+STATED_OF_ENGINES |= {"load_format": "safetensors", "enable_prefix_caching": True}
+STATED_OF_ENGINES |= {"worker_extension_cls": "evoalign_lib.engines._vllm_extension.WorkerExtension"}
+"""Arguments of `vllm.LLM` that every engine has."""
 MOST_MEMBERS = 1 << 20
 """members of a population, at most; each takes 12 bytes in a buffer of every worker"""
 _OF_ADAPTERS = ("enable_lora", "max_lora_rank", "lora_target_modules")
@@ -103,7 +106,6 @@ class Generator:
     Args:
         folder: the model's folder or its name on the Hub; no code from there is run.
         dtype: of the working copy.
-        eos_ids: token ids that end a completion.
         max_model_len: tokens of a prompt and its completion at most.
         parameters: held by one rank (`memory.held_parameters`): on a GPU room is left for their master, 4 bytes each,
             which vLLM does not know about.
@@ -124,35 +126,15 @@ class Generator:
     llm: Any = None
 
     def __init__(
-        self,
-        folder: str,
-        dtype: torch.dtype,
-        eos_ids: Sequence[int],
-        max_model_len: int,
-        parameters: float,
-        tensor_parallel: int = 1,
-        settings: Mapping[str, Any] | None = None,
-        law: Mapping[str, Any] | None = None,
-        adapter: tuple[int, list[str]] | None = None,
+        self, folder, dtype, max_model_len, parameters=0, tensor_parallel=1, settings=None, law=None, adapter=None
     ):
         vllm = import_vllm(in_process=tensor_parallel == 1)
         from vllm.platforms import current_platform
 
         prepare()
         on_cpu = current_platform.is_cpu()
-        stated = {
-            "model": folder,
-            "dtype": str(dtype).removeprefix("torch."),
-            "max_model_len": max_model_len,
-            "tensor_parallel_size": tensor_parallel,
-            "skip_tokenizer_init": True,
-            "generation_config": "vllm",
-            "trust_remote_code": False,
-            "load_format": "safetensors",
-            "enable_prefix_caching": True,
-            "worker_extension_cls": EXTENSION,
-            "seed": 0,
-        }
+        stated = STATED_OF_ENGINES | {"model": folder, "dtype": str(dtype).removeprefix("torch.")}
+        stated |= {"max_model_len": max_model_len, "tensor_parallel_size": tensor_parallel}
         if adapter is not None:
             stated |= dict(zip(_OF_ADAPTERS, (True, *adapter), strict=True))
         if on_cpu:  # a prompt computed in parts would need a random generator that can go back
@@ -205,7 +187,7 @@ class Generator:
             self._call("restore")
         else:
             self._call("perturb", int(member.key), float(sigma), int(member.sign))
-        self._forget()
+        _forget(self.llm)
 
     def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
         """Move the masters, as `Weights.update`; the working copies follow with the next `write`."""
@@ -219,7 +201,7 @@ class Generator:
         """
         for number, layers in adapters.items():
             self._call("put_adapter", number, layers)
-        self._forget()
+        _forget(self.llm)
 
     def proof(self) -> list[list[tuple[tuple, str]]]:
         """Return by rank its segments, each with the SHA-256 of its numbers: masters, or without them the base."""
@@ -229,12 +211,14 @@ class Generator:
         """End vLLM and its worker processes, and leave the GPU."""
         _end(self)
 
-    def _forget(self) -> None:
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError(
-                "vLLM did not empty its prefix cache and would go on with keys and values of other weights: requests "
-                "are still running. Call the engine from one thread only."
-            )
+
+def _forget(llm: Any) -> None:
+    """Empty the prefix cache, whose keys and values are of other weights."""
+    if not llm.reset_prefix_cache():
+        raise RuntimeError(
+            "vLLM did not empty its prefix cache and would go on with keys and values of other weights: requests "
+            "are still running. Call the engine from one thread only."
+        )
 
 
 STATED = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
@@ -253,14 +237,7 @@ def _check_temperature(temperature: float) -> None:
 
 
 def decode(
-    llm: Any,
-    eos_ids: Sequence[int],
-    ids: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    seeds: Sequence[int] | None = None,
-    temperature: float = 1.0,
-    options: Options = PLAIN,
-    adapters: Sequence[int] | None = None,
+    llm, eos_ids, ids, max_new_tokens: int, seeds=None, temperature=1.0, options=PLAIN, adapters=None
 ) -> list[list[int]]:
     """Decode prompts with a vLLM engine, every setting stated.
 
@@ -282,26 +259,24 @@ def decode(
     """
     from vllm import SamplingParams
 
-    if seeds is not None:
-        _check_temperature(temperature)
     # stop_token_ids alone say what ends a completion
     common = {"max_tokens": max_new_tokens, "stop_token_ids": list(eos_ids), "ignore_eos": True, "detokenize": False}
     common |= {**STATED, **(options.generation_kwargs or {})}
     if seeds is None:
         how = [SamplingParams(temperature=0.0, **common)] * len(ids)
     else:
+        _check_temperature(temperature)
         common |= {"top_p": options.top_p, "top_k": options.top_k}
         how = [SamplingParams(temperature=temperature, seed=int(seed), **common) for seed in seeds]
-    prompts = [{"prompt_token_ids": list(map(int, row))} for row in ids]
-    requests = None
+    prompts, requests = [{"prompt_token_ids": list(map(int, row))} for row in ids], None
     if adapters is not None:
         from vllm.lora.request import LoRARequest
 
         # vLLM has them already; it would look for one that it has lost in a folder that is not there
         nowhere = "nowhere: evoalign_put_adapter put it into memory"
         requests = [LoRARequest(f"adapter {n}", n, nowhere) for n in adapters]
-    found = llm.generate(prompts, how, lora_request=requests, use_tqdm=False)
-    return [list(done.outputs[0].token_ids) for done in found]
+    completed = llm.generate(prompts, how, lora_request=requests, use_tqdm=False)
+    return [list(done.outputs[0].token_ids) for done in completed]
 
 
 def _end(holder: Any) -> None:
@@ -316,13 +291,9 @@ def _end(holder: Any) -> None:
 
 def _plan(dtype: torch.dtype, tensor_parallel: int, exact: bool) -> dict[str, Any]:
     """Return the batch plan of an engine that decodes with vLLM."""
-    return {
-        "decoder": "vllm",
-        "vllm": import_vllm(tensor_parallel == 1).__version__,
-        "dtype": str(dtype).removeprefix("torch."),
-        "tensor_parallel": tensor_parallel,
-        "exact": exact,
-    }
+    plan = {"decoder": "vllm", "vllm": import_vllm(tensor_parallel == 1).__version__}
+    dtype = str(dtype).removeprefix("torch.")
+    return plan | {"dtype": dtype, "tensor_parallel": tensor_parallel, "exact": exact}
 
 
 class VLLMDecoding(Decoding):
@@ -402,8 +373,7 @@ class VLLMEngine(VLLMDecoding, Engine):
             WrongWeights: it does not; the message names the parameter.
         """
         if self._generator is None:
-            arguments, held = self.loading(self.longest())
-            generator = Generator(self.folder, *arguments, **held)
+            generator = Generator(self.folder, **self.loading(self.longest()))
             try:
                 for update in self._updates:
                     generator.update(*update)
@@ -414,17 +384,16 @@ class VLLMEngine(VLLMDecoding, Engine):
             self._generator = generator
         return self._generator
 
-    def loading(self, longest: int) -> tuple[tuple, dict[str, Any]]:
-        """Return the arguments of `Generator` after the folder, and those that are named."""
-        parameters, held = self._held()
-        return (self.model.dtype, self.eos_ids, longest, parameters, self.tensor_parallel, self.settings), held
+    def loading(self, longest: int) -> dict[str, Any]:
+        """Return the arguments of `Generator` after the folder."""
+        shared = {"tensor_parallel": self.tensor_parallel, "settings": self.settings}
+        return {"dtype": self.model.dtype, "max_model_len": longest} | shared | self._held()
 
-    def _held(self) -> tuple[float, dict[str, Any]]:
-        """Return the parameters of which a rank holds a master, and what a `Generator` holds."""
-        held = held_parameters(self.model.config, self.layout.d, self.tensor_parallel)
+    def _held(self) -> dict[str, Any]:
+        """Return those that say what workers hold beside the model."""
         weights = self.weights
         law = {"distribution": weights.distribution, "anchor_decay": self._anchor_decay, "rank": weights.rank}
-        return held, {"law": law}
+        return {"law": law, "parameters": held_parameters(self.model.config, self.layout.d, self.tensor_parallel)}
 
     def _prove(self, generator: Generator) -> None:
         prove(self.layout, self.master, generator.proof())
@@ -449,15 +418,9 @@ class VLLMEngine(VLLMDecoding, Engine):
         """
         try:
             yield
-        except Exception:
-            raise
-        except BaseException:
+        except (KeyboardInterrupt, SystemExit):
             self.close()
             raise
-
-    @property
-    def started(self):
-        return self._generator is not None
 
     def put_prompts(self, name, prompts):
         longest = self.longest()
@@ -510,8 +473,6 @@ class AdapterEngine(VLLMEngine):
         self._rank = padded_rank(max(len(layer.lora_A[self._active].weight) for layer in self._layers.values()))
         given = {"max_loras": MEMBERS_A_BATCH} | dict(settings.pop("settings", None) or {})
         checks.whole_number("engine_kwargs: max_loras", given["max_loras"], 1, why="members that decode in one batch")
-        if taken := [name for name in _OF_ADAPTERS if name in given]:
-            raise ValueError(f"{taken[0]!r} is set by the engine: remove it from engine_kwargs.")
         super().__init__(model, tokenizer, rewards, prompts, settings=given, **settings)
         self._names = {id(p): name for name, p in model.named_parameters()}
 
@@ -520,7 +481,7 @@ class AdapterEngine(VLLMEngine):
         return super().plan | {"max_loras": self.settings["max_loras"]}
 
     def _held(self):
-        return 0, {"adapter": (self._rank, sorted({name.rpartition(".")[2] for name in self._layers}))}
+        return {"adapter": (self._rank, sorted({name.rpartition(".")[2] for name in self._layers}))}
 
     def _prove(self, generator):
         """Prove that vLLM's base is the one that the adapter was made over."""
@@ -614,7 +575,7 @@ class PushedEngine(VLLMDecoding, Engine):
         super().__init__(model, tokenizer, None, prompts, max_completion_length=max_completion_length)
         self.folder = folder
         self.settings: dict[str, Any] = {}
-        self._own: Generator | None = None  # where `llm` is not that of other code
+        self._own: Generator | None = None  # of `llm`, where that is not of other code
 
     @property
     def plan(self):
@@ -636,13 +597,11 @@ class PushedEngine(VLLMDecoding, Engine):
     def _write(self, member):
         """Push the weights into vLLM."""
         if self.llm is None:
-            load = self.folder, self.model.dtype, self.eos_ids, self.longest(), 0
-            self._own = Generator(*load, settings=self.settings)
+            self._own = Generator(self.folder, self.model.dtype, self.longest(), settings=self.settings)
             self.llm = self._own.llm
-        if self.llm.llm_engine.model_config.dtype != self.model.dtype:
+        if (dtype := self.llm.llm_engine.model_config.dtype) != self.model.dtype:
             raise WrongWeights(
-                f"vLLM decodes in {self.llm.llm_engine.model_config.dtype}, the run is measured in {self.model.dtype}: "
-                "save the model in the latter."
+                f"vLLM decodes in {dtype}, the run is measured in {self.model.dtype}: save the model in the latter."
             )
         tensors = self.weights.tensors()
 
@@ -652,17 +611,14 @@ class PushedEngine(VLLMDecoding, Engine):
 
         if missed := self.llm.apply_model(load)[0]:
             raise WrongWeights(f"vLLM did not take new weights for {missed[0]!r} and {len(missed) - 1} more.")
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not empty its prefix cache, since requests are still running.")
+        _forget(self.llm)
 
     def _tokens(self, ids, seeds, temperature, adapters):
-        return decode(self.llm, self.eos_ids, ids, self.max_completion_length, seeds, temperature) if ids else []
+        return decode(self.llm, self.eos_ids, ids, self.max_completion_length, seeds, temperature)
 
     def close(self):
-        if self._own is not None:
-            own, self._own, self.llm = self._own, None, None
-            own.close()
-        elif self.llm is not None:
+        self._own = None
+        if self.llm is not None:
             _end(self)
 
 

@@ -50,11 +50,12 @@ from evoalign_study import paths
 from evoalign_lib import noise, tiny
 from evoalign_lib.engines.decode import Decoder
 from evoalign_lib.engines.local import LocalEngine, Prompts
-from evoalign_lib.engines.processes import default_workers
+from evoalign_lib.engines.processes import default_workers, threads
+from evoalign_lib.precision import layout_of, open_weights
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.tasks import countdown
 from evoalign_lib.update_rules import Member
-from tests.benchmarks.shared import measure, merge, population, public_perturb, run_sections, show
+from tests.benchmarks.shared import measure, merge, now, population, public_perturb, public_update, run_sections, show
 
 SIGMA = 1e-2  # about that of the tiny runs; the cost does not depend on it
 # Sizes of A0's architecture: what differs from its configuration.
@@ -152,11 +153,7 @@ def seconds(times: dict[str, dict[str, float]], case: str) -> np.ndarray:
 
 def pairs(**numbers: np.ndarray) -> dict[str, float]:
     """Numbers of a cell of which there are a minimum and a median, which is stored beside it."""
-    return {
-        name + suffix: float(n)
-        for name, pair in numbers.items()
-        for suffix, n in zip(("", "_median"), pair, strict=True)
-    }
+    return {name + s: float(n) for name, pair in numbers.items() for s, n in zip(("", "_median"), pair, strict=True)}
 
 
 # Sections
@@ -199,16 +196,6 @@ def default_threads() -> int:
     return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
 
 
-@contextlib.contextmanager
-def threads(n: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(n)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 class Passes:
     """The passes over one model's weights, ours and the public ones, for the same population."""
 
@@ -216,9 +203,7 @@ class Passes:
         model = build(name, dtype)
         self.tensors, self.layout = parameters_of(model), layout_of(model)
         self.members, self.keys, self.coefficients = population(plan.members)
-        self.master = np.zeros(self.layout.size, np.float32)
-        for view, tensor in zip(self.layout.views(self.master).values(), self.tensors, strict=True):
-            view[...] = tensor.float().numpy()
+        self.master = open_weights(model).float32()
         # a working copy a core, and its parameters as tensors
         self.working = [np.empty_like(self.master) for _ in range(2)]
         self.views = [torch.from_numpy(view) for view in self.layout.views(self.working[0]).values()]
@@ -239,8 +224,7 @@ class Passes:
             public_perturb(self.tensors, i, SIGMA, subtract=True)
 
     def public_update(self) -> None:
-        for i, coefficient in enumerate(self.coefficients.tolist()):
-            public_perturb(self.tensors, i, coefficient)
+        public_update(self.tensors, self.coefficients)
 
 
 def noise_section(plan: Plan) -> dict:
@@ -258,10 +242,8 @@ def noise_section(plan: Plan) -> dict:
             times = measure(plan.quick_repeats, cases)
             cell, d = f"{name} {str(dtype).removeprefix('torch.')}", passes.layout.d
             cells[cell] = {"parameters": d}
-            for what, said, prefix, least in (
-                ("perturb", "perturb and restore", "", 9),
-                ("update", "update", "update_", 5),
-            ):
+            passed = ("perturb", "perturb and restore", "", 9), ("update", "update", "update_", 5)
+            for what, said, prefix, least in passed:
                 for who, case in (("public", f"public_{what}"), ("ours", what)):
                     rate = plan.members * d / times[case]["seconds_min"] / 1e6
                     cells[cell][f"{said.replace(' and ', '_')}_{who}"] = rate
@@ -273,15 +255,10 @@ def noise_section(plan: Plan) -> dict:
                     cells[cell] |= pairs(**{f"{what}_second_core": gain})
                     targets.append(target(f"{what}, {cell}: gain of the second core", gain[0], least=1.8))
     return {
-        "about": "rates in Mparam/s a member; a public update is one such pass a member; ours for bfloat16 perturbs "
-        "the float32 master and rounds; two cores are two threads, as the kernels do not hold Python's lock",
+        "about": "rates in Mparam/s a member; ours for bfloat16 perturbs the float32 master and rounds",
         "cells": cells,
         "targets": targets,
     }
-
-
-def layout_of(model: Any) -> noise.Layout:
-    return noise.Layout.from_shapes((name, tuple(p.shape)) for name, p in model.named_parameters())
 
 
 class Plain:
@@ -304,8 +281,7 @@ class Plain:
             texts = self.tokenizer.batch_decode(self.generate(), skip_special_tokens=True)
             countdown.reward(self.prompts.prompts, texts, **self.prompts.columns)
             public_perturb(self.tensors, i, SIGMA, subtract=True)
-        for i, coefficient in enumerate(population(self.plan.members)[2].tolist()):
-            public_perturb(self.tensors, i, coefficient)
+        public_update(self.tensors, population(self.plan.members)[2])
 
 
 def same_tokens(plain: Plain, plan: Plan) -> float:
@@ -362,8 +338,7 @@ def iteration_section(plan: Plan) -> dict:
         targets.append(target(f"iteration, {cell}: times the plain script", ratio[0], least=3 if rows > 16 else 5))
         targets.append(target(f"tokens, {cell}: share equal in both arms", agreement, least=1))
     return {
-        "about": f"{plan.members} members, at most {plan.new} new tokens; the plain script at torch's default of "
-        f"{many} threads is many times slower where others use the cores, so it is measured in one round only",
+        "about": f"{plan.members} members, at most {plan.new} new tokens; torch's default is {many} threads",
         "cells": cells,
         "targets": targets,
         "account": account,
@@ -388,16 +363,15 @@ def low_rank_section(plan: Plan) -> dict:
         cell = f"{name}, {n} members of {rows} prompts"
         ratios = {case: rate / rates["full rank"] for case, rate in rates.items() if case != "full rank"}
         cells[cell] = {f"completions_a_second, {case}": float(rate[0]) for case, rate in rates.items()}
-        cells[cell] |= {f"ratio, {case}": float(ratio[0]) for case, ratio in ratios.items()}
-        cells[cell] |= {f"ratio_median, {case}": float(ratio[1]) for case, ratio in ratios.items()}
+        for i, kept in enumerate(("ratio", "ratio_median")):
+            cells[cell] |= {f"{kept}, {case}": float(ratio[i]) for case, ratio in ratios.items()}
         cells[cell]["same_tokens"] = agreement = same_members(name, rows, min(n, 16), plan)
         first, least = f"rank {plan.ranks[0]}", {1: 4.0, 128: 1.0}.get(rows)
         if least and name in Plan.low_rank_models:
             targets.append(target(f"{first}, {cell}: times full rank", ratios[first][0], least=least))
         targets.append(target(f"tokens, {cell}: share equal to those of own matrices", agreement, least=1))
     return {
-        "about": f"at most {plan.new} new tokens, one worker a core; full-rank members are at most {plan.own_members}, "
-        "since each takes as long as any other; members of low rank that share no chunk have matrices of their own",
+        "about": f"at most {plan.new} new tokens, one worker a core, at most {plan.own_members} full-rank members",
         "cells": cells,
         "targets": targets,
     }
@@ -462,13 +436,12 @@ def account_section(plan: Plan) -> dict:
             rounds = []
             for _ in range(plan.repeats_of(name, rows) + 1):
                 spent[:], calls[:] = [0.0] * len(PARTS), [0] * len(PARTS)
-                wall, parent = time.perf_counter(), time.process_time()
+                start = now()
                 evaluations = engine.evaluate(members, SIGMA, "train", np.arange(rows))
-                evaluated, parent = time.perf_counter() - wall, time.process_time() - parent
-                update = time.process_time()
+                between = now()
                 engine.update(keys, coefficients)
-                update = time.process_time() - update
-                wall = time.perf_counter() - wall
+                (evaluated, parent), (_, update) = between - start, now() - between
+                wall = time.perf_counter() - start[0]
                 if min(calls[:]) < plan.members:
                     raise RuntimeError(f"the parts were called {calls[:]} times for {plan.members} members")
                 inside = sum(evaluation.core_seconds for evaluation in evaluations)
@@ -492,9 +465,8 @@ def account_section(plan: Plan) -> dict:
         if (name, rows) == plan.accounted:
             targets.append(target(f"iteration, {cell}: share that is not generation", share, most=0.03))
     return {
-        "about": "shares of the CPU time of parent and workers, of the round that took least; 'pool' is the parent's "
-        "share of an evaluation; 'cores_waiting' is the share of cores x wall time in which a worker computes nothing: "
-        "uneven numbers of members, the update on one core, and other processes on this machine",
+        "about": "shares of the CPU time of parent and workers; 'pool' is the parent's share of an evaluation; "
+        "'cores_waiting' is the share of cores x wall time in which a worker computes nothing",
         "cells": cells,
         "targets": targets,
     }
@@ -594,13 +566,8 @@ def memory_section(plan: Plan) -> dict:
             errors.append(f"{cell}: {(done.stderr.strip() or 'no output').splitlines()[-1]}")
         else:
             cells[cell] = json.loads(done.stdout.splitlines()[-1])
-    found: dict[str, Any] = {
-        "about": "resident memory of one process over that before the model was built: with the model at rest, with "
-        "the engine at rest, and the peak of evaluating two members (one prompt, one token) and an update; each "
-        "further worker adds its working copy and what its decoder joins or converts",
-        "cells": cells,
-    }
-    return found | ({"error": "; ".join(errors)} if errors else {})
+    about = "resident bytes a parameter of one process: with the model, with the engine, and the peak of two members"
+    return {"about": about, "cells": cells} | ({"error": "; ".join(errors)} if errors else {})
 
 
 def memory_child(name: str, precision: str, dtype: str) -> None:

@@ -51,14 +51,9 @@ import torch
 
 from evoalign_lib.tasks import countdown
 from tests.benchmarks import cpu
-from tests.benchmarks.shared import run_sections
+from tests.benchmarks.shared import ALPHA, now, run_sections, show
 
 TIMES = ("wall", "core")
-
-
-def now() -> np.ndarray:
-    """(2,) seconds: of the clock, and of this process on its core."""
-    return np.array([time.perf_counter(), time.process_time()])
 
 
 class Ours(cpu.Ours):
@@ -138,17 +133,11 @@ class Qiu(Peer):
             contextlib.redirect_stdout(io.StringIO()),
         ):
             self.script = load("qiu_countdown", script)
-        changed = {
-            "NUM_ITERATIONS": 1,
-            "POPULATION_SIZE": plan.members,
-            "MAX_NEW_TOKENS": plan.new,
-            "SIGMA": cpu.SIGMA,
-            "ALPHA": cpu.ALPHA,
-            "AutoModelForCausalLM": SimpleNamespace(from_pretrained=lambda *_, **__: self.model),
-            "AutoTokenizer": SimpleNamespace(from_pretrained=lambda *_, **__: self.tokenizer),
-            "time": SimpleNamespace(time=self._look),
-            "__file__": str(data.parent.with_name(script.name)),
-        }
+        changed = {"NUM_ITERATIONS": 1, "POPULATION_SIZE": plan.members, "MAX_NEW_TOKENS": plan.new}
+        changed |= {"SIGMA": cpu.SIGMA, "ALPHA": ALPHA, "time": SimpleNamespace(time=self._look)}
+        changed |= {"__file__": str(data.parent.with_name(script.name))}
+        for loader, held in (("AutoModelForCausalLM", self.model), ("AutoTokenizer", self.tokenizer)):
+            changed[loader] = SimpleNamespace(from_pretrained=lambda *_, held=held, **__: held)
         if missing := [name for name in (*changed, "main", "evaluate_model") if not hasattr(self.script, name)]:
             raise AttributeError(f"{script} has no {missing}: take the commit that the docstring names.")
         vars(self.script).update(changed)
@@ -156,9 +145,8 @@ class Qiu(Peer):
     def greedy(self) -> list[list[int]]:
         """As `Ours.greedy`."""
         texts, targets = map(list, zip(*self.dataset, strict=True))
-        self.script.evaluate_model(
-            self.model, self.tokenizer, texts, targets, SimpleNamespace(device=torch.device("cpu"))
-        )
+        on_cpu = SimpleNamespace(device=torch.device("cpu"))
+        self.script.evaluate_model(self.model, self.tokenizer, texts, targets, on_cpu)
         return self._taken(1)[0].tolist()
 
     def step(self) -> np.ndarray:
@@ -187,7 +175,7 @@ class TorchEggroll(Peer):
             raise AttributeError(f"{folder} has no prepare_population: take version 0.2.0.")
         self.whole = torch.nn.Module()  # its forward is a generation, so that functional_call can replace the weights
         self.whole.model, self.whole.forward = self.model, self.generate
-        self.es = library.TorchEggrollES(self.whole, pop_size=plan.members, sigma=cpu.SIGMA, lr=cpu.ALPHA)
+        self.es = library.TorchEggrollES(self.whole, pop_size=plan.members, sigma=cpu.SIGMA, lr=ALPHA)
 
     def step(self) -> np.ndarray:
         """As `Ours.step`."""
@@ -238,35 +226,19 @@ def summary(seconds: Mapping[str, np.ndarray], tokens: Mapping[str, list[list[in
         completions: of a step.
 
     Returns:
-        arm -> for each of TIMES the seconds and the median completions a second, and for a peer the ratios ours/theirs
-        of completions a second within a round, their median and range; the share of prompts with our greedy tokens.
+        arm -> for each of TIMES the median completions a second, and the ratios ours/theirs of completions a second
+        within a round, their median and range; the share of prompts with our greedy tokens.
     """
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, float]] = {}
     for name, both in seconds.items():
-        found[name] = {
-            "same_tokens": float(np.mean([a == b for a, b in zip(tokens[name], tokens["ours"], strict=True)]))
-        }
+        same = [a == b for a, b in zip(tokens[name], tokens["ours"], strict=True)]
+        found[name] = {"same_tokens": float(np.mean(same))}
         for kind, seen, ours in zip(TIMES, both.T, seconds["ours"].T, strict=True):
-            rate, ratios = float(completions / np.median(seen)), (seen / ours).tolist()
-            found[name][kind] = {"seconds": seen.tolist(), "completions_a_second": rate}
-            if name != "ours":
-                middle = {"median": float(np.median(ratios)), "range": [min(ratios), max(ratios)]}
-                found[name][kind] |= {"ratios": ratios} | middle
+            ratios = seen / ours
+            found[name][f"completions_a_second, {kind} time"] = float(completions / np.median(seen))
+            for what, ratio in (("median", np.median(ratios)), ("least", ratios.min()), ("most", ratios.max())):
+                found[name][f"{what} ours/theirs, {kind} time"] = float(ratio)
     return found
-
-
-def show(name: str, found: dict) -> None:
-    """Print one model's rows."""
-    if "cells" not in found:
-        print(f"{name}: {found.get('error') or found}")
-    for arm, row in found.get("cells", {}).items():
-        for kind in TIMES:
-            line = f"{name:>5}  {arm:<13}{kind} time {row[kind]['completions_a_second']:>9.1f} completions/s"
-            if arm != "ours":
-                low, high = row[kind]["range"]
-                line += f"  ours/theirs {row[kind]['median']:.2f} ({low:.2f} to {high:.2f})"
-                line += f"  same greedy tokens {row['same_tokens']:.0%}"
-            print(line)
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:

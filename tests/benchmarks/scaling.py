@@ -9,7 +9,8 @@ For each number of actors:
 - `seconds`: of a step, and `speed_up`, the steps in the time of one with one actor;
 - `sent`, `received`: bytes of a step's messages, serialised, to and from all actors, counted where they are sent
   (updates go to those that do not work, too); beside them `weights`, what it would take to send the model once;
-- `idle`: 1 - busy time / (working actors x wall time): what members of uneven length, messages, and this process leave.
+- `idle`: 1 - the members' CPU time / (working actors x wall time): what updates, members of uneven length, messages,
+  and this process leave.
 
 --gpus N takes vLLM, on N GPUs of the cluster that RAY_ADDRESS names or of this machine.
 """
@@ -31,12 +32,13 @@ import torch
 from evoalign_study import paths
 
 from evoalign_lib import models, tiny
+from evoalign_lib.engines import check_gpus
 from evoalign_lib.engines.local import Prompts
-from evoalign_lib.engines.processes import default_workers
+from evoalign_lib.engines.processes import default_workers, threads
 from evoalign_lib.engines.ray import RayEngine
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.tasks import countdown
-from tests.benchmarks.cpu import SIGMA, base, build, device_name, threads
+from tests.benchmarks.cpu import SIGMA, base, build, device_name
 from tests.benchmarks.shared import merge, population, run_sections, show
 
 
@@ -44,19 +46,19 @@ def measure_step(engine: RayEngine, actors: int, options: argparse.Namespace) ->
     """Some steps with so many actors: mean seconds and bytes of a step, and the idle share."""
     members, keys, coefficients = population(options.members)
     engine.most_active = actors
-    engine.check()  # all actors are idle, and have said how long they worked
-    places = engine.places[:actors]
-    busy, sent, received = sum(p.busy_seconds for p in places), engine.sent_bytes, engine.received_bytes
+    engine.check()  # all actors are idle
+    busy, sent, received = 0.0, engine.sent_bytes, engine.received_bytes
     start = time.perf_counter()
     for _ in range(options.steps):
         engine.update(keys, coefficients)
-        engine.evaluate(members, SIGMA, "train", np.arange(options.prompts))
+        evaluations = engine.evaluate(members, SIGMA, "train", np.arange(options.prompts))
+        busy += sum(evaluation.core_seconds for evaluation in evaluations)
     wall = time.perf_counter() - start
     return {
         "seconds": wall / options.steps,
         "sent": (engine.sent_bytes - sent) / options.steps,
         "received": (engine.received_bytes - received) / options.steps,
-        "idle": 1 - (sum(p.busy_seconds for p in places) - busy) / (actors * wall),
+        "idle": 1 - busy / (actors * wall),
     }
 
 
@@ -95,7 +97,7 @@ def model_section(name: str, options: argparse.Namespace) -> dict:
     }
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.scaling", description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", default=["0.14M", "1M", "4M"], help="sizes of tests.benchmarks.cpu")
     parser.add_argument("--model", help="a folder or a name on the Hub, in place of them")
@@ -109,13 +111,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="measured rounds")
     parser.add_argument("--out", type=Path, default=paths.RUNS / "scaling.json", help="JSON file to merge into")
     options = parser.parse_args(argv)
-    if options.gpus % options.tensor_parallel:
-        parser.error(f"--gpus {options.gpus} is no multiple of --tensor-parallel {options.tensor_parallel}")
-    return options
-
-
-def main(argv: list[str] | None = None) -> int:
-    options = arguments(argv)
+    check_gpus(options.gpus, options.tensor_parallel)
     names = options.models if options.model is None else [options.model]
     kind = f"scaling over {options.gpus} GPUs" if options.gpus else "scaling over CPU actors"
     with threads(1):

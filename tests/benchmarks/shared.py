@@ -21,6 +21,11 @@ from evoalign_lib.update_rules import Member
 ALPHA = 5e-3  # about that of the tiny runs; the cost does not depend on it
 
 
+def now() -> np.ndarray:
+    """(2,) seconds: of the clock, and of this process on its core."""
+    return np.array([time.perf_counter(), time.process_time()])
+
+
 def public_perturb(tensors: Iterable[torch.Tensor], seed: int, scale: float, subtract: bool = False) -> None:
     """The statements that released ES codes share, written from their description, for one member.
 
@@ -34,17 +39,17 @@ def public_perturb(tensors: Iterable[torch.Tensor], seed: int, scale: float, sub
         for tensor in tensors:
             generator = torch.Generator(tensor.device).manual_seed(seed)
             eps = torch.randn(tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=generator).mul_(scale)
-            if subtract:
-                tensor.sub_(eps)
-            else:
-                tensor.add_(eps)
+            (tensor.sub_ if subtract else tensor.add_)(eps)
+
+
+def public_update(tensors: Iterable[torch.Tensor], coefficients: np.ndarray) -> None:
+    """An update by the same statements, one such pass a member."""
+    for seed, coefficient in enumerate(coefficients.tolist()):
+        public_perturb(tensors, seed, coefficient)
 
 
 def measure(
-    repeats: int,
-    cases: Mapping[str, Callable[[], Any]],
-    synchronise: Callable[[], Any] = lambda: None,
-    fewer: Mapping[str, int] | None = None,
+    repeats: int, cases: Mapping[str, Callable], synchronise: Callable = lambda: None, fewer: Mapping | None = None
 ) -> dict[str, dict[str, float]]:
     """Seconds of each case, interleaved, the first round discarded.
 

@@ -22,11 +22,11 @@ def sampled(folder: str, seed: int) -> list[list[int]]:
         seen.extend(completion_ids)
         return [float(sum(ids) % 5) for ids in completion_ids]
 
-    vllm = {"eos_ids": [tokenizer().eos_token_id], "max_model_length": 128, "gpu_memory": 0.2}
-    settings = {"steps": 2, "prompts_per_step": 2, "num_generations": 4, "max_completion_length": 8}
-    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    settings = {"vllm": {"eos_ids": [tokenizer().eos_token_id], "max_model_length": 128, "gpu_memory": 0.2}}
+    settings |= {"steps": 2, "prompts_per_step": 2, "num_generations": 4, "max_completion_length": 8}
+    settings |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-3}
     with tempfile.TemporaryDirectory() as place:
-        args = grpo.config("grpo", output_dir=place, seed=seed, learning_rate=1e-3, vllm=vllm, **settings, **quiet)
+        args = grpo.config("grpo", output_dir=place, seed=seed, **settings)
         rows = [{"prompt": p} for p in PROMPTS]
         trainer, budget = grpo.trainer(models.load(folder)[0], reward, args, rows, tokenizer())
         trainer.train()

@@ -1,5 +1,7 @@
 """Models, prompts and engines that the tests of engines share."""
 
+import copy
+
 import numpy as np
 import torch
 from helpers import PROMPTS, random_model, tokenizer
@@ -25,6 +27,13 @@ def model(seed: int = 2, **config):
 # Layers that vLLM joins (q and v, gate) and single ones, ranks that differ and are none of vLLM's, a scaling.
 LORA = {"r": 3, "lora_alpha": 7, "rank_pattern": {"down_proj": 5}, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
 LORA |= {"target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]}
+
+
+def chat_tokenizer():
+    """The tokenizer, with a template; all tests share the one without."""
+    tok = copy.deepcopy(tokenizer())
+    tok.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    return tok
 
 
 def adapted(**changed):

@@ -32,7 +32,7 @@ def test_weights_that_are_pushed_decode_as_in_transformers(folder):
     ours = PushedEngine(model(), tokenizer(), {"test": Prompts(ROWS, tokenizer())}, folder=folder, **common)
     theirs = LocalEngine(model(), tokenizer(), None, {"test": Prompts(ROWS, tokenizer())}, decoder="generate", **common)
     longest = ours.prompts["test"].width + LENGTH
-    ours.llm = Generator(folder, torch.float32, ours.eos_ids, longest, ours.layout.d, settings=SETTINGS).llm
+    ours.llm = Generator(folder, torch.float32, longest, settings=SETTINGS).llm
     try:
         before = theirs.generate("test")
         assert ours.generate("test") == before

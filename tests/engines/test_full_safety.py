@@ -5,7 +5,6 @@ OpenAI-compatible server as a judge that chats.
 """
 
 import contextlib
-import copy
 import json
 import os
 import shutil
@@ -20,13 +19,12 @@ import httpx
 import pytest
 from evoalign_study import paths
 from helpers import tokenizer
-from small_models import model
+from small_models import chat_tokenizer, model
 
 from evoalign_lib.tiny import dialogues, scorers
 
 pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
 
-TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 DRIVER = """
 import json, sys
 from evoalign_study import parameters
@@ -86,9 +84,7 @@ def place(tmp_path_factory):
     model().save_pretrained(place / "policy")
     tokenizer().save_pretrained(place / "policy")
     model(seed=3, max_position_embeddings=8192).save_pretrained(place / "chat")
-    chat = copy.deepcopy(tokenizer())
-    chat.chat_template = TEMPLATE
-    chat.save_pretrained(place / "chat")
+    chat_tokenizer().save_pretrained(place / "chat")
     for name, source in (("reward", "length 1"), ("cost", "length 1"), ("held", "gpt2")):
         shutil.copytree(scorers.folder(source) / ("cost" if name == "cost" else "reward"), place / name)
         dialogues.tokenizer().save_pretrained(place / name)

@@ -50,14 +50,13 @@ def ordered(completion_ids, number, trainer_state=None, **columns):
     if order[0] == "end":
         os.kill(os.getpid(), signal.SIGKILL)
     if order[0] == "meet":  # whoever comes first waits until all others have been here
-        folder, others = Path(order[1]), order[2] - 1
+        folder, end = Path(order[1]), time.monotonic() + 60
         try:
             (folder / "first").touch(exist_ok=False)
         except FileExistsError:
             (folder / f"{time.monotonic_ns()}-{os.getpid()}").touch()
         else:
-            end = time.monotonic() + 60
-            while len(list(folder.iterdir())) <= others and time.monotonic() < end:
+            while len(list(folder.iterdir())) < order[2] and time.monotonic() < end:
                 time.sleep(0.01)
     return reward(completion_ids, number)
 
@@ -95,22 +94,13 @@ def rewards_of(engine, members: list[Member], *how) -> list:
     return [(e.scored.rewards.tobytes(), e.lengths.tolist()) for e in evaluations]
 
 
-def begin_anew(engine: RayEngine, number: int) -> None:
-    """Let an actor have the starting weights, as if its process had begun anew."""
-    again = engine.places[number].actor.__ray_call__
-    ray.get(again.remote(lambda actor, once: actor.__init__(once), engine._sent_once))
-
-
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
     """A cluster that exists before the engines, which join it and leave it as it is. Its GPU is one by name only."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    address = ray.init(
-        "local", num_cpus=2, num_gpus=1, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False,
-        logging_level="ERROR",
-    ).address_info["address"]  # fmt: skip
-    yield address
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    yield ray.init("local", num_cpus=2, num_gpus=1, object_store_memory=100 << 20, **quiet).address_info["address"]
     assert ray.is_initialized(), "an engine ended a cluster that is not its own"
     ray.shutdown()
 
@@ -167,15 +157,6 @@ class TestARun:
         assert 0 < sent < 1000 * (6 + 2) and 0 < received < 1000 * 6  # of each member, and of the update of each actor
         assert sent + received < 4 * engine.layout.d / 5
 
-    def test_an_actor_that_lost_its_updates_gets_them(self, runs, caplog):
-        here, there = runs
-        engine = there.engine
-        begin_anew(engine, 1)
-        self.go_on(runs, 1)
-        assert engine.repairs == {"actors/restarted": 0, "actors/behind": 1, "actors/rebuilt": 0}
-        assert same_run(here, there)
-        assert f"{engine.places[1]} has applied 0 of 7 updates" in caplog.text
-
     def test_an_actor_with_other_weights_is_replaced(self, runs, caplog):
         """They change after the 20th step, whose digest the ledger notes before the next one."""
         here, there = runs
@@ -230,12 +211,10 @@ class TestTasks:
         there.close()
         assert room() == 2
 
-    def test_prompts_that_come_in_time(self, engines):
+    def test_prompts_that_come_later(self, engines):
         for engine in engines:
-            engine.add_prompts("late", ROWS[:3])
-        assert engines[0].generate("late") == engines[1].generate("late")
-        with pytest.raises(RuntimeError, match="'later' come too late"):
-            engines[1].add_prompts("later", ROWS)
+            engine.add_prompts("later", ROWS[:3])
+        assert engines[0].generate("later") == engines[1].generate("later")
 
     @pytest.mark.parametrize("sampling", [None, (77, 3)])
     def test_members(self, engines, sampling):
@@ -279,7 +258,7 @@ class TestTasks:
             engine.update(*update)
         with pytest.raises(RuntimeError, match=r"^member 0 of step 8 ended the process that it was given to 3 times"):
             rewards_of(there, self.MEMBERS[:1], Ending(("end",)))
-        assert there.repairs == {"actors/restarted": 3, "actors/behind": 0, "actors/rebuilt": 0}
+        assert there.repairs == {"actors/restarted": 3, "actors/rebuilt": 0}
         assert "replays 1 updates" in caplog.text
         there.follow([update])  # as from a checkpoint: the actors begin anew
         assert rewards_of(here, self.MEMBERS) == rewards_of(there, self.MEMBERS)
@@ -311,7 +290,7 @@ class Multiplier:
         self.log_lambda += 0.4 * float(np.mean(metrics["cost"]))
 
 
-def test_an_actor_that_begins_anew_and_a_resumed_run_have_the_ledger_of_the_local_engine(tmp_path):
+def test_an_actor_that_begins_anew_and_a_resumed_run_have_the_ledger_of_the_local_engine(tmp_path, caplog):
     """Weights go back toward the start, after a tied step, too; actors score with the state of the step."""
 
     def lines(folder):
@@ -330,12 +309,15 @@ def test_an_actor_that_begins_anew_and_a_resumed_run_have_the_ledger_of_the_loca
     with closing(there.engine) as engine:
         there.train()
         all_ready(engine)
-        begin_anew(engine, 0)
+        # it has the starting weights, as if its process had begun anew
+        anew = engine.places[0].actor.__ray_call__
+        ray.get(anew.remote(lambda actor, once: actor.__init__(once), engine._sent_once))
+        said = f"{engine.places[0]} has applied 0 of 3 updates"
         there.args.max_steps = 5
         there.train()
         all_ready(engine)
         engine.check()
-        assert engine.repairs == {"actors/restarted": 0, "actors/behind": 1, "actors/rebuilt": 0}
+        assert engine.repairs == {"actors/restarted": 0, "actors/rebuilt": 1} and said in caplog.text
     resumed = on_ray(tmp_path / "there", Multiplier(), max_steps=6, **settings)
     with closing(resumed.engine) as engine:
         resumed.train(resume_from_checkpoint=True)

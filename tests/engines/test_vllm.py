@@ -1,24 +1,33 @@
-"""One engine of vLLM beside one of transformers: the same tokens, the same weights, byte for byte."""
+"""An engine of vLLM beside one of transformers, over weights and over adapters: the same tokens and weights."""
 
 import itertools
 import signal
 
 import numpy as np
 import pytest
-from small_models import ROWS, engine, members, move
+from small_models import ROWS, SETTINGS, adapted, engine, members, move
 
+from evoalign_lib.engines import vllm
 from evoalign_lib.engines.base import Options
 from evoalign_lib.engines.local import LocalEngine
 
 pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
 
 
-@pytest.fixture(scope="module")
-def pair():
+@pytest.fixture(scope="module", params=["weights", "adapters"])
+def pair(request):
     """One engine of each kind, with the same weights whatever a test did: each moves both."""
-    both = engine(), engine(LocalEngine)
+    if request.param == "weights":
+        both = engine(), engine(LocalEngine)
+    else:  # a batch has four members
+        pytest.importorskip("peft")
+        settings = {"max_loras": 4} | SETTINGS
+        both = engine(vllm.AdapterEngine, adapted(), settings=settings), engine(LocalEngine, adapted())
     yield both
     both[0].close()
+
+
+only_weights = pytest.mark.parametrize("pair", ["weights"], indirect=True)
 
 
 def test_greedy_tokens_are_those_of_transformers(pair):
@@ -28,13 +37,14 @@ def test_greedy_tokens_are_those_of_transformers(pair):
 
 
 def test_members_are_those_of_transformers(pair):
-    found = [one.evaluate(members(3), 0.05, "train", np.arange(len(ROWS))) for one in pair]
+    found = [one.evaluate(members(5), 0.1, "train", np.arange(len(ROWS))) for one in pair]
     for ours, theirs in zip(*found, strict=True):
         assert ours.scored.rewards.tolist() == theirs.scored.rewards.tolist()
         assert ours.lengths.tolist() == theirs.lengths.tolist() and ours.clipped.tolist() == theirs.clipped.tolist()
-    assert len({tuple(e.scored.rewards) for e in found[0]}) == 6, "members that do alike show nothing"
+    assert len({tuple(e.scored.rewards) for e in found[0]}) == 10, "members that do alike show nothing"
 
 
+@only_weights
 def test_options_of_decoding_are_those_of_transformers(pair, monkeypatch):
     rows = np.arange(len(ROWS))
 
@@ -82,6 +92,7 @@ def test_updates_have_the_same_bits_and_the_next_tokens_are_equal(pair):
     assert pair[0].generate("train") == ours
 
 
+@only_weights
 def test_without_emptying_the_prefix_cache_members_would_be_wrong(pair, monkeypatch):
     def rewards(one=pair[0]):
         return [e.scored.rewards.tolist() for e in one.evaluate(members(2), 0.3, "train", np.arange(len(ROWS)))]
@@ -89,7 +100,7 @@ def test_without_emptying_the_prefix_cache_members_would_be_wrong(pair, monkeypa
     expected = rewards(pair[1])
     assert rewards() == expected
     with monkeypatch.context() as patch:
-        patch.setattr(pair[0].generator, "_forget", lambda: None)
+        patch.setattr(vllm, "_forget", lambda llm: None)
         assert rewards() != expected
     assert rewards() == expected
     monkeypatch.setattr(pair[0].generator.llm, "reset_prefix_cache", lambda: False)
@@ -123,13 +134,13 @@ def test_samples_are_common_random_numbers(pair):
     assert twice[0].scored.rewards.tolist() == twice[1].scored.rewards.tolist() != other[0].scored.rewards.tolist()
 
 
-def test_prompts_that_come_too_late_and_a_second_engine_are_refused(pair):
-    with pytest.raises(RuntimeError, match="'more' come too late"):
-        pair[0].add_prompts("more", ROWS)
+@only_weights
+def test_a_second_engine_is_refused(pair):
     with pytest.raises(RuntimeError, match="works in this process already.*close"):
         engine().generate("train")
 
 
+@only_weights
 def test_an_interrupt_leaves_no_requests_behind(pair, monkeypatch):
     """Ctrl-C while vLLM decodes: it would go on with what was cut off."""
     # a shell that starts pytest in the background has interrupts ignored, and its children inherit that

@@ -1,24 +1,18 @@
 """A judge in vLLM answers as the same model does in transformers."""
 
-import copy
-
 import pytest
-from helpers import tokenizer
 
 pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
 
-from small_models import SETTINGS  # noqa: E402
+from small_models import SETTINGS, chat_tokenizer  # noqa: E402
 
 from evoalign_lib.judges import ARENA, ChatJudge, LocalChat, Pair, Rubric, VLLMChat, judge_pairs  # noqa: E402
 
-TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 SHORT = Rubric("short", "Judge.", "End with [[score of A, score of B]].", "scores")
 
 
 def test_a_judge_in_vllm_answers_as_transformers_do(folder, tmp_path):
-    tok = copy.deepcopy(tokenizer())  # all tests share the one
-    tok.chat_template = TEMPLATE
-    tok.save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
     local = LocalChat(folder, max_tokens=8, batch_size=3)
     backend = VLLMChat(folder, max_tokens=8, dtype="float32", max_model_len=1024, **SETTINGS)
     pairs = [Pair("What is 1 + 1?", "2", "two"), Pair("Why?", "[[10, 1]]", "I can not say.")]

@@ -134,25 +134,6 @@ def test_a_run_is_the_run_of_the_local_engine_and_replays_in_transformers(folder
     again.close()
 
 
-def test_a_run_that_stopped_goes_on_from_its_checkpoint_and_from_its_ledger(folder, tmp_path):
-    law = {"anchor_decay": 0.2, "perturbation": "low_rank", "rank": 2}
-    whole = run(folder, tmp_path / "whole", **law)
-    whole.train()
-    whole.engine.close()
-    for name, save in (
-        ("checkpoint", {"save_strategy": "steps", "save_steps": 2}),
-        ("ledger", {"save_strategy": "no"}),
-    ):
-        first = run(folder, tmp_path / name, max_steps=2, **law, **save)
-        first.train()
-        first.engine.close()
-        second = run(folder, tmp_path / name, **law, **save)
-        second.train(resume_from_checkpoint=True)
-        second.engine.check()
-        assert second.engine.master.tobytes() == whole.engine.master.tobytes(), name
-        second.engine.close()
-
-
 def test_a_model_that_is_an_object_and_the_random_arm(tmp_path):
     settings = config(tmp_path, engine="vllm", engine_kwargs=SETTINGS, fitness="random")
     ours = ESTrainer(model(), count_letters, settings, ROWS, processing_class=tokenizer())

@@ -41,27 +41,14 @@ def train(folder, sigma=0.02, **settings):
         batches.append((prompts, completion_ids))
         return [float(len(set(ids))) for ids in completion_ids]
 
-    stated = {
-        "per_device_train_batch_size": 16,
-        "num_generations": 4,
-        "max_steps": 2,
-        "learning_rate": 1e-3,
-        "beta": 0.1,
-    }
+    stated = {"per_device_train_batch_size": 16, "num_generations": 4, "max_steps": 2, "learning_rate": 1e-3}
     stated |= {"bf16": False, "use_cpu": True, "gradient_checkpointing": False, "logging_steps": 1, "seed": 0}
-    stated |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "log_completions": False}
+    stated |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "log_completions": False, "beta": 0.1}
     stated |= {"max_completion_length": 12}  # cuts some completions off, and not others
-    config = GRPOConfig(output_dir=str(folder), **stated | settings)
-    watch = Watch(sigma)
-    rows = countdown.dataset(tiny.problems("validation", 32), tokenizer)
-    trainer = GRPOTrainer(
-        model=str(tiny.bases_folder() / "A0"),
-        reward_funcs=reward,
-        args=config,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        callbacks=[watch],
-    )
+    config, watch = GRPOConfig(output_dir=str(folder), **stated | settings), Watch(sigma)
+    rows = Dataset.from_list(countdown.dataset(tiny.problems("validation", 32), tokenizer))
+    given = {"train_dataset": rows, "processing_class": tokenizer, "callbacks": [watch]}
+    trainer = GRPOTrainer(str(tiny.bases_folder() / "A0"), reward, config, **given)
     with torch.random.fork_rng():
         trainer.train()
     logged = [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]

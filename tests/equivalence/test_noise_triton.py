@@ -155,7 +155,7 @@ def test_low_rank_noise_of_a_window(row0, col0):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_decay_toward_the_start_has_the_bits_of_numpy(dtype, monkeypatch):
-    monkeypatch.setattr(_anchor, "_DEVICE_BLOCK", 1000)
+    monkeypatch.setattr(_anchor, "_BLOCK", 1000)
     weights, rate = device_weights(model(dtype), anchor_decay=0.3), np.float32(0.3)
     start = weights.master.cpu().numpy().copy()
     expected = start
@@ -243,88 +243,56 @@ def test_errors_name_the_value(pieces, named):
 # What only a real GPU shows, and what its compiler shows without one.
 
 
-LINEAR = {"LINEAR": True, "BLOCK": 512}
-"""a tile of a launch over whole quads"""
-
-
-def compiled(kernel, pointers: dict[str, str], distribution: int, shape: dict, **options) -> str:
+def compiled(name: str, target: str, shape: dict, fused: bool) -> str:
     """PTX of a kernel for a Hopper GPU; the compiler needs no GPU."""
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    constants = {"KIND": distribution} | shape
+    given = {"target": target, "master": "*fp32", "table": "*i64", "tiles": "*i32", "keys": "*i64", "coefs": "*fp32"}
+    given |= {"n": "*i32"} | ({"root": "fp32", "rank": "i32"} if "rank" in name else {})
+    constants = {"KIND": _noise_cpu.GAUSSIAN, "UPDATE": target == "*fp32"} | shape
     source = ASTSource(
-        fn=kernel,
-        signature=pointers | dict.fromkeys(constants, "constexpr"),
+        fn=getattr(_noise_triton, name),
+        signature=given | dict.fromkeys(constants, "constexpr"),
         constexprs=constants,
-        attrs={(i,): [["tt.divisibility", 16]] for i, kind in enumerate(pointers.values()) if kind.startswith("*")},
+        attrs={(i,): [["tt.divisibility", 16]] for i, kind in enumerate(given.values()) if kind.startswith("*")},
     )
-    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    return compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": fused}).asm["ptx"]
 
 
-PERTURB = {"target": "*bf16", "master": "*fp32", "table": "*i64", "of_tile": "*i32"}
-PERTURB |= {"key": "*i64", "scale": "*fp32"}
-UPDATE = {"master": "*fp32", "table": "*i64", "of_tile": "*i32", "keys": "*i64"}
-UPDATE |= {"coefs": "*fp32", "members": "*i32"}
-RANK = {"root": "fp32", "rank": "i32"}
+LINEAR = {"FLAT": True, "BLOCK": 512}  # a tile of a launch over whole quads
 TILE = {"ROWS": _noise_triton.TILE_ROWS, "COLS": _noise_triton.TILE_COLS}
 
 
 @pytest.mark.skipif(_noise_triton.INTERPRETED, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize(
-    ("name", "pointers", "shape", "said"),
+    ("name", "target", "shape", "said"),
     [
-        ("_perturb_kernel", PERTURB, LINEAR, ["sqrt.rn.f32", "ld.global.v4.b32", "st.global.v2.b32"]),
-        ("_update_kernel", UPDATE, LINEAR, ["sqrt.rn.f32", "ld.global.v4.b32", "st.global.v4.b32"]),
-        pytest.param("_low_rank_perturb_kernel", PERTURB | RANK, TILE, ["mul.rn.f32"], marks=pytest.mark.slow),
-        pytest.param("_low_rank_update_kernel", UPDATE | RANK, TILE, ["mul.rn.f32"], marks=pytest.mark.slow),
+        ("_add_kernel", "*bf16", LINEAR, ["sqrt.rn.f32", "ld.global.v4.b32", "st.global.v2.b32"]),
+        ("_add_kernel", "*fp32", LINEAR, ["sqrt.rn.f32", "ld.global.v4.b32", "st.global.v4.b32"]),
+        pytest.param("_add_low_rank_kernel", "*bf16", TILE, ["mul.rn.f32"], marks=pytest.mark.slow),
+        pytest.param("_add_low_rank_kernel", "*fp32", TILE, ["mul.rn.f32"], marks=pytest.mark.slow),
     ],
 )
-def test_compiled_kernels_fuse_nothing_and_move_four_at_a_time(name, pointers, shape, said, monkeypatch, tmp_path):
+def test_compiled_kernels_fuse_nothing_and_move_four_at_a_time(name, target, shape, said, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = getattr(_noise_triton, name)
-    ptx = compiled(kernel, pointers, _noise_cpu.GAUSSIAN, shape, enable_fp_fusion=False)
+    ptx = compiled(name, target, shape, fused=False)
     assert "fma.rn" not in ptx and "sqrt.approx" not in ptx and all(instruction in ptx for instruction in said)
     # The same check finds the fusion that the launches' option forbids.
-    assert "fma.rn.f32" in compiled(kernel, pointers, _noise_cpu.GAUSSIAN, shape, enable_fp_fusion=True)
-
-
-@gpu
-@pytest.mark.parametrize("rate", [0, 0.25])
-def test_launches_survive_a_cuda_graph(rate):
-    pieces = model(torch.bfloat16)
-    weights, (keys, coefficients) = device_weights(pieces, anchor_decay=rate), members(4)
-    weights.perturb(KEY, 1e-3)  # compiles
-    weights.update(keys, np.zeros(4, np.float32))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        weights.apply_population()
-        weights.write_member()
-    start = weights.master.cpu().numpy()
-    master = start.copy()
-    for key in (KEY, KEY + 1):
-        weights.set_population(keys, coefficients)
-        weights.set_member(key, 2e-3)
-        graph.replay()
-        _anchor.decay(master, start, rate)
-        noise.update(master, LAYOUT, keys, coefficients)
-        expected = reference_perturb(master, LAYOUT, key, 2e-3)
-        assert (bits(weights.master.cpu().numpy()) == bits(master)).all()
-        for piece, view in zip(pieces, LAYOUT.views(expected).values(), strict=True):
-            assert same(piece.tensor, torch.from_numpy(view).bfloat16()), piece.name
+    assert "fma.rn.f32" in compiled(name, target, shape, fused=True)
 
 
 @gpu
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_perturb_and_update_allocate_nothing(distribution):
     weights = device_weights(model(torch.bfloat16), distribution, anchor_decay=0.1)
-    keys, coefficients = members(30)
-    weights.perturb(KEY, 1e-3)
-    weights.update(keys, coefficients)
+    member, population = (KEY, 1e-3), members(30)
+    weights.perturb(*member)
+    weights.update(*population)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    weights.perturb(KEY, 1e-3)
-    weights.apply_population()
+    weights.perturb(*member)
+    weights.update(*population)
     assert torch.cuda.max_memory_allocated() == before

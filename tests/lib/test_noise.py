@@ -8,7 +8,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +18,8 @@ from hypothesis import strategies as st
 from numba import njit
 from scipy import stats
 
-from evoalign_lib import _noise_cpu, noise
-from evoalign_lib.noise import DISTRIBUTIONS, Layout, member_key, normals, parameter_id, philox4x32, run_key
+from evoalign_lib import _noise_cpu, _noise_host, noise
+from evoalign_lib.noise import DISTRIBUTIONS, Layout, member_key, normals, parameter_id, run_key
 
 VECTORS = json.loads(Path(noise.__file__).with_name("noise_vectors.json").read_text())
 BACKENDS = ("numpy", "numba")
@@ -54,8 +53,9 @@ def members(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 def drawn(case: dict, backend: str) -> np.ndarray:
     """The numbers of a known answer."""
-    given = {name: case[name] for name in ("rows", "cols", "stream", "distribution") if name in case}
-    return normals(int(case["key"], 16), int(case["param_id"], 16), case["shape"], backend=backend, **given)
+    given = {name: case[name] for name in ("rows", "cols", "stream", "distribution", "rank") if name in case}
+    draw = noise.eps if "rank" in case else normals
+    return draw(int(case["key"], 16), int(case["param_id"], 16), case["shape"], backend=backend, **given)
 
 
 # Known answers
@@ -63,7 +63,7 @@ def drawn(case: dict, backend: str) -> np.ndarray:
 
 def test_known_answers_of_words_keys_and_ids():
     for case in VECTORS["philox"]:
-        assert (philox4x32(words(case["counter"]), tuple(words(case["key"]))) == words(case["words"])).all()
+        assert (_noise_cpu.philox(words(case["counter"]), words(case["key"])) == words(case["words"])).all()
     for case in VECTORS["keys"]:
         run = run_key(case["arm"], case["seed"])
         member = member_key(run, case["step"], case["pair"])
@@ -72,19 +72,14 @@ def test_known_answers_of_words_keys_and_ids():
     assert {name: f"{number:08x}" for name, number in ids.items()} == VECTORS["parameter_ids"]
 
 
-def test_key_bytes_are_those_documented():
-    run = blake2b(b"\x02\x00\x00\x00es" + b"\x07\x01" + bytes(6), digest_size=8).digest()
-    assert run_key("es", 0x0107) == int.from_bytes(run, "little")
-    member = blake2b(b"v1" + run + b"\x05\x00\x00\x00" + b"\x02\x01\x00\x00", digest_size=8).digest()
-    assert member_key(run_key("es", 0x0107), step=5, pair=0x0102) == int.from_bytes(member, "little")
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", VECTORS["normals"] + VECTORS["alternatives"], ids=lambda case: case["about"])
-def test_normals_known_answers(case, backend):
+@pytest.mark.parametrize(
+    "case", VECTORS["normals"] + VECTORS["alternatives"] + VECTORS["low_rank"], ids=lambda c: c.get("about")
+)
+def test_known_answers_of_noise(case, backend):
     z = drawn(case, backend)
     assert z.dtype == np.float32 and (z.shape == tuple(case["shape"]) or z.ndim == 2)
-    assert (bits(z).ravel() == words(case["normals"])).all()
+    assert (bits(z).ravel() == words(case.get("normals") or case["noise"])).all()
 
 
 # The law
@@ -121,17 +116,12 @@ def test_numbers_are_those_of_the_text(distribution, error, backend):
     assert np.abs(z - exact).max() <= error
 
 
-def edge_words() -> tuple[np.ndarray, np.ndarray]:
+def test_edge_words_are_accurate_finite_and_equal_on_both_backends():
     """Words at the ends of their range, at ties of the rounding, and where the logarithm changes its branch."""
     ends = [0, 255, 256, 511, 2**32 - 1, 2**32 - 256, 2**32 - 257, 2**32 - 512]
-    eighths = [(i << 29) + delta for i in range(8) for delta in (-256, 0, 256) if i or delta >= 0]
+    ends += [(i << 29) + delta for i in range(8) for delta in (-256, 0, 256) if i or delta >= 0]
     branches = [((int(2.0**24 * math.sqrt(0.5) / 2**i) + delta) << 8) for i in range(4) for delta in range(-2, 3)]
-    w, v = np.meshgrid(np.array(ends + eighths + branches, np.uint32), np.array(ends + eighths, np.uint32))
-    return w.ravel(), v.ravel()
-
-
-def test_edge_words_are_accurate_finite_and_equal_on_both_backends():
-    w, v = edge_words()
+    w, v = (n.ravel() for n in np.meshgrid(np.array(ends + branches, np.uint32), np.array(ends, np.uint32)))
     normal_pair = _noise_cpu._normal_pair
 
     @njit(error_model="numpy")
@@ -164,22 +154,28 @@ def test_backends_agree_bit_for_bit_on_four_million_numbers(distribution):
     key=st.integers(0, 2**64 - 1),
     backend=st.sampled_from(BACKENDS),
     distribution=st.sampled_from(DISTRIBUTIONS),
+    rank=st.sampled_from([0, 0, 1, 6]),
     data=st.data(),
 )
-def test_a_window_is_a_slice_of_the_whole(shape, key, backend, distribution, data):
+def test_a_window_is_a_slice_of_the_whole(shape, key, backend, distribution, rank, data):
     n_rows, n_cols = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
     r0, r1 = sorted(data.draw(st.tuples(st.integers(0, n_rows), st.integers(0, n_rows))))
     c0, c1 = sorted(data.draw(st.tuples(st.integers(0, n_cols), st.integers(0, n_cols))))
-    whole = normals(key, 9, shape, distribution=distribution, backend="numpy").reshape(n_rows, n_cols)
+    whole = noise.eps(key, 9, shape, rank, distribution=distribution, backend="numpy").reshape(n_rows, n_cols)
     law = {"distribution": distribution, "backend": backend}
     for rows, cols in (((r0, r1), (c0, c1)), ((r0, r1), None), (None, (c0, c1))):
         expected = whole[slice(*rows or (None,)), slice(*cols or (None,))]
-        window = normals(key, 9, shape, rows=rows, cols=cols, **law)
+        window = noise.eps(key, 9, shape, rank, rows=rows, cols=cols, **law)
         assert window.shape == expected.shape and (bits(window) == bits(expected)).all()
 
 
 @pytest.mark.parametrize(
-    "inner", [_noise_cpu._add_gaussian, pytest.param(_noise_cpu._add_byte_sum, marks=pytest.mark.slow)]
+    "inner",
+    [
+        _noise_cpu._add_gaussian,
+        _noise_cpu._add_products_kernel,
+        pytest.param(_noise_cpu._add_byte_sum, marks=pytest.mark.slow),
+    ],
 )
 def test_no_fused_multiply_add_in_the_machine_code(inner):
     fused = re.compile(r"\b(vfn?m(?:add|sub)\w*|fmla|fmls|fn?m(?:add|sub))\b")
@@ -191,10 +187,13 @@ def test_no_fused_multiply_add_in_the_machine_code(inner):
     contracted(1.0, 2.0, 3.0)
     if not fused.search("".join(contracted.inspect_asm().values())):
         pytest.skip("this CPU has no fused multiply-add, so no code for it can show one")
-    # Compiled afresh, since numba does not show code from its cache. All multiplications of the kernel are in here.
-    two, four, one = np.zeros((2, 16), np.uint32), np.zeros((4, 16), np.float32), np.uint32(1)
-    loop = njit(error_model="numpy")(inner.py_func)
-    loop(four, two, 16, one, one, one, one, np.float32(1e-3))
+    # Compiled afresh, since numba does not show code from its cache. All multiplications of the kernels are in here.
+    two, four, one = np.zeros((2, 16), np.uint32), np.ones((4, 16), np.float32), np.uint32(1)
+    loop, factor = njit(error_model="numpy")(getattr(inner, "py_func", inner)), np.ones((1, 2, 8), np.float32)
+    if inner is _noise_cpu._add_products_kernel:
+        loop(four.ravel(), four.ravel(), np.float32(0), np.ones(1, np.float32), factor, factor, 0, 8)
+    else:
+        loop(four, two, 16, one, one, one, one, np.float32(1e-3))
     assembly = "".join(loop.inspect_asm().values())
     assert "mul" in assembly and not fused.findall(assembly)
 
@@ -246,12 +245,11 @@ def test_uniforms_by_hand():
 def test_layout_places_tensors_on_multiples_of_16_and_a_vector_holds_their_noise():
     layout = Layout.from_shapes([("a", (3, 5)), ("b", ()), ("c", (2, 4, 2)), ("d", (17,))])
     expected = [("a", (3, 5), 3, 5, 0), ("b", (), 1, 1, 16), ("c", (2, 4, 2), 2, 8, 32), ("d", (17,), 1, 17, 48)]
-    assert [e[:5] for e in layout.entries] == expected
+    assert [e[:5] for e in layout.entries] == expected and [e.id for e in layout.entries] == [
+        *map(parameter_id, "abcd")
+    ]
     assert (layout.size, layout.d) == (80, 15 + 1 + 16 + 17)
     assert layout.padding.tolist() == [15, *range(17, 32), *range(65, 80)]
-    offsets, rows, cols, ids = layout.table
-    assert (offsets.tolist(), rows.tolist(), cols.tolist()) == ([0, 16, 32, 48], [3, 1, 2, 1], [5, 1, 8, 17])
-    assert ids.tolist() == [parameter_id(name) for name in "abcd"] == [e.id for e in layout.entries]
     vector = noise.noise_vector(LAYOUT, KEY)
     assert (bits(vector[LAYOUT.padding]) == 0).all()
     for name, view in LAYOUT.views(vector).items():
@@ -262,65 +260,41 @@ def test_layout_places_tensors_on_multiples_of_16_and_a_vector_holds_their_noise
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("sign", [1, -1])
-def test_perturb_equals_the_reference_and_leaves_the_master(sign, distribution):
-    master = master_weights()
-    before, out = master.copy(), np.full(LAYOUT.size, np.nan, np.float32)
-    noise.perturb(out, master, LAYOUT, KEY, 1e-3, sign, distribution)
-    assert (bits(out) == bits(reference_perturb(master, LAYOUT, KEY, 1e-3, sign, distribution))).all()
-    assert (bits(master) == bits(before)).all()
-    by_hand = master + np.float32(sign * 1e-3) * noise.noise_vector(LAYOUT, KEY, distribution)
-    by_hand[LAYOUT.padding] = master[LAYOUT.padding]
-    assert (bits(out) == bits(by_hand)).all()
-
-
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("n", [0, 1, 2, 30])
-def test_update_equals_the_reference(n, distribution):
-    before, (keys, coefficients) = master_weights(), members(n)
-    master, expected = before.copy(), reference_update(before, LAYOUT, keys, coefficients, distribution)
-    noise.update(master, LAYOUT, keys, coefficients, distribution=distribution)
-    assert (bits(master) == bits(expected)).all()
-    assert (bits(master[LAYOUT.padding]) == bits(before[LAYOUT.padding])).all()
-    assert (n == 0) == (master == before).all()
-    if n > 2:  # the order is part of the law: another one gives other bits
-        reordered = before.copy()
-        noise.update(reordered, LAYOUT, keys[::-1].copy(), coefficients[::-1].copy(), distribution=distribution)
-        assert (bits(reordered) != bits(expected)).any()
-
-
-@pytest.mark.parametrize("zero", [0.0, -0.0])
-def test_members_with_coefficient_zero_change_no_bit(zero):
-    # The reference adds c * eps for every member, zeros of both signs included; the fast path skips these members.
-    keys, coefficients = members(9)
-    coefficients[[0, 4, 8]] = zero
-    for chosen in (coefficients, np.full(9, zero, np.float32)):
-        master = master_weights()
-        expected = reference_update(master, LAYOUT, keys, chosen)
-        noise.update(master, LAYOUT, keys, chosen)
-        assert (bits(master) == bits(expected)).all()
-
-
-@pytest.mark.parametrize("count", [2, 3, 50])
-def test_parts_of_an_update_add_up_to_the_whole(count):
-    keys, coefficients = members(4)
-    whole, shared = master_weights(), master_weights()
-    noise.update(whole, LAYOUT, keys, coefficients)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda i: noise.update(shared, LAYOUT, keys, coefficients, part=(i, count)), range(count)))
-    assert (bits(shared) == bits(whole)).all()
+@pytest.mark.parametrize("rank", [0, 1, 3, 16])
+def test_members_and_updates_equal_the_reference(rank, distribution, monkeypatch):
+    """Whole, and shared among threads; the reference adds members of coefficient 0, too, of either sign."""
+    law, before, out = (distribution, rank), master_weights(), np.full(LAYOUT.size, np.nan, np.float32)
+    master, vector = before.copy(), noise.noise_vector(LAYOUT, KEY, *law)
+    for sign in (1, -1):
+        noise.perturb(out, master, LAYOUT, KEY, 1e-3, sign, *law)
+        assert (bits(out) == bits(reference_perturb(master, LAYOUT, KEY, 1e-3, sign, *law))).all()
+        by_hand = master + np.float32(sign * 1e-3) * vector
+        by_hand[LAYOUT.padding] = master[LAYOUT.padding]
+        assert (bits(out) == bits(by_hand)).all() and (bits(master) == bits(before)).all()
+    for n, zeros in ((0, []), (1, [0]), (2, []), (9, [0, 4, 8])):
+        keys, coefficients = members(n)
+        coefficients[zeros] = [-0.0, 0.0, 0.0][: len(zeros)]
+        expected = reference_update(before, LAYOUT, keys, coefficients, *law)
+        noise.update(whole := before.copy(), LAYOUT, keys, coefficients, (0, 1), *law)
+        assert (bits(whole) == bits(expected)).all()
+        assert (bits(whole[LAYOUT.padding]) == bits(before[LAYOUT.padding])).all()
+        assert (n < 2) == (whole == before).all()
+    # the order is part of the law: another one gives other bits
+    noise.update(whole := before.copy(), LAYOUT, keys[::-1].copy(), coefficients[::-1].copy(), (0, 1), *law)
+    assert (bits(whole) != bits(expected)).any()
+    monkeypatch.setattr(_noise_host, "_FACTORS", 1)  # the smallest tiles
+    monkeypatch.setattr(_noise_host, "_LEAST_TILE", 32)
+    for count in (2, 3, 50):
+        shared = before.copy()
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda i: noise.update(shared, LAYOUT, keys, coefficients, (i, count), *law), range(count)))  # noqa: B023
+        assert (bits(shared) == bits(expected)).all()
 
 
 # Errors
 
 
-def test_colliding_names_are_refused():
-    names = ["layers.69912.weight", "layers.83063.weight"]
-    assert parameter_id(names[0]) == parameter_id(names[1])
-    with pytest.raises(ValueError, match=r"layers\.69912\.weight.*layers\.83063\.weight"):
-        Layout.from_shapes([(name, (2,)) for name in names])
-
-
+COLLIDING = "layers.69912.weight", "layers.83063.weight"
 BUFFER, OTHER, FROZEN = (np.zeros(LAYOUT.size, np.float32) for _ in range(3))
 FROZEN.setflags(write=False)
 ONE_KEY, ONE = np.ones(1, np.uint64), np.ones(1, np.float32)
@@ -334,7 +308,6 @@ perturb, update = partial(noise.perturb, BUFFER, OTHER, LAYOUT), partial(noise.u
         (partial(run_key, "es", 2**64), f"seed.*{2**64}"),
         (partial(member_key, 0, 2**32, 0), f"step.*{2**32}"),
         (partial(member_key, 0, 0, -1), "pair.*-1"),
-        (partial(philox4x32, np.zeros(3, np.uint32), (0, 0)), r"\(3,\)"),
         (partial(normals, -5, 0, (4,)), "key.*-5"),
         (partial(normals, 0, 2**32, (4,)), f"param_id.*{2**32}"),
         (partial(normals, 0, 0, (4,), stream=-2), "stream.*-2"),
@@ -346,6 +319,7 @@ perturb, update = partial(noise.perturb, BUFFER, OTHER, LAYOUT), partial(noise.u
         (partial(noise.factors, ONE_KEY, 1, (2, 2), 0), "rank=0"),
         (partial(noise.eps, 1, 1, (2, 2), -1), "rank.*-1"),
         (partial(Layout.from_shapes, []), "at least one"),
+        (partial(Layout.from_shapes, [(name, (2,)) for name in COLLIDING]), "69912.weight.*83063.weight"),
         (partial(Layout.from_shapes, [("a", (2,)), ("a", (3,))]), "'a'.*tied"),
         (partial(LAYOUT.views, BUFFER[:-1]), f"{LAYOUT.size - 1}"),
         (partial(noise.perturb, BUFFER, OTHER.astype(float), LAYOUT, 0, 1.0), "master.*float64"),

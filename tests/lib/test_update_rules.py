@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoalign_lib import noise
-from evoalign_lib.update_rules import centred_ranks, coefficients, population, scheduled, standardise, update_of
+from evoalign_lib.update_rules import at_step, centred_ranks, coefficients, population, standardise, update_of
 
 FITNESS = st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=40).map(np.array)
 
@@ -84,7 +84,8 @@ def test_schedules_by_definition():
                 "cosine": f + (1 - f) * np.cos(np.pi * t / 2) ** 2,
             }
             for schedule, curve in expected.items():
-                found = [scheduled(0.02, schedule, f, step, max_steps) for step in range(max_steps)]
+                how = {"sigma_schedule": schedule, "sigma_final_fraction": f, "max_steps": max_steps}
+                found = [at_step({"sigma": 0.02} | how, "sigma", step) for step in range(max_steps)]
                 assert found == pytest.approx(0.02 * curve, rel=1e-9)
                 assert found[0] == 0.02 and found[-1] == (0.02 * f if schedule != "constant" else 0.02)
 
