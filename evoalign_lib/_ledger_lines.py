@@ -197,11 +197,12 @@ def _tensors(rows: Iterable[Sequence]) -> int:
 
 def states(found: Any) -> dict[str, dict[str, float]]:
     """Return the state of each reward function as a line has it; raise LedgerError for anything else."""
-    known = found.values() if isinstance(found, dict) else [None]
-    for state in known:
-        values = state.values() if isinstance(state, dict) else [None]
-        if not all(isinstance(x, float) and math.isfinite(x) for x in values):
-            raise LedgerError(f"reward_state {str(found):.80} is no state of reward functions: the line was edited.")
+
+    def is_state(state: Any) -> bool:
+        return isinstance(state, dict) and all(isinstance(x, float) and math.isfinite(x) for x in state.values())
+
+    if not isinstance(found, dict) or not all(map(is_state, found.values())):
+        raise LedgerError(f"reward_state {str(found):.80} is no state of reward functions: the line was edited.")
     return found
 
 
@@ -286,42 +287,30 @@ def unpack_shapes(packed: Iterable[Sequence]) -> list[tuple[str, list[int]]]:
     ]
 
 
-def dump(line: Mapping[str, Any]) -> bytes:
-    """Return a line as JSON."""
-    return json.dumps(line, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _sha(text: bytes) -> str:
-    return hashlib.sha256(text).hexdigest()[:PREV]
-
-
 def sealed(line: Mapping[str, Any], last: str, number: int) -> tuple[bytes, str]:
     """Return the text of a line that follows from the one before, and its hash, which the next one takes up.
 
     Args:
-        line: the entries.
+        line: the entries, without hash or prev.
         last: hash of the line before; "" for the header.
         number: of the format.
     """
-    if number < NEW:
-        text = dump(line | ({"prev": last} if last else {}))
-        return text, _sha(text)
-    text = dump(line)[:-1]
-    found = _sha(last.encode() + text)
-    return text + f',"hash":"{found}"}}'.encode(), found
+    old = number < NEW
+    line = line | ({"prev": last} if old and last else {})
+    text = json.dumps(line, separators=(",", ":"), allow_nan=False).encode()
+    found = hashlib.sha256(text if old else last.encode() + text[:-1]).hexdigest()[:PREV]
+    return text if old else text[:-1] + f',"hash":"{found}"}}'.encode(), found
 
 
-def followed(text: bytes, line: Mapping[str, Any], last: str, number: int) -> str:
-    """Return the hash of a line that was read; raise LedgerError unless it follows from the one before."""
-    if number < NEW:
-        if line.get("prev", "") != last:
-            raise LedgerError(
-                "it does not follow from the line before it: one of the two was edited, or lines are missing. Restore "
-                "the file from a copy."
-            )
-        return _sha(text)
-    start, end = text[: -PREV - 11], text[-PREV - 11 :]
-    if end != f',"hash":"{(found := _sha(last.encode() + start))}"}}'.encode():
+def followed(text: bytes, line: dict[str, Any], last: str, number: int) -> str:
+    """Take hash and prev off a line that was read, and return its hash.
+
+    Raises LedgerError unless the line follows from the one before.
+    """
+    for name in ("hash", "prev"):
+        line.pop(name, None)
+    expected, found = sealed(line, last, number)
+    if text != expected:
         raise LedgerError(
             "its hash is another: the line is damaged, was edited, or does not follow from the line before it. Restore "
             "the file from a copy, or cut it off before this line and resume the run."
