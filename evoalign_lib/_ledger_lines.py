@@ -143,10 +143,8 @@ def check_header(line: Any) -> None:
     versions = {"format": (line["evoalign_ledger"], FORMATS), "noise law": (line["noise"], (noise.NOISE_VERSION,))}
     for what, (version, known) in versions.items():
         if version not in known:
-            raise LedgerError(
-                f"the run has version {version!r:.80} of the {what}, this evoalign has {', '.join(map(str, known))}: "
-                f"use an evoalign that has version {version!r:.80}."
-            )
+            has = f"the run has version {version!r:.80} of the {what}, this evoalign {', '.join(map(str, known))}"
+            raise LedgerError(f"{has}: use an evoalign that has that version.")
     _check(line, _LINE | dict.fromkeys(("settings", "model"), lambda value: isinstance(value, dict)))
     settings, model = with_defaults(line["settings"]), line["model"]
     _check(settings, _SETTINGS)
@@ -163,10 +161,8 @@ def check_header(line: Any) -> None:
     except ValueError as error:
         raise LedgerError(f"{error!s:.400} The header was edited.") from error
     states(settings.get("reward_state", {}))
-    if line["evoalign_ledger"] < (least := format_of(settings)):
-        raise LedgerError(
-            f"the format is {line['evoalign_ledger']!r}, but the settings need format {least}: the header was edited."
-        )
+    if (number := line["evoalign_ledger"]) < (least := format_of(settings)):
+        raise LedgerError(f"the format is {number!r}, but the settings need format {least}: the header was edited.")
 
 
 def _check(entries: Mapping[str, Any], checks: Mapping[str, Fits]) -> None:
@@ -311,10 +307,8 @@ def followed(text: bytes, line: dict[str, Any], last: str, number: int) -> str:
         line.pop(name, None)
     expected, found = sealed(line, last, number)
     if text != expected:
-        raise LedgerError(
-            "its hash is another: the line is damaged, was edited, or does not follow from the line before it. Restore "
-            "the file from a copy, or cut it off before this line and resume the run."
-        )
+        what = "its hash is another: the line is damaged, was edited, or does not follow from the line before it"
+        raise LedgerError(f"{what}. Restore the file from a copy, or cut it off before this line and resume the run.")
     return found
 
 
@@ -329,17 +323,11 @@ def no_number(name: str) -> None:
 def check_end(file: Any, path: Path, size: int, end: bytes) -> None:
     """Raise LedgerError unless an open file has this size and this end, after which it then stands."""
     found = file.seek(0, os.SEEK_END)
-    if found == size:
-        file.seek(size - len(end))
-        if file.read(len(end)) == end:
-            return
-        difference = "ends with another line than this run wrote"
-    else:
-        difference = f"has {found} bytes, this run left it with {size}"
-    raise LedgerError(
-        f"{path} {difference}: another process writes to it, or it was edited. End the other run, and resume this one "
-        "in a new process."
-    )
+    file.seek(max(0, size - len(end)))
+    if found != size or file.read(len(end)) != end:
+        what = f"{path} has {found} bytes or another end than this run left it with ({size} bytes)"
+        remedy = "End the other run, and resume this one in a new process"
+        raise LedgerError(f"{what}: another process writes to it, or it was edited. {remedy}.")
 
 
 def append(path: Path, size: int, end: bytes, data: bytes, what: str) -> None:
@@ -354,12 +342,8 @@ def append(path: Path, size: int, end: bytes, data: bytes, what: str) -> None:
                 file.truncate(size)
                 raise
     except OSError as error:
-        raise OSError(
-            error.errno,
-            f"{what} could not be recorded ({error.strerror}): the run stops, and what is recorded stays. Make room, "
-            "then call train(), or train(resume_from_checkpoint=True) in a new process",
-            str(path),
-        ) from error
+        remedy = "make room, then call train(), or train(resume_from_checkpoint=True) in a new process"
+        raise OSError(error.errno, f"{what} could not be recorded ({error.strerror}): {remedy}", str(path)) from error
 
 
 def write(file: Any, data: bytes) -> None:

@@ -89,7 +89,7 @@ import numpy as np
 
 from evoalign_lib import arms, models
 from evoalign_lib._model_checks import check_plain
-from evoalign_lib.checks import choose, whole_number
+from evoalign_lib.checks import choose, positive, whole_number
 from evoalign_lib.engines.processes import rank, world_size
 from evoalign_lib.rewards import RewardFunction, Rewards, state_metrics
 
@@ -104,11 +104,7 @@ ARMS = {name: arm.options for name, arm in arms.ARMS.items() if arm.family == "g
 SCALES = ("group", "batch", "none")
 """By what an arm may scale its advantages."""
 
-DECODERS = ("generate", "loop")
-"""Who decodes where the model itself writes completions: transformers, or the loop of `engines.decode`."""
-
 _ROUNDED = "evoalign_rounds_weights"
-_DECODER = "evoalign_decoder"
 """What `config` tells `trainer` of an arm beside TRL's fields."""
 
 # settings of the configurations of all trainers in `_OWN`
@@ -184,7 +180,6 @@ def config(
     scale_rewards: str | None = None,
     micro_batch: int | None = None,
     vllm: Mapping[str, Any] | None = None,
-    decoder: str = "generate",
     **others: Any,
 ) -> Any:
     """Return TRL's configuration of an arm, with every setting that changes the mathematics stated.
@@ -207,8 +202,6 @@ def config(
         vllm: None: the model itself generates. Else TRL's vLLM engine in each process ("colocate") does, with eos_ids
             (token ids that end a completion), max_model_length (tokens of a prompt and its completion at most) and
             gpu_memory (its share of the GPU's memory). See the module's 14.
-        decoder: who decodes where the model itself generates: "generate", transformers; or "loop", our loop for small
-            models on a CPU (`LoopRollouts`), of arms of TRL's GRPO trainer.
         others: further settings of `transformers.TrainingArguments`, such as report_to, save_steps or use_cpu, and of
             TRL's logging.
 
@@ -218,17 +211,14 @@ def config(
     Raises:
         ValueError: an unknown arm or scale_rewards, steps, prompts_per_step or max_completion_length below 1, a group
             of fewer than two, a learning rate that is not positive, a negative beta, a micro batch that does not divide
-            a process's share of a step, processes that do not divide the step, an unknown decoder, the loop beside vLLM
-            or for an arm of another trainer, or a setting that this module fixes.
+            a process's share of a step, processes that do not divide the step, or a setting that this module fixes.
     """
-    if arm not in ARMS:
-        raise ValueError(f"arm {arm!r} is not one of {', '.join(ARMS)}.")
-    counts = {"steps": steps, "prompts_per_step": prompts_per_step, "max_completion_length": max_completion_length}
-    for name, count in counts.items():
-        whole_number(name, count)
+    choose("arm", arm, ARMS)
+    whole_number("steps", steps)
+    whole_number("prompts_per_step", prompts_per_step)
+    whole_number("max_completion_length", max_completion_length)
     whole_number("num_generations", num_generations, 2, why="completions of a group are compared")
-    if not learning_rate > 0:
-        raise ValueError(f"learning_rate={learning_rate!r} must be positive.")
+    positive("learning_rate", learning_rate)
     if not beta >= 0:
         raise ValueError(f"beta={beta!r} must be 0 (no KL penalty) or more.")
     maths = dict(ARMS[arm])
@@ -237,10 +227,6 @@ def config(
         maths["scale_rewards"] = scale_rewards
     share, micro_batch = shared(prompts_per_step * num_generations, micro_batch, world_size())
     trainer_name = arms.get(arm).trl
-    choose("decoder", decoder, DECODERS)
-    if decoder == "loop" and (vllm is not None or trainer_name != "GRPO"):
-        why = "vLLM generates" if vllm is not None else f"TRL's {trainer_name} trainer takes no other's completions"
-        raise ValueError(f"decoder='loop': {why}. Use decoder='generate'.")
     stated = _COMMON | _OPTIMISER | maths | _OWN[trainer_name]
     if vllm is not None:
         stated |= _VLLM | {
@@ -259,12 +245,9 @@ def config(
 
     args = getattr(trl, f"{trainer_name}Config")(**stated, **others)
     if args.world_size != world_size():
-        raise ValueError(
-            f"{world_size()} processes were launched and TRL has found {args.world_size}: each would train a model of "
-            "its own. On a machine without GPUs set use_cpu=True."
-        )
+        what = f"{world_size()} processes were launched and TRL has found {args.world_size}"
+        raise ValueError(f"{what}: each would train a model of its own. Without GPUs set use_cpu=True.")
     setattr(args, _ROUNDED, arms.get(arm).weights == "bfloat16")  # noqa: B010
-    setattr(args, _DECODER, decoder)  # noqa: B010
     return args
 
 
@@ -293,10 +276,8 @@ def shared(rollouts: int, micro_batch: int | None, processes: int) -> tuple[int,
     (8, 8)
     """
     if rollouts % processes:
-        raise ValueError(
-            f"the {rollouts} completions of a step do not fall into {processes} equal parts: change prompts_per_step, "
-            "num_generations or the number of GPUs."
-        )
+        what = f"the {rollouts} completions of a step do not fall into {processes} equal parts"
+        raise ValueError(f"{what}: change prompts_per_step, num_generations or the number of GPUs.")
     share = rollouts // processes
     micro_batch = share if micro_batch is None else min(micro_batch, share)
     if micro_batch < 1 or share % micro_batch:
@@ -320,10 +301,8 @@ def _check_trainable(model: Any, adapters: bool = True) -> None:
         _adapters.check_something_moves(model)
         _adapters.check_movable(model)
         if model.active_adapters != ["default"]:
-            raise ValueError(
-                f"the active adapter is {model.active_adapters[0]!r}: TRL compares with the start of one named "
-                "'default', and resumes it. Load the adapter under that name, which PEFT gives it by itself."
-            )
+            what = f"the active adapter is {model.active_adapters[0]!r}"
+            raise ValueError(f"{what}: load it as 'default', PEFT's own name, which TRL compares with and resumes.")
     if other := {str(p.dtype) for p in model.parameters()} - {"torch.float32"}:
         raise ValueError(f"the model has weights in {', '.join(sorted(other))}: load it in float32, as in every arm.")
 
@@ -397,35 +376,26 @@ def trainer(
         raise ValueError(f"a step takes {prompts} prompts, the training set has {len(rows)}: lower prompts_per_step.")
     adapted = peft_config is not None or _adapters.is_adapted(model)
     if adapted and args.use_vllm:
-        raise ValueError(
-            "vLLM beside an adapter: TRL would merge it into the base before each generation, which rounds the base. "
-            "Let the model itself generate (vllm=None)."
-        )
+        raise ValueError("vLLM beside an adapter: TRL would merge it, which rounds the base. Use vllm=None.")
     if not isinstance(model, str):
         _check_trainable(model)
         if args.beta > 0 and not adapted and not model.config._name_or_path:
-            raise ValueError(
-                f"beta={args.beta}: TRL loads the reference model by name, and this model has none: save it by "
-                "save_pretrained(folder), and give the folder or the model loaded from there."
-            )
+            what = f"beta={args.beta}: TRL loads the reference model by name, and this model has none"
+            raise ValueError(f"{what}: save it by save_pretrained(folder), and give the folder.")
     kind = RLOOTrainer if isinstance(args, RLOOConfig) else GRPOTrainer
+    rounded = getattr(args, _ROUNDED)
     rewards = Rewards(reward_funcs, reward_weights, reward_floor, reward_timeout, args.log_completions)
     given: dict[str, Any] = {"peft_config": peft_config} if adapted else {}
-    if rollouts is not None:
-        if kind is RLOOTrainer:
-            raise ValueError("rollouts of others are for GRPO's trainer: TRL's RLOOTrainer takes none.")
-        if getattr(args, _DECODER) == "loop":
-            raise ValueError("decoder='loop', and rollouts of others, who decode as they like: use 'generate'.")
-        given["rollout_func"] = rollouts
-    elif getattr(args, _DECODER) == "loop":
-        given["rollout_func"] = LoopRollouts()
-    ratios = 2 if rollouts is not None else 0
+    reweighted = rollouts is not None
+    if reweighted and kind is RLOOTrainer:
+        raise ValueError("rollouts of others are for GRPO's trainer: TRL's RLOOTrainer takes none.")
+    given |= {"rollout_func": rollouts} if reweighted else {}
+    ratios = 2 if reweighted else 0
     budget = Budget(rewards, old_logprobs=kind is RLOOTrainer, reference=args.beta > 0, ratios=ratios)
-    own = [budget, *([RoundedWeights()] if getattr(args, _ROUNDED) else [])]
-    own += [] if rollouts is None else [rollouts]
+    own = [budget, *([RoundedWeights()] if rounded else []), *([rollouts] if reweighted else [])]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are using 'rollout_func'")  # what it does is tested here
-        built = _extended(kind, rewards, adapted, rollouts is not None)(
+        built = _extended(kind, rewards, adapted, reweighted)(
             model=model,
             reward_funcs=budget.reward,
             args=args,
@@ -443,76 +413,19 @@ def trainer(
     network = _adapters.base_of(built.model)
     names, kept = ("bos_token_id", "eos_token_id", "pad_token_id"), network.generation_config
     network.generation_config = GenerationConfig(**{name: getattr(kept, name) for name in names})
-    if getattr(args, _ROUNDED):  # before the reference is made, which has the weights that the run starts from
+    if rounded:  # before the reference is made, which has the weights that the run starts from
         RoundedWeights.apply(built.model)
     if args.beta > 0 and not adapted:
         built.ref_model.load_state_dict(built.model.state_dict())
     if args.use_vllm:
         mixed = hashlib.blake2b(f"{args.seed} {rank()}".encode(), digest_size=4).digest()
         set_seed(int.from_bytes(mixed, "little"))  # the module's 15
-    built.args = _masked(built.args)
-    return built, budget
-
-
-class LoopRollouts:
-    """What writes the completions of a policy gradient by the decoding loop: TRL's `rollout_func`.
-
-    The tokens are those that transformers' generate draws from the same random state, one float32 sample at temperature
-    1 of the whole batch after the other, and the random state is afterwards the same. Logits differ from those of
-    transformers in their last digits, by the loop's other order of sums, so that a token of which two are almost
-    equally near to be drawn may be the other one. Then that run differs from there on, as it does on another CPU.
-
-    Attributes:
-        drop_rows: whether rows that have ended are left out, where this CPU computes the others alike without them.
-    """
-
-    def __init__(self):
-        self.drop_rows: bool | None = None
-
-    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-        """Return the ids of prompts and completions.
-
-        Raises:
-            ValueError: a model that the loop does not cover, or one that is not on the CPU.
-        """
-        import torch
-
-        from evoalign_lib import _adapters
-        from evoalign_lib.engines.base import Prompts
-        from evoalign_lib.engines.decode import Decoder, rows_are_exact, supports
-
-        model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
-        reason = supports(model.config) or _adapters.not_dense(model)
-        if not reason and trainer.accelerator.device.type != "cpu":
-            reason = f"it is on {trainer.accelerator.device}"
-        if reason:
-            raise ValueError(f"decoder='loop' does not cover this model: {reason}. Use decoder='generate'.")
-        found, weights = Prompts([{"prompt": prompt} for prompt in prompts], tokenizer), _adapters.dense(model)
-        if self.drop_rows is None:
-            self.drop_rows = rows_are_exact(model.config, weights, len(found))
-        ends, pad, prefix = list(trainer.eos_token_ids), tokenizer.pad_token_id, torch.from_numpy(found.prefix)
-        decoder = Decoder(model.config, weights, ends, pad, prefix, self.drop_rows)
-        ids, mask = torch.from_numpy(found.ids), torch.from_numpy(found.mask)
-        written = decoder.generate(ids, mask, trainer.max_completion_length, multinomial=True).numpy()
-        ended = np.isin(written, ends)
-        lengths = np.where(ended.any(1), ended.argmax(1) + 1, written.shape[1])
-        return {
-            "prompt_ids": [row[known == 1].tolist() for row, known in zip(found.ids, found.mask, strict=True)],
-            "completion_ids": [row[:n].tolist() for row, n in zip(written, lengths, strict=True)],
-            "logprobs": None,  # TRL reads them for vLLM alone
-        }
-
-
-def _masked(args: Any) -> Any:
-    """Return the settings of a trainer that has loaded its models without the tokens and keys for it.
-
-    transformers logs its settings, and pickles them beside every checkpoint.
-    """
-    changed = copy.copy(args)
-    changed.model_init_kwargs = models.masked(args.model_init_kwargs)
+    # transformers logs the settings, and pickles them beside every checkpoint: without tokens and keys from here on
+    built.args = copy.copy(built.args)
+    built.args.model_init_kwargs = models.masked(args.model_init_kwargs)
     if not args.push_to_hub:
-        changed.hub_token = None
-    return changed
+        built.args.hub_token = None
+    return built, budget
 
 
 def _extended(kind: type, rewards: Rewards, adapted: bool, reweighted: bool) -> type:

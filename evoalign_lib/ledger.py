@@ -40,11 +40,12 @@ Of the models that it may name only a shipped base is loaded without the user's 
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -247,10 +248,8 @@ class Ledger:
         if (shape := step.rewards.shape) != (n,):
             raise LedgerError(f"step {step.step} has rewards of shape {shape}, the population has N = {n}.")
         for member in np.flatnonzero(~np.isfinite(step.rewards)):
-            raise LedgerError(
-                f"member {member} of step {step.step} has the reward {step.rewards[member]}: rewards must be finite; "
-                "return None where a reward does not apply."
-            )
+            what = f"member {member} of step {step.step} has the reward {step.rewards[member]}"
+            raise LedgerError(f"{what}: rewards must be finite; return None where one does not apply.")
         if (found := step.reward_state.keys()) != stateful.keys():
             raise LedgerError(f"step {step.step} has the state of {sorted(found)}, the run that of {sorted(stateful)}.")
 
@@ -271,14 +270,14 @@ def refuse_existing(path: str | os.PathLike) -> None:
     if not (data.startswith(_ledger_lines.BEGIN) or _ledger_lines.BEGIN.startswith(data)):
         raise LedgerError(f"{path} is there and is no ledger of a run: use another output_dir, or move it elsewhere.")
     if recorded(path):
-        raise LedgerError(
-            f"{path} is the ledger of another run: use another output_dir, or train(resume_from_checkpoint=True) to "
-            "go on with that run."
-        )
+        remedy = "another output_dir, overwrite_output_dir=True, or resume_from_checkpoint=True to go on with it"
+        raise LedgerError(f"{path} is the ledger of another run: use {remedy}.")
 
 
-def read(path: str | os.PathLike) -> Ledger:
+def read(path: str | os.PathLike | Ledger) -> Ledger:
     """Read a ledger, plain or compressed with gzip, and check its chain; the file does not change.
+
+    One that is read already is returned as it is.
 
     Returns:
         The ledger, with `header`, `steps`, `weights`, and in `torn` the last line of a killed run.
@@ -288,10 +287,15 @@ def read(path: str | os.PathLike) -> Ledger:
             not follow from the one before (the message names it); or a compressed file that is damaged or unpacks to
             more than 64 MB.
     """
+    if isinstance(path, Ledger):
+        return path
     path = Path(path)
     if not path.is_file():
         raise LedgerError(f"there is no ledger {str(path)!r}.")
-    data = _unpacked(path) if path.suffix == ".gz" else path.read_bytes()
+    try:
+        data = files.decompressed(path, _MOST_UNPACKED) if path.suffix == ".gz" else path.read_bytes()
+    except ValueError as error:
+        raise LedgerError(str(error)) from error
     *lines, torn = data.split(b"\n")
     ledger = None
     for number, text in enumerate(lines, 1):
@@ -318,13 +322,6 @@ def read(path: str | os.PathLike) -> Ledger:
         raise LedgerError(f"{path} has no header: no step was recorded in it, so nothing is lost if it is deleted.")
     ledger.torn = torn
     return ledger
-
-
-def _unpacked(path: Path) -> bytes:
-    try:
-        return files.decompressed(path, _MOST_UNPACKED)
-    except ValueError as error:
-        raise LedgerError(str(error)) from error
 
 
 def pack(path: str | os.PathLike) -> bytes:
@@ -384,7 +381,7 @@ def replay(source: str | os.PathLike | Ledger, model: Any, step: int | None = No
         LedgerError: an invalid ledger, another model, a step that is not recorded, or weights that differ from a
             digest of the ledger.
     """
-    return _replay(_opened(source), model, step).float32()
+    return _replay(read(source), model, step).float32()
 
 
 def replay_by_name(source: str | os.PathLike | Ledger, model: Any, step: int | None = None) -> dict[str, np.ndarray]:
@@ -392,12 +389,8 @@ def replay_by_name(source: str | os.PathLike | Ledger, model: Any, step: int | N
 
     Arguments and errors: as for `replay`.
     """
-    weights = _replay(_opened(source), model, step)
+    weights = _replay(read(source), model, step)
     return weights.layout.views(weights.float32())
-
-
-def _opened(source: str | os.PathLike | Ledger) -> Ledger:
-    return source if isinstance(source, Ledger) else read(source)
 
 
 def _replay(ledger: Ledger, model: Any, step: int | None) -> Weights:
@@ -408,9 +401,7 @@ def _replay(ledger: Ledger, model: Any, step: int | None) -> Weights:
         model, _ = _load(ledger, model)
     precision, recorded = ledger.settings["precision"], ledger.header["model"]["dtype"]
     if precision != "master" and (dtype := str(model.dtype).removeprefix("torch.")) != recorded:
-        raise LedgerError(
-            f"the run computed in {recorded} (precision={precision!r}), this model is {dtype}: load it in {recorded}."
-        )
+        raise LedgerError(f"the run computed in {recorded}, this model is {dtype}: load it in {recorded}.")
     laws = {"distribution": ledger.settings["noise"]} | {n: ledger.settings[n] for n in ("anchor_decay", "rank")}
     if ledger.settings["search"] is None:
         weights = open_weights(model, _layout(ledger, model), precision, **laws)
@@ -428,10 +419,8 @@ def _searched(ledger: Ledger, model: Any) -> _singular.SingularWeights:
     """Return the weights of a search at its start."""
     key, search = int(ledger.header["run_key"], 16), _singular.SearchSettings.of(ledger.settings)
     if ledger.elsewhere:
-        logger.warning(
-            f"{ledger.path} was made on another machine ({ledger.settings['machine']}): its bits are not promised here "
-            f"({_singular.machine()}). Sigma and distance are compared instead, within {_singular.TOLERANCE:g}."
-        )
+        there = ledger.settings["machine"]
+        logger.warning(f"{ledger.path} is of {there}: here sigma and distance are compared, and no digests.")
     _adapters.check_movable(model)
     return _singular.SingularWeights(model, _layout(ledger, model), key, search)
 
@@ -439,22 +428,15 @@ def _searched(ledger: Ledger, model: Any) -> _singular.SingularWeights:
 def _layout(ledger: Ledger, model: Any) -> noise.Layout:
     """Return the layout of what the run moved: all parameters, or those that the header names."""
     shapes, frozen = {name: tuple(p.shape) for name, p in model.named_parameters()}, ledger.settings["frozen"]
-    adapted = _adapters.is_adapted(model)
-    if frozen is None and adapted:
-        raise LedgerError(f"the run of {ledger.path} moved all weights of a model: give that model, without adapter.")
     if frozen is not None:
         names = {name for name, _ in unpack_shapes(ledger.header["model"]["parameters"])}
         if missing := sorted(names - shapes.keys()):
-            raise LedgerError(
-                f"the model has no parameter {missing[0]!r}, which the run moved: give the adapter that it started "
-                f"from, the folder {START!r} beside its ledger."
-            )
+            what = f"the model has no parameter {missing[0]!r}, which the run moved"
+            raise LedgerError(f"{what}: give the adapter that it started from, {START!r} beside its ledger.")
         shapes = {name: shape for name, shape in shapes.items() if name in names}
-        if not adapted and (found := _adapters.frozen_digest(model, names)) != frozen:
-            raise LedgerError(
-                f"the frozen weights are not those of the run: their digest is {found:.16}..., in {ledger.path} "
-                f"{frozen:.16}... Give the model that the run started from."
-            )
+        if not _adapters.is_adapted(model) and (found := _adapters.frozen_digest(model, names)) != frozen:
+            what = f"the frozen weights are not those of the run: they have the digest {found:.16}, not {frozen:.16}"
+            raise LedgerError(f"{what}. Give the model that the run started from.")
     return noise.Layout.from_shapes(shapes.items())
 
 
@@ -468,7 +450,7 @@ def verify(source: str | os.PathLike | Ledger, model: Any = None) -> Report:
     Raises:
         LedgerError: what is wrong, and where.
     """
-    ledger = _opened(source)
+    ledger = read(source)
     elsewhere = model is not None and ledger.elsewhere
     return Report(
         steps=len(ledger.steps),
@@ -500,7 +482,7 @@ def write_model(
         LedgerError: as for `replay`.
         ValueError: the folder exists.
     """
-    ledger = _opened(source)
+    ledger = read(source)
     files.check_new_folder(out)
     loaded, tokenizer = _load(ledger, start_of(ledger, model))
     weights = _replay(ledger, loaded, step)
@@ -544,10 +526,8 @@ def check_model(ledger: Ledger, weights: Weights) -> None:
     shapes = {e.name: e.shape for e in layout.entries}
     for name in sorted(shapes.keys() | recorded.keys()):
         if shapes.get(name) != recorded.get(name):
-            raise LedgerError(
-                f"this is not the model that the run started from ({model['name']}): {name!r} has the shape "
-                f"{shapes.get(name)}, in the run {recorded.get(name)}."
-            )
+            what = f"{name!r} has the shape {shapes.get(name)}, in the run {recorded.get(name)}"
+            raise LedgerError(f"this is not the model that the run started from ({model['name']}): {what}.")
     _check_start_digest(ledger, weights.digest())
 
 
@@ -561,10 +541,8 @@ def check_quantisation(ledger: Ledger, model: Any) -> None:
         return
     for name in ("mode", "group_size", "base"):
         if (found or {}).get(name) != recorded[name]:
-            raise LedgerError(
-                f"the run of {ledger.path} has a base with the quantisation {recorded}, this one {found or 'none'}: "
-                "make its base by evoalign_lib.quantisation.quantise from the same model."
-            )
+            what = f"the run of {ledger.path} has a base with the quantisation {recorded}, this one {found or 'none'}"
+            raise LedgerError(f"{what}: make it by evoalign_lib.quantisation.quantise from the same model.")
 
 
 def check_start(ledger: Ledger, weights: Weights) -> None:
@@ -575,10 +553,8 @@ def check_start(ledger: Ledger, weights: Weights) -> None:
 
 def _check_start_digest(ledger: Ledger, found: str) -> None:
     if found != (model := ledger.header["model"])["digest"]:
-        raise LedgerError(
-            f"these are not the weights that the run started from ({model['name']}): their digest is {found:.16}..., "
-            f"in the ledger {model['digest']:.16}... Load that model anew (a trained model object has moved on)."
-        )
+        what = f"these are not the weights that the run started from ({model['name']})"
+        raise LedgerError(f"{what}: they have the digest {found:.16}, not {model['digest']:.16}. Load that model anew.")
 
 
 def check_weights(ledger: Ledger, step: int, weights: Weights) -> None:
@@ -590,17 +566,16 @@ def check_weights(ledger: Ledger, step: int, weights: Weights) -> None:
         recorded = ledger.steps[step].log if step < len(ledger.steps) else weights.metrics()
         for name, value in weights.metrics().items():
             if not math.isclose(value, recorded.get(name, math.nan), rel_tol=_singular.TOLERANCE):
+                what = f"after {step} steps {name} is {value:.10g}, in {ledger.path} {recorded.get(name)}"
                 raise LedgerError(
-                    f"after {step} steps {name} is {value:.10g}, in {ledger.path} it is {recorded.get(name)}: the run "
-                    "was made on another machine, but that moves digits beyond the sixth only. Rewards or log were "
-                    "edited."
+                    f"{what}: another machine moves digits beyond the sixth only. Rewards or log were edited."
                 )
         return
     expected = ledger.weights.get(step)
     if expected is not None and (found := weights.digest()) != expected:
+        what = f"after {step} steps the weights have the digest {found:.16}, in {ledger.path} {expected:.16}"
         raise LedgerError(
-            f"after {step} steps the weights have the digest {found:.16}..., in {ledger.path} it is {expected:.16}...: "
-            "rewards or digest were edited, or this machine computes the noise differently (its tests tell)."
+            f"{what}: rewards or digest were edited, or this machine computes other noise (its tests tell)."
         )
 
 
@@ -661,8 +636,7 @@ def start_of(ledger: Ledger, model: str | None = None) -> str:
     name = ledger.header["model"]["name"]
     if name not in tiny.SHIPPED:
         raise LedgerError(
-            f"{ledger.path} says that the run started from {name!r:.200}, which is no shipped base: give the folder or "
-            "name of that model yourself (--model)."
+            f"{ledger.path} names {name!r:.200}, which is no shipped base: give the model yourself (--model)."
         )
     return name
 
@@ -676,20 +650,15 @@ def _load(ledger: Ledger, name: str | os.PathLike) -> tuple[Any, Any]:
     tokenizer = models.tokenizer_of(str(folder)) if (folder / "tokenizer_config.json").is_file() else None
     base, tokenizer = models.load(_adapters.base_name(folder), tokenizer, keywords)
     if (found := models.base_digest(base)) != how["base"]:
-        raise LedgerError(
-            f"{_adapters.base_name(folder)!r}, the base of {str(folder)!r}, has weights with the digest {found}, in "
-            f"{ledger.path} it is {how['base']}: restore the model that the run started from."
-        )
+        what = f"{_adapters.base_name(folder)!r}, the base of {str(folder)!r}, has the digest {found}"
+        raise LedgerError(f"{what}, in {ledger.path} it is {how['base']}: restore the model that the run started from.")
     quantisation.quantise(base, how["mode"], how["group_size"])
     model = _adapters.open_adapter(base, folder).eval()
     names = {name for name, _ in unpack_shapes(ledger.header["model"]["parameters"])}
     if names <= dict(model.named_parameters()).keys():  # else `_layout` says what is missing
         if _adapters.frozen_digest(model, names) != ledger.settings["frozen"]:
             made = _adapters.quantisation_of(model)["torchao"]
-            raise LedgerError(
-                f"torchao {made} makes other codes of the base than torchao {how['torchao']} of the run in "
-                f"{ledger.path}: pip install torchao=={how['torchao']}."
-            )
+            raise LedgerError(f"torchao {made} makes other codes of the base: pip install torchao=={how['torchao']}.")
     return model, tokenizer
 
 
@@ -716,10 +685,7 @@ def storage(
     [5555.555555555556, 5000.0]
     """
     forms = {"seeds and coefficients": 12 * population * steps} | dict(stored)
-    checkpoints = {name: itemsize * d for name, d in models.items()}
-    return [
-        {"model": name, "parameters": d, "form": form, "bytes": size}
-        | {"checkpoint": checkpoints[name], "ratio": checkpoints[name] / size}
-        for name, d in models.items()
-        for form, size in forms.items()
-    ]
+    columns = ("model", "parameters", "form", "bytes", "checkpoint", "ratio")
+    pairs = itertools.product(models.items(), forms.items())
+    rows = ((name, d, form, size, itemsize * d, itemsize * d / size) for (name, d), (form, size) in pairs)
+    return [dict(zip(columns, row, strict=True)) for row in rows]

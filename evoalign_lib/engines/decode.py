@@ -125,19 +125,6 @@ def kept(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     return logits if top_p == 1 else TopPLogitsWarper(top_p)(None, logits)
 
 
-def _drawn(logits: Tensor, active: Tensor, rows: int) -> Tensor:
-    """Return tokens of the active rows, drawn as transformers draws those of all rows of a batch.
-
-    What a row gets depends on its own probabilities and on its place in the batch: the others may be anything.
-    """
-    probabilities = torch.nan_to_num(logits).softmax(-1)
-    if len(active) < rows:
-        found = torch.ones(rows, logits.shape[1])
-        found[active] = probabilities
-        return torch.multinomial(found, 1)[active, 0]
-    return torch.multinomial(probabilities, 1)[:, 0]
-
-
 class Decoder:
     """Decode batches of prompts.
 
@@ -210,7 +197,6 @@ class Decoder:
         top_p: float = 1.0,
         stopped: Callable[[list[list[int]]], list[bool]] | None = None,
         owners: np.ndarray | None = None,
-        multinomial: bool = False,
     ) -> Tensor:
         """Decode one batch.
 
@@ -224,10 +210,6 @@ class Decoder:
             top_k, top_p: of the samples, as for `kept`.
             stopped: says of the new tokens of some rows whether each of them ends here, without an end token.
             owners: (rows) int64, the member of the population that decodes each row; None: the weights themselves.
-            multinomial: sample by torch.multinomial from torch's global random state, as transformers does, at
-                temperature 1 and without top_k and top_p: a step draws for all rows, those that have ended too, so that
-                the random state is afterwards that which transformers' generate leaves. Logits that are not finite
-                become finite, as by its remove_invalid_values.
 
         Returns:
             (rows, max_new_tokens) int64: the new tokens with the end token, then `pad_id`.
@@ -248,7 +230,7 @@ class Decoder:
             if uniforms is not None:
                 logits = kept(logits if temperature == 1 else logits / temperature, top_k, top_p)
             drawn = None if uniforms is None else uniforms[active, t]
-            token = _drawn(logits, active, rows) if multinomial else self._choose(logits, drawn)
+            token = self._choose(logits, drawn)
             token[finished] = self.pad_id
             out[active, t] = token
             finished |= torch.isin(token, self.eos_ids)

@@ -62,7 +62,7 @@ def _train(
     warm: what fine-tuning its adapter took.
 
     Returns:
-        Budget, counts, curve, who decoded the samples (`grpo.DECODERS`, or "vllm") and, of another engine than the
+        Budget, counts, curve, who decoded the samples ("generate" or "vllm") and, of another engine than the
         local one, its plan; and the steps after which the model had weights that were not finite.
     """
     from transformers import PrinterCallback
@@ -82,7 +82,6 @@ def _train(
     names = ("seed", "steps", "prompts_per_step", "num_generations", "max_completion_length", "learning_rate", "beta")
     settings = {name: spec[name] for name in names}
     settings |= {name: spec.get(name) for name in ("scale_rewards", "micro_batch")}
-    settings |= {"decoder": spec["decoder"]} if "decoder" in spec else {}
     rows = training.rows(spec, tokenizer, sets["train"])
     # beside an adapter TRL's vLLM would round the base (`grpo.trainer`): the model itself generates, vLLM only measures
     colocated = not local and "lora_rank" not in spec
@@ -118,7 +117,7 @@ def _train(
     if lasting:
         trainer.save_model(str(place / "model"))
     result = {"budget": look()[1], "counts": counts, "curve": progress.curve}
-    result |= {"decoder": "vllm" if colocated else spec.get("decoder", "generate")}  # of the samples that it trains on
+    result |= {"decoder": "vllm" if colocated else "generate"}  # of the samples that it trains on
     if written is not None:
         result |= {"decoder": engine.decoder, "rollouts": written.summary()}
     return result | base_models.plan(spec, engine), progress.diverged
