@@ -20,7 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
@@ -60,18 +62,13 @@ def write(
     Raises:
         OSError: it cannot be written (a full disk). Nothing of it is left; every step is in the ledger.
     """
-    from safetensors.torch import save_file
-
-    message = (
-        "the checkpoint could not be written ({}): the run stops, and every step is in the ledger. Make room, or set "
-        "save_total_limit, then call train(), or train(resume_from_checkpoint=True) in a new process"
-    )
+    message = "the checkpoint could not be written ({}); every step is in the ledger. Make room, then call train()"
     with _whole(folder, message, weights, save_model) as partial:
         state.save_to_json(str(partial / _TRAINER_STATE))
         written = dict(spent) | {"weights": weights.digest()}
         if best is not None:
             written["best"] = best[0]
-            save_file(dict(best[1]), partial / _BEST)
+            safetensors.torch.save_file(dict(best[1]), partial / _BEST)
         written["trainer_state"] = _sha256((partial / _TRAINER_STATE).read_bytes())
         written["sha256"] = _sha256(json.dumps(written).encode())
         (partial / _STATE).write_text(json.dumps(written, indent=1))
@@ -86,20 +83,18 @@ def _whole(folder: Path, message: str, weights: Weights, save_model: Callable[[P
     Raises OSError with the message, which gets the reason, where it cannot be written. Its errors come in many kinds:
     safetensors and tokenizers have their own, which hold that of the system as text.
     """
-    from safetensors.torch import save_file
-
     partial = folder.with_name(f"partial-{folder.name.removeprefix('checkpoint-')}")
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     try:
         save_model(partial)
-        save_file(weights.tensors(), partial / f"{weights.precision}.safetensors")
+        safetensors.torch.save_file(weights.tensors(), partial / f"{weights.precision}.safetensors")
         yield partial
         if folder.exists():
             shutil.rmtree(folder)
         partial.rename(folder)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError) or type(error) is Exception or type(error).__name__ == "SafetensorError":
+        if isinstance(error, (OSError, SafetensorError)) or type(error) is Exception:
             reason = getattr(error, "strerror", None) or error
             raise OSError(getattr(error, "errno", None) or errno.EIO, message.format(reason), str(folder)) from error
         raise
@@ -140,13 +135,10 @@ def read_start(run: ledger.Ledger, weights: Weights) -> None:
     Raises:
         ValueError: the folder is missing or damaged; the message says what to do.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     path = run.path.parent / ledger.START / f"{weights.precision}.safetensors"
     try:
         with interrupts_wait():
-            tensors = load_file(path)
+            tensors = safetensors.torch.load_file(path)
         weights.begin(tensors)
     except (OSError, KeyError, RuntimeError, SafetensorError) as error:
         what = f"{str(path)!r}, the adapter of the start, cannot be read ({error})"
@@ -181,16 +173,13 @@ def read(
         ValueError: a checkpoint that is damaged, of another run, or without the best weights; the message says what to
             remove.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     remedy = f"remove {str(folder)!r} to resume from what was saved before it (at the latest from the ledger)."
     try:
         saved = _state_of(folder)
         state = TrainerState.load_from_json(str(folder / _TRAINER_STATE))
         with interrupts_wait():  # safetensors makes another error of Ctrl-C, by which the file would seem damaged
-            tensors = load_file(folder / f"{weights.precision}.safetensors")
-            best = load_file(folder / _BEST) if "best" in saved else None
+            tensors = safetensors.torch.load_file(folder / f"{weights.precision}.safetensors")
+            best = safetensors.torch.load_file(folder / _BEST) if "best" in saved else None
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise ValueError(f"{str(folder)!r} is damaged ({error}): {remedy}") from error
     if not (state.global_step < len(run.tips) and saved.get("line") == run.tips[state.global_step]):
@@ -305,10 +294,9 @@ def check_settings(run: ledger.Ledger, settings: Mapping[str, Any]) -> None:
     recorded, settings = run.settings, with_defaults(settings)
     # another CPU may keep full batches (drop_rows), with the same bits
     for name in recorded | settings:
-        if name != "drop_rows" and settings.get(name) != recorded.get(name):
-            what = (
-                f"{str(run.path)!r} is of a run with {name}={recorded.get(name)!r}, this one has {settings.get(name)!r}"
-            )
+        one, other = recorded.get(name), settings.get(name)
+        if name != "drop_rows" and one != other:
+            what = f"{str(run.path)!r} is of a run with {name}={one!r}, this one has {other!r}"
             raise ValueError(f"{what}: use the same settings to resume, or another output_dir to start anew.")
 
 

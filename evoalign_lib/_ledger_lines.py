@@ -61,9 +61,9 @@ _SINCE: dict[int, dict[str, Any]] = {
     5: {"rank": 0, "update_scaling": "mean"},  # noise of full rank
     6: {"search": None},  # members are noise around the weights
 }
-# those that enter the weights through the rewards alone
-_EVALUATION: dict[str, Any] = {"sampling": "greedy", "num_generations": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
-_EVALUATION |= {"stop_strings": None, "generation_kwargs": None}
+# those that enter the weights through the rewards alone: any reader replays them
+_SINCE[1] = {"sampling": "greedy", "num_generations": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+_SINCE[1] |= {"stop_strings": None, "generation_kwargs": None}
 
 
 class LedgerError(ValueError):
@@ -72,7 +72,7 @@ class LedgerError(ValueError):
 
 def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run; where they do not name one, the only value that there was before it."""
-    return _SINCE[4] | _SINCE[5] | _SINCE[6] | _EVALUATION | settings
+    return _SINCE[1] | _SINCE[4] | _SINCE[5] | _SINCE[6] | settings
 
 
 def format_of(settings: Mapping[str, Any]) -> int:

@@ -35,17 +35,9 @@ from evoalign_lib.precision import MasterWeights
 from evoalign_lib.update_rules import Member, population, standardise
 
 DECOMPOSITIONS = ("separate", "product")
-CMA_OPTIONS = {
-    "CMA_active": bool,
-    "CMA_cmean": float,
-    "CMA_mu": int,
-    "CMA_on": float,
-    "CMA_rankmu": float,
-    "CMA_rankone": float,
-    "CSA_dampfac": float,
-    "maxstd": float,
-    "minstd": float,
-}
+CMA_OPTIONS = {"CMA_active": bool, "CMA_mu": int}
+_FACTORS = ("CMA_cmean", "CMA_on", "CMA_rankmu", "CMA_rankone", "CSA_dampfac", "maxstd", "minstd")
+CMA_OPTIONS |= dict.fromkeys(_FACTORS, float)
 """options of `cma.CMAOptions` that change what ask and tell do, and their types. A text is none of them: cma would
 execute it"""
 TOLERANCE = 1e-6

@@ -237,12 +237,8 @@ def _expected(end: StateDict) -> Expected | None:
     said = f"alpha {settings['alpha']:g}, T_eff {moving}, N {settings['population_size']}"
     if decay:
         formula, said = "sqrt(d sum_t c_t^2 (1 - lambda)^(2 (T - t)))", f"{said}, lambda {decay:g}"
-    return Expected(
-        geometry.norm_of_coefficients(coefficients, d),
-        formula,
-        said,
-        geometry.tied_d(end.shapes) if settings["noise"] == "tied" else d,
-    )
+    independent = geometry.tied_d(end.shapes) if settings["noise"] == "tied" else d
+    return Expected(geometry.norm_of_coefficients(coefficients, d), formula, said, independent)
 
 
 WRITTEN = ("compare.png", "compare.pdf", "compare.csv", "tensors.csv")

@@ -54,9 +54,7 @@ _ELSEWHERE = {
 # those that transformers reads only where it draws samples itself
 _DRAWN_ONLY = ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 
-SURFACE: dict[str, dict[str, tuple[str, str]]] = json.loads(
-    (Path(__file__).parent / "trl_surface.json").read_text(encoding="utf-8")
-)
+SURFACE: dict[str, Any] = json.loads(Path(__file__).with_name("trl_surface.json").read_text(encoding="utf-8"))
 """What becomes here of the arguments and methods of TRL's `GRPOTrainer`, and of the settings of its `GRPOConfig`:
 section -> name -> (same, refused or missing; in which respect it differs, or why and what to do instead)"""
 

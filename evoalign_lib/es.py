@@ -182,9 +182,8 @@ class ESTrainer(TrainerSurface):
         load = dict(args.model_init_kwargs or {})
         if quantization_config is not None:
             load = dict(**load, quantization_config=quantization_config)  # an error where both give one
-        self.model, self.processing_class = models.load(
-            model, processing_class, load, adapters=True, quantised=peft_config is not None
-        )
+        may_be = {"adapters": True, "quantised": peft_config is not None}
+        self.model, self.processing_class = models.load(model, processing_class, load, **may_be)
         self._attach(peft_config)
         _adapters.check_movable(self.model)
         _adapters.check_something_moves(self.model)
@@ -553,10 +552,8 @@ class ESTrainer(TrainerSurface):
                 parted |= weights.digest() != self.ledger.weights[step]
         if parted:
             again = "train()" if self.ledger is None else "train(resume_from_checkpoint=True)"
-            what = f"the weights are not those after step {step} of {self._ledger_path}: they moved outside train()"
-            raise RuntimeError(
-                f"{what}, or not to the end. Make a new trainer from the starting model, and call {again}."
-            )
+            what = f"the weights are not those after step {step} of {self._ledger_path}"
+            raise RuntimeError(f"{what}: make a new trainer from the starting model, and call {again}.")
 
     # ---- checkpoints (`evoalign_lib._checkpoints`)
 

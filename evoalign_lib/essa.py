@@ -145,9 +145,8 @@ def lora_config(rank: int = 8) -> Any:
     Raises:
         ImportError: PEFT is not installed.
     """
-    return _adapters.open_peft().LoraConfig(
-        task_type="CAUSAL_LM", r=rank, lora_alpha=rank, target_modules=list(TARGETS)
-    )
+    peft = _adapters.open_peft()
+    return peft.LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=rank, target_modules=list(TARGETS))
 
 
 class ESSATrainer(ESTrainer):

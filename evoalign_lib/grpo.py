@@ -107,7 +107,7 @@ SCALES = ("group", "batch", "none")
 _ROUNDED = "evoalign_rounds_weights"
 """What `config` tells `trainer` of an arm beside TRL's fields."""
 
-# settings of the configurations of all trainers in `_OWN`
+# settings of the configurations of all trainers
 _COMMON = {
     **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), 1.0),
     "top_k": 0,
@@ -122,18 +122,15 @@ _COMMON = {
     "epsilon": 0.2,
     "disable_dropout": True,
 }
-# settings of the configuration of one trainer alone (`arms.Arm.trl`)
-_OWN = {
-    "GRPO": {
-        **dict.fromkeys(("use_bias_correction_kl", "vllm_importance_sampling_correction"), False),
-        **dict.fromkeys(("use_adaptive_entropy", "cast_lm_head_to_fp32"), False),
-        **dict.fromkeys(("delta", "off_policy_mask_threshold"), None),
-        "importance_sampling_level": "token",
-        "top_entropy_quantile": 1.0,
-        "entropy_coef": 0.0,
-        "multi_objective_aggregation": "sum_then_normalize",
-    },
-    "RLOO": {},
+# settings of the configuration of TRL's GRPO trainer alone
+_GRPO = {
+    **dict.fromkeys(("use_bias_correction_kl", "vllm_importance_sampling_correction"), False),
+    **dict.fromkeys(("use_adaptive_entropy", "cast_lm_head_to_fp32"), False),
+    **dict.fromkeys(("delta", "off_policy_mask_threshold"), None),
+    "importance_sampling_level": "token",
+    "top_entropy_quantile": 1.0,
+    "entropy_coef": 0.0,
+    "multi_objective_aggregation": "sum_then_normalize",
 }
 _VLLM = {
     "use_vllm": True,
@@ -227,7 +224,7 @@ def config(
         maths["scale_rewards"] = scale_rewards
     share, micro_batch = shared(prompts_per_step * num_generations, micro_batch, world_size())
     trainer_name = arms.get(arm).trl
-    stated = _COMMON | _OPTIMISER | maths | _OWN[trainer_name]
+    stated = _COMMON | _OPTIMISER | maths | (_GRPO if trainer_name == "GRPO" else {})
     if vllm is not None:
         stated |= _VLLM | {
             "vllm_max_model_length": vllm["max_model_length"],

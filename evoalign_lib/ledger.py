@@ -337,10 +337,8 @@ def pack(path: str | os.PathLike) -> bytes:
 
 
 def _damaged(path: Path, number: int, what: str) -> LedgerError:
-    return LedgerError(
-        f"{path}, line {number} {what}: restore the file from a copy, or cut it off before this line (head -n "
-        f"{number - 1}) and resume the run."
-    )
+    remedy = f"restore the file from a copy, or cut it off before this line (head -n {number - 1}) and resume the run"
+    return LedgerError(f"{path}, line {number} {what}: {remedy}.")
 
 
 def _read_line(ledger: Ledger, line: Any, text: bytes) -> None:
@@ -567,16 +565,12 @@ def check_weights(ledger: Ledger, step: int, weights: Weights) -> None:
         for name, value in weights.metrics().items():
             if not math.isclose(value, recorded.get(name, math.nan), rel_tol=_singular.TOLERANCE):
                 what = f"after {step} steps {name} is {value:.10g}, in {ledger.path} {recorded.get(name)}"
-                raise LedgerError(
-                    f"{what}: another machine moves digits beyond the sixth only. Rewards or log were edited."
-                )
+                raise LedgerError(f"{what}, more than another machine explains: rewards or log were edited.")
         return
     expected = ledger.weights.get(step)
     if expected is not None and (found := weights.digest()) != expected:
         what = f"after {step} steps the weights have the digest {found:.16}, in {ledger.path} {expected:.16}"
-        raise LedgerError(
-            f"{what}: rewards or digest were edited, or this machine computes other noise (its tests tell)."
-        )
+        raise LedgerError(f"{what}: rewards or digest were edited, or this machine computes other noise.")
 
 
 def updates(ledger: Ledger, steps: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -635,9 +629,7 @@ def start_of(ledger: Ledger, model: str | None = None) -> str:
         return str(ledger.path.parent / START)
     name = ledger.header["model"]["name"]
     if name not in tiny.SHIPPED:
-        raise LedgerError(
-            f"{ledger.path} names {name!r:.200}, which is no shipped base: give the model yourself (--model)."
-        )
+        raise LedgerError(f"{ledger.path} names {name!r:.200}, which is no shipped base: give the model (--model).")
     return name
 
 

@@ -4,22 +4,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import PROMPTS, random_model, tokenizer
+from helpers import ROWS, random_model, token_sum, tokenizer
 from transformers import TrainerCallback
 
 from evoalign_lib import ledger, precision
 from evoalign_lib.es import ESConfig, ESTrainer
 
-ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
 SETTINGS = {
     "population_size": 6, "sigma": 0.05, "alpha": 0.05, "max_steps": 4, "prompts_per_step": 3, "seed": 5,
     "max_completion_length": 4, "workers": 1, "disable_tqdm": True, "report_to": "none", "save_strategy": "no",
 }  # fmt: skip
 TIMING = {"step_time", "members_per_second", "core_seconds"}
-
-
-def token_sum(completion_ids, **columns):
-    return [float(sum(ids)) for ids in completion_ids]
 
 
 def constant(completions, **columns):

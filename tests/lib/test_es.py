@@ -373,20 +373,6 @@ def test_no_secret_is_written(tmp_path, monkeypatch, caplog):
     assert served.to_dict()["engine_kwargs"] == {"hf_token": "<HF_TOKEN>", "max_model_len": 8}
 
 
-def test_evaluate_scores_the_current_weights_greedily(tmp_path):
-    def reward(completion_ids, log_metric, **columns):
-        log_metric("accuracy", 0.5)
-        return token_sum(completion_ids)
-
-    tested = trainer(tmp_path, reward, eval_dataset=ROWS[:3])
-    before, metrics = digest(tested), tested.evaluate()
-    (completions,) = tested.engine.generate("eval")
-    assert metrics == {"eval_reward": np.mean([sum(ids) for _, ids in completions]), "eval_accuracy": 0.5}
-    assert digest(tested) == before and tested.budget["completions"] == 0
-    tested.train()
-    assert tested.evaluate()["eval_reward"] != metrics["eval_reward"]
-
-
 # ---- folders and checkpoints
 
 SAVING = {"save_strategy": "steps", "save_steps": 1}

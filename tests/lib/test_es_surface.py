@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from es_runs import ROWS as EIGHT
-from es_runs import config, constant, read, token_sum, trained, trainer
+from es_runs import config, constant, digest, read, token_sum, trained, trainer
 from helpers import PROMPTS, random_model, tokenizer
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -32,8 +32,10 @@ SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
 @pytest.mark.parametrize("workers", [1, 2])
 def test_other_rows_can_be_evaluated_at_any_time(tmp_path, workers):
     tested = trainer(tmp_path, eval_dataset=ROWS, workers=workers, chunk_rows=2)
+    before = digest(tested)
     own, two = tested.evaluate(), tested.evaluate(ROWS[:2], metric_key_prefix="test")
-    assert two["test_reward"] != own["eval_reward"]
+    assert two["test_reward"] != own["eval_reward"] and digest(tested) == before
+    assert own == {"eval_reward": np.mean([sum(ids) for _, ids in tested.engine.generate("eval")[0]])}
     pool = tested.engine._pool
     assert tested.evaluate(ROWS[:2], metric_key_prefix="test") == two
     assert tested.engine._pool is pool  # the same rows cost no new processes
@@ -41,6 +43,9 @@ def test_other_rows_can_be_evaluated_at_any_time(tmp_path, workers):
     assert set(more) == {"eval_reward"} and tested.evaluate() == own
     with pytest.raises(ValueError, match="prompt"):  # the model's context has 256 positions
         tested.evaluate([{"prompt": "x" * 300, "number": 1}])
+    assert tested.budget["completions"] == 0
+    tested.train()
+    assert tested.evaluate() != own  # of the current weights
     tested.engine.close()
 
 

@@ -28,7 +28,6 @@ from typer.testing import CliRunner
 
 from evoalign_lib import ledger, models, noise
 from evoalign_lib.cli import app
-from evoalign_lib.es import ESTrainer
 from evoalign_lib.ledger import Ledger, LedgerError, Step
 from evoalign_lib.rewards import RewardError
 
@@ -463,22 +462,6 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(run, tmp_path, whole, more)
 
 
 # ---- replay
-
-
-@pytest.mark.parametrize("fitness", ["reward", "shuffled", "random"])
-def test_replay_is_the_run_at_every_step(tmp_path, fitness):
-    live, kind = {}, "llama" if fitness == "random" else "qwen2"
-
-    class Noted(ESTrainer):
-        def tell(self, members, fitness):
-            live[self.state.global_step] = self.engine.master.tobytes()
-            return super().tell(members, fitness)
-
-    tested = trained(tmp_path, token_sum, random_model(kind), kind=Noted, fitness=fitness)
-    live[4] = tested.engine.master.tobytes()
-    for i in range(5):
-        assert ledger.replay(tmp_path / ledger.NAME, random_model(kind), i).tobytes() == live[i]
-    assert len(set(live.values())) == 5
 
 
 def test_the_wrong_model_or_step(run, copy):
