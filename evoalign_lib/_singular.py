@@ -86,8 +86,8 @@ class SearchSettings:
                 whole_number(f"cma_options: {name}", value, 1, self.population_size // 2)
             elif CMA_OPTIONS[name] is float:
                 positive(f"cma_options: {name}", value)
-            else:
-                choose(f"cma_options: {name}", value, (True, False))
+            elif not isinstance(value, bool):
+                raise ValueError(f"cma_options: {name}={value!r} must be True or False.")
 
 
 def leading(rank: int, share: float) -> int:
