@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import importlib
 import json
 import os
 import sys
@@ -193,11 +194,15 @@ def open_adapter(base: Any, folder: Path) -> Any:
 
 def open_peft() -> Any:
     """Return the module peft. Raises ImportError, which says how to install it."""
+    return open_package("peft", "adapters need PEFT")
+
+
+def open_package(name: str, why: str) -> Any:
+    """Return a package of the extra "adapters". Raises ImportError, which says why it is needed and how it comes."""
     try:
-        import peft
+        return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError("adapters need PEFT: pip install 'evoalign[adapters]'.") from error
-    return peft
+        raise ImportError(f"{why}: pip install 'evoalign[adapters]'.") from error
 
 
 # ---- the decoding loop

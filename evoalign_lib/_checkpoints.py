@@ -17,18 +17,19 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
 from evoalign_lib import ledger
 from evoalign_lib._interrupts import interrupts_wait
-from evoalign_lib._ledger_lines import with_defaults
+from evoalign_lib._ledger_lines import BEGIN, with_defaults
 from evoalign_lib.files import replace_bytes, sync_folder
 from evoalign_lib.precision import Weights
 
@@ -38,18 +39,6 @@ _PATIENCE = 1.0  # seconds that a run waits for another one to leave its folder
 Best = tuple[str, Mapping[str, Tensor]]
 """digest and weights of the best evaluation"""
 _STATE, _TRAINER_STATE, _BEST = "es_state.json", "trainer_state.json", "best.safetensors"
-
-
-@dataclass
-class Checkpoint:
-    """What a run goes on with after a step."""
-
-    state: TrainerState
-    """of the trainer and its callbacks"""
-    best: Best | None
-    """where they are kept"""
-    budget: dict[str, float]
-    counts: dict[str, int]
 
 
 def write(
@@ -73,41 +62,39 @@ def write(
     Raises:
         OSError: it cannot be written (a full disk). Nothing of it is left; every step is in the ledger.
     """
-    message = (
-        "the checkpoint could not be written ({}): the run stops, and every step is in the ledger. Make room, or set "
-        "save_total_limit, then call train(), or train(resume_from_checkpoint=True) in a new process"
-    )
-    with _whole(folder.with_name(folder.name.replace("checkpoint", "partial")), folder, message) as partial:
-        from safetensors.torch import save_file
-
-        save_model(partial)
-        save_file(weights.tensors(), partial / f"{weights.precision}.safetensors")
+    message = "the checkpoint could not be written ({}); every step is in the ledger. Make room, then call train()"
+    with _whole(folder, message, weights, save_model) as partial:
         state.save_to_json(str(partial / _TRAINER_STATE))
         written = dict(spent) | {"weights": weights.digest()}
         if best is not None:
             written["best"] = best[0]
-            save_file(dict(best[1]), partial / _BEST)
+            safetensors.torch.save_file(dict(best[1]), partial / _BEST)
         written["trainer_state"] = _sha256((partial / _TRAINER_STATE).read_bytes())
         written["sha256"] = _sha256(json.dumps(written).encode())
         (partial / _STATE).write_text(json.dumps(written, indent=1))
 
 
 @contextmanager
-def _whole(partial: Path, folder: Path, message: str) -> Iterator[Path]:
-    """Let a block write a folder under another name, and rename it; of one that fails leave nothing.
+def _whole(folder: Path, message: str, weights: Weights, save_model: Callable[[Path], None]) -> Iterator[Path]:
+    """Write model and weights into a folder of another name, to which the block may add, and rename it.
+
+    Of one that fails nothing is left.
 
     Raises OSError with the message, which gets the reason, where it cannot be written. Its errors come in many kinds:
     safetensors and tokenizers have their own, which hold that of the system as text.
     """
+    partial = folder.with_name(f"partial-{folder.name.removeprefix('checkpoint-')}")
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     try:
+        save_model(partial)
+        safetensors.torch.save_file(weights.tensors(), partial / f"{weights.precision}.safetensors")
         yield partial
         if folder.exists():
             shutil.rmtree(folder)
         partial.rename(folder)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError) or type(error) is Exception or type(error).__name__ == "SafetensorError":
+        if isinstance(error, (OSError, SafetensorError)) or type(error) is Exception:
             reason = getattr(error, "strerror", None) or error
             raise OSError(getattr(error, "errno", None) or errno.EIO, message.format(reason), str(folder)) from error
         raise
@@ -134,12 +121,8 @@ def write_start(output_dir: Path, weights: Weights, save_model: Callable[[Path],
     Raises:
         OSError: it cannot be written (a full disk).
     """
-    from safetensors.torch import save_file
-
     message = "the adapter that the run begins with could not be written ({}). Make room, then call train()"
-    with _whole(output_dir / f"partial-{ledger.START}", output_dir / ledger.START, message) as partial:
-        save_model(partial)
-        save_file(weights.tensors(), partial / f"{weights.precision}.safetensors")
+    with _whole(output_dir / ledger.START, message, weights, save_model) as partial:
         for path in filter(Path.is_file, partial.iterdir()):  # the ledger's next line, which is synced, rests on it
             with open(path, "r+b") as file:
                 os.fsync(file.fileno())
@@ -152,19 +135,14 @@ def read_start(run: ledger.Ledger, weights: Weights) -> None:
     Raises:
         ValueError: the folder is missing or damaged; the message says what to do.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     path = run.path.parent / ledger.START / f"{weights.precision}.safetensors"
     try:
         with interrupts_wait():
-            tensors = load_file(path)
+            tensors = safetensors.torch.load_file(path)
         weights.begin(tensors)
     except (OSError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ValueError(
-            f"{str(path)!r}, the adapter of the start, cannot be read ({error}): restore the folder from a copy, and "
-            "give an adapter of the same configuration."
-        ) from error
+        what = f"{str(path)!r}, the adapter of the start, cannot be read ({error})"
+        raise ValueError(f"{what}: restore it from a copy, and give an adapter of the same configuration.") from error
 
 
 def rotate(newest: Path, limit: int | None) -> None:
@@ -177,7 +155,9 @@ def rotate(newest: Path, limit: int | None) -> None:
         shutil.rmtree(old)
 
 
-def read(folder: Path, run: ledger.Ledger, weights: Weights, needs_best: bool) -> Checkpoint:
+def read(
+    folder: Path, run: ledger.Ledger, weights: Weights, needs_best: bool
+) -> tuple[TrainerState, Best | None, dict[str, Any]]:
     """Read a checkpoint of a run and take over its weights.
 
     Args:
@@ -186,20 +166,20 @@ def read(folder: Path, run: ledger.Ledger, weights: Weights, needs_best: bool) -
         weights: get those of the checkpoint.
         needs_best: whether the run keeps the weights of its best evaluation.
 
+    Returns:
+        The state of the trainer and its callbacks, the best weights where they are kept, and what `write` calls spent.
+
     Raises:
         ValueError: a checkpoint that is damaged, of another run, or without the best weights; the message says what to
             remove.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     remedy = f"remove {str(folder)!r} to resume from what was saved before it (at the latest from the ledger)."
     try:
         saved = _state_of(folder)
         state = TrainerState.load_from_json(str(folder / _TRAINER_STATE))
         with interrupts_wait():  # safetensors makes another error of Ctrl-C, by which the file would seem damaged
-            tensors = load_file(folder / f"{weights.precision}.safetensors")
-            best = load_file(folder / _BEST) if "best" in saved else None
+            tensors = safetensors.torch.load_file(folder / f"{weights.precision}.safetensors")
+            best = safetensors.torch.load_file(folder / _BEST) if "best" in saved else None
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise ValueError(f"{str(folder)!r} is damaged ({error}): {remedy}") from error
     if not (state.global_step < len(run.tips) and saved.get("line") == run.tips[state.global_step]):
@@ -211,8 +191,7 @@ def read(folder: Path, run: ledger.Ledger, weights: Weights, needs_best: bool) -
             weights.load(found)
             if weights.digest() != expected:
                 raise ValueError(f"the weights of {str(folder)!r} are not those that were saved: {remedy}")
-    kept = (saved["best"], best) if needs_best and best is not None else None
-    return Checkpoint(state, kept, saved["budget"], saved["counts"])
+    return state, (saved["best"], best) if needs_best and best is not None else None, saved
 
 
 # ---- one run a folder
@@ -242,16 +221,12 @@ class FolderLock:
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if not os.access(self.folder, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             with interrupts_wait():
                 if not self._lock.is_locked:  # an interrupt may have come before `give_back`
                     self._lock.acquire()
         except Timeout as error:
-            raise ledger.LedgerError(
-                f"another run trains in {str(self.folder)!r} and writes its ledger there: use another output_dir, or "
-                "end that run first."
-            ) from error
+            what = f"another run trains in {str(self.folder)!r}"
+            raise ledger.LedgerError(f"{what}: use another output_dir, or end that run first.") from error
         except OSError as error:
             if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
                 logger.warning("%s: this file system has no locks. Let no other run use the folder.", self.folder)
@@ -302,9 +277,7 @@ def find_run(
             ledger.refuse_existing(source)
             logger.warning("%s: the run was killed before its first step was recorded, and starts anew.", source)
             return None, None
-        raise ValueError(
-            f"no ledger and no checkpoint to resume from in {str(output_dir)!r}: call train() to start anew."
-        )
+        raise ValueError(f"nothing to resume from in {str(output_dir)!r}: call train() to start anew.")
     if source.resolve() != path.resolve():  # the run goes on in another folder
         ledger.refuse_existing(path)
         if (start := source.parent / ledger.START).is_dir():
@@ -321,27 +294,13 @@ def check_settings(run: ledger.Ledger, settings: Mapping[str, Any]) -> None:
     recorded, settings = run.settings, with_defaults(settings)
     # another CPU may keep full batches (drop_rows), with the same bits
     for name in recorded | settings:
-        if name != "drop_rows" and settings.get(name) != recorded.get(name):
-            raise ValueError(
-                f"{str(run.path)!r} is of a run with {name}={recorded.get(name)!r}, this one has "
-                f"{settings.get(name)!r}: use the same settings to resume, or another output_dir to start anew."
-            )
+        one, other = recorded.get(name), settings.get(name)
+        if name != "drop_rows" and one != other:
+            what = f"{str(run.path)!r} is of a run with {name}={one!r}, this one has {other!r}"
+            raise ValueError(f"{what}: use the same settings to resume, or another output_dir to start anew.")
 
 
 # ---- a folder that holds a run
-
-
-def refuse_complete(path: Path, steps: int) -> None:
-    """Raise LedgerError if a file is the ledger of a run that is complete; steps: of the run that would begin."""
-    if not ledger.recorded(path):
-        return
-    run = ledger.read(path)
-    if run.ended:
-        raise ledger.LedgerError(
-            f"the run in {str(path.parent)!r} is complete, with {len(run.steps)} steps. To begin anew use another "
-            "output_dir, or overwrite_output_dir=True, which deletes it; train(resume_from_checkpoint=True) gives its "
-            f"last weights, and goes on where max_steps (now {steps}) is larger."
-        )
 
 
 def delete_run(output_dir: str | os.PathLike[str]) -> None:
@@ -352,7 +311,7 @@ def delete_run(output_dir: str | os.PathLike[str]) -> None:
     """
     folder = Path(output_dir)
     path = folder / ledger.NAME
-    if not ledger.recorded(path) or not path.read_bytes().startswith(b'{"evoalign_ledger":'):
+    if not path.is_file() or not path.read_bytes().startswith(BEGIN):
         ledger.refuse_existing(path)
         return
     steps = path.read_bytes().count(b"\n") - 1
@@ -362,40 +321,3 @@ def delete_run(output_dir: str | os.PathLike[str]) -> None:
         if place.is_dir():
             shutil.rmtree(place)
     path.unlink()  # last: what a kill leaves is a run, to be deleted again
-
-
-# ---- the best weights
-
-
-class BestWeights:
-    """The weights of the best evaluation, in memory, and how they stand in for the last ones (load_best_model_at_end).
-
-    Args:
-        weights: of the run.
-    """
-
-    def __init__(self, weights: Weights):
-        self.weights = weights
-        self.best: Best | None = None
-        """digest and weights of the best evaluation so far"""
-        self._last: dict[str, Tensor] | None = None
-
-    @property
-    def stand_in(self) -> bool:
-        """Whether the best weights stand in for the run's last ones."""
-        return self._last is not None
-
-    def keep(self) -> None:
-        """Note the present weights as the best."""
-        self.best = self.weights.digest(), self.weights.copy()
-
-    def put_in_place(self) -> None:
-        """Let the run's weights be the best ones, until `put_back`."""
-        self._last = self.weights.copy()
-        self.weights.load(self.best[1])
-
-    def put_back(self) -> None:
-        """Let the run's weights be its last ones again."""
-        if self._last is not None:
-            self.weights.load(self._last)
-            self._last = None

@@ -6,6 +6,7 @@ Apart from `grpo`, since these are classes of transformers': importing it takes 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -24,12 +25,10 @@ class RoundedWeights(TrainerCallback):
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Round the weights that the run starts from, or goes on with."""
+        """Round the weights that the run starts from, or goes on with; after a step what the optimiser has updated."""
         self.apply(model)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Round what the optimiser has just updated."""
-        self.apply(model)
+    on_step_end = on_train_begin
 
     @staticmethod
     def apply(model: Any) -> None:
@@ -106,9 +105,7 @@ class Budget(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """Return what transformers writes into a checkpoint."""
         attributes = {name: getattr(self, name) for name in _SPENT}
-        if self._score.stateful:
-            attributes["reward_state"] = self._score.state()
-        return {"args": {}, "attributes": attributes}
+        return {"args": {}, "attributes": attributes | {"reward_state": self._score.state()}}
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Go on with the budget and the state of reward functions of the checkpoint, if the run resumes from one.
@@ -125,9 +122,9 @@ class Budget(TrainerCallback, ExportableState):
         self._share_state(args)
         self._logged.clear()  # of a step that was interrupted
 
-    def _own(self) -> dict[str, int]:
+    def _own(self) -> Counter[str]:
         """Return what the reward function counts, in this process."""
-        return self.counts | {"completions": self.completions, "generated_tokens": self.generated_tokens}
+        return Counter(self.counts, completions=self.completions, generated_tokens=self.generated_tokens)
 
     def on_step_begin(self, args, state, control, **kwargs):
         """Start the clock."""
@@ -135,43 +132,23 @@ class Budget(TrainerCallback, ExportableState):
 
     def on_step_end(self, args, state, control, **kwargs):
         """Stop the clock, read the tokens that TRL has seen (in all processes), and add what other processes did."""
-        seconds = time.process_time() - self._started
-        step = {name: count - self._before[name] for name, count in self._own().items()}
-        if args.world_size > 1:
-            from accelerate.utils import gather_object
-
-            everywhere = gather_object([step | {"seconds": seconds}])
-            seconds = sum(one["seconds"] for one in everywhere)
-            step = {name: sum(one[name] for one in everywhere) for name in step}
-            self.completions = self._before["completions"] + step["completions"]
-            self.generated_tokens = self._before["generated_tokens"] + step["generated_tokens"]
-            self.counts = {name: self._before[name] + step[name] for name in self.counts}
-        self.core_seconds += seconds
+        step = self._own() - self._before
+        step["seconds"] = time.process_time() - self._started
+        step = sum(_everywhere(args, [step]), Counter())
+        whole = self._before + step
+        self.completions, self.generated_tokens = whole["completions"], whole["generated_tokens"]
+        self.counts = {name: whole[name] for name in self.counts}
+        self.core_seconds += step["seconds"]
         self.prompt_tokens += int(state.num_input_tokens_seen) - self._seen - step["generated_tokens"]
-        if self._score.stateful:
-            self._move_state(args)
-
-    def _move_state(self, args) -> None:
-        """Move the state of reward functions, in the first process, and give it to all."""
-        logged, self._logged = self._logged, []
-        if args.world_size > 1:
-            from accelerate.utils import gather_object
-
-            logged = gather_object(logged)  # the lists of all processes in one
-        if not logged:  # an earlier step's completions served this one, too
-            return
-        if rank() == 0:
-            self._score.end_of_step(logged)
-        self._share_state(args)
+        if self._score.stateful:  # moves in the first process, which gives it to all
+            logged, self._logged = _everywhere(args, self._logged), []
+            if logged and rank() == 0:  # else an earlier step's completions served this one, too
+                self._score.end_of_step(logged)
+            self._share_state(args)
 
     def _share_state(self, args) -> None:
         """Let reward functions have the state that they have in the first process."""
-        states = [self._score.state()]
-        if args.world_size > 1 and self._score.stateful:
-            from accelerate.utils import gather_object
-
-            states = gather_object(states)
-        self._score.load_state(states[0])
+        self._score.load_state(_everywhere(args, [self._score.state()])[0])
 
     def spent(self, d: int) -> dict[str, Any]:
         """Return the budget so far, for a record, of a model of d parameters, those of an adapter left out."""
@@ -179,6 +156,15 @@ class Budget(TrainerCallback, ExportableState):
         if self.adapter:
             without = int(self._reference and not self.reference_adapted)
             passed = (self.passes - 1) * d + (self.passes - without) * self.adapter
-        spent = {name: getattr(self, name) for name in ("completions", "generated_tokens", "prompt_tokens")}
+        spent = {name: getattr(self, name) for name in _SPENT[:3]}
         flops = 2 * passed * (self.prompt_tokens + self.generated_tokens)
         return spent | {"forward_flops": flops, "core_seconds": round(self.core_seconds, 2)}
+
+
+def _everywhere(args: Any, entries: list) -> list:
+    """Return the lists of all processes of the launch in one, in the order of processes."""
+    if args.world_size == 1:
+        return entries
+    from accelerate.utils import gather_object
+
+    return gather_object(entries)

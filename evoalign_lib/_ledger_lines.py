@@ -61,9 +61,9 @@ _SINCE: dict[int, dict[str, Any]] = {
     5: {"rank": 0, "update_scaling": "mean"},  # noise of full rank
     6: {"search": None},  # members are noise around the weights
 }
-# those that enter the weights through the rewards alone
-_EVALUATION: dict[str, Any] = {"sampling": "greedy", "num_generations": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
-_EVALUATION |= {"stop_strings": None, "generation_kwargs": None}
+# those that enter the weights through the rewards alone: any reader replays them
+_SINCE[1] = {"sampling": "greedy", "num_generations": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+_SINCE[1] |= {"stop_strings": None, "generation_kwargs": None}
 
 
 class LedgerError(ValueError):
@@ -72,7 +72,7 @@ class LedgerError(ValueError):
 
 def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run; where they do not name one, the only value that there was before it."""
-    return _SINCE[4] | _SINCE[5] | _SINCE[6] | _EVALUATION | settings
+    return _SINCE[1] | _SINCE[4] | _SINCE[5] | _SINCE[6] | settings
 
 
 def format_of(settings: Mapping[str, Any]) -> int:
@@ -143,10 +143,8 @@ def check_header(line: Any) -> None:
     versions = {"format": (line["evoalign_ledger"], FORMATS), "noise law": (line["noise"], (noise.NOISE_VERSION,))}
     for what, (version, known) in versions.items():
         if version not in known:
-            raise LedgerError(
-                f"the run has version {version!r:.80} of the {what}, this evoalign has {', '.join(map(str, known))}: "
-                f"use an evoalign that has version {version!r:.80}."
-            )
+            has = f"the run has version {version!r:.80} of the {what}, this evoalign {', '.join(map(str, known))}"
+            raise LedgerError(f"{has}: use an evoalign that has that version.")
     _check(line, _LINE | dict.fromkeys(("settings", "model"), lambda value: isinstance(value, dict)))
     settings, model = with_defaults(line["settings"]), line["model"]
     _check(settings, _SETTINGS)
@@ -163,10 +161,8 @@ def check_header(line: Any) -> None:
     except ValueError as error:
         raise LedgerError(f"{error!s:.400} The header was edited.") from error
     states(settings.get("reward_state", {}))
-    if line["evoalign_ledger"] < (least := format_of(settings)):
-        raise LedgerError(
-            f"the format is {line['evoalign_ledger']!r}, but the settings need format {least}: the header was edited."
-        )
+    if (number := line["evoalign_ledger"]) < (least := format_of(settings)):
+        raise LedgerError(f"the format is {number!r}, but the settings need format {least}: the header was edited.")
 
 
 def _check(entries: Mapping[str, Any], checks: Mapping[str, Fits]) -> None:
@@ -197,11 +193,12 @@ def _tensors(rows: Iterable[Sequence]) -> int:
 
 def states(found: Any) -> dict[str, dict[str, float]]:
     """Return the state of each reward function as a line has it; raise LedgerError for anything else."""
-    known = found.values() if isinstance(found, dict) else [None]
-    for state in known:
-        values = state.values() if isinstance(state, dict) else [None]
-        if not all(isinstance(x, float) and math.isfinite(x) for x in values):
-            raise LedgerError(f"reward_state {str(found):.80} is no state of reward functions: the line was edited.")
+
+    def is_state(state: Any) -> bool:
+        return isinstance(state, dict) and all(isinstance(x, float) and math.isfinite(x) for x in state.values())
+
+    if not isinstance(found, dict) or not all(map(is_state, found.values())):
+        raise LedgerError(f"reward_state {str(found):.80} is no state of reward functions: the line was edited.")
     return found
 
 
@@ -286,46 +283,32 @@ def unpack_shapes(packed: Iterable[Sequence]) -> list[tuple[str, list[int]]]:
     ]
 
 
-def dump(line: Mapping[str, Any]) -> bytes:
-    """Return a line as JSON."""
-    return json.dumps(line, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _sha(text: bytes) -> str:
-    return hashlib.sha256(text).hexdigest()[:PREV]
-
-
 def sealed(line: Mapping[str, Any], last: str, number: int) -> tuple[bytes, str]:
     """Return the text of a line that follows from the one before, and its hash, which the next one takes up.
 
     Args:
-        line: the entries.
+        line: the entries, without hash or prev.
         last: hash of the line before; "" for the header.
         number: of the format.
     """
-    if number < NEW:
-        text = dump(line | ({"prev": last} if last else {}))
-        return text, _sha(text)
-    text = dump(line)[:-1]
-    found = _sha(last.encode() + text)
-    return text + f',"hash":"{found}"}}'.encode(), found
+    old = number < NEW
+    line = line | ({"prev": last} if old and last else {})
+    text = json.dumps(line, separators=(",", ":"), allow_nan=False).encode()
+    found = hashlib.sha256(text if old else last.encode() + text[:-1]).hexdigest()[:PREV]
+    return text if old else text[:-1] + f',"hash":"{found}"}}'.encode(), found
 
 
-def followed(text: bytes, line: Mapping[str, Any], last: str, number: int) -> str:
-    """Return the hash of a line that was read; raise LedgerError unless it follows from the one before."""
-    if number < NEW:
-        if line.get("prev", "") != last:
-            raise LedgerError(
-                "it does not follow from the line before it: one of the two was edited, or lines are missing. Restore "
-                "the file from a copy."
-            )
-        return _sha(text)
-    start, end = text[: -PREV - 11], text[-PREV - 11 :]
-    if end != f',"hash":"{(found := _sha(last.encode() + start))}"}}'.encode():
-        raise LedgerError(
-            "its hash is another: the line is damaged, was edited, or does not follow from the line before it. Restore "
-            "the file from a copy, or cut it off before this line and resume the run."
-        )
+def followed(text: bytes, line: dict[str, Any], last: str, number: int) -> str:
+    """Take hash and prev off a line that was read, and return its hash.
+
+    Raises LedgerError unless the line follows from the one before.
+    """
+    for name in ("hash", "prev"):
+        line.pop(name, None)
+    expected, found = sealed(line, last, number)
+    if text != expected:
+        what = "its hash is another: the line is damaged, was edited, or does not follow from the line before it"
+        raise LedgerError(f"{what}. Restore the file from a copy, or cut it off before this line and resume the run.")
     return found
 
 
@@ -340,17 +323,11 @@ def no_number(name: str) -> None:
 def check_end(file: Any, path: Path, size: int, end: bytes) -> None:
     """Raise LedgerError unless an open file has this size and this end, after which it then stands."""
     found = file.seek(0, os.SEEK_END)
-    if found == size:
-        file.seek(size - len(end))
-        if file.read(len(end)) == end:
-            return
-        difference = "ends with another line than this run wrote"
-    else:
-        difference = f"has {found} bytes, this run left it with {size}"
-    raise LedgerError(
-        f"{path} {difference}: another process writes to it, or it was edited. End the other run, and resume this one "
-        "in a new process."
-    )
+    file.seek(max(0, size - len(end)))
+    if found != size or file.read(len(end)) != end:
+        what = f"{path} has {found} bytes or another end than this run left it with ({size} bytes)"
+        remedy = "End the other run, and resume this one in a new process"
+        raise LedgerError(f"{what}: another process writes to it, or it was edited. {remedy}.")
 
 
 def append(path: Path, size: int, end: bytes, data: bytes, what: str) -> None:
@@ -365,12 +342,8 @@ def append(path: Path, size: int, end: bytes, data: bytes, what: str) -> None:
                 file.truncate(size)
                 raise
     except OSError as error:
-        raise OSError(
-            error.errno,
-            f"{what} could not be recorded ({error.strerror}): the run stops, and what is recorded stays. Make room, "
-            "then call train(), or train(resume_from_checkpoint=True) in a new process",
-            str(path),
-        ) from error
+        remedy = "make room, then call train(), or train(resume_from_checkpoint=True) in a new process"
+        raise OSError(error.errno, f"{what} could not be recorded ({error.strerror}): {remedy}", str(path)) from error
 
 
 def write(file: Any, data: bytes) -> None:

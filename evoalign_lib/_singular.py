@@ -27,24 +27,17 @@ import numpy as np
 import torch
 
 from evoalign_lib import noise
+from evoalign_lib._adapters import open_package
 from evoalign_lib._interrupts import interrupts_wait
-from evoalign_lib.checks import choose, whole_number
+from evoalign_lib.checks import choose, positive, whole_number
 from evoalign_lib.engines.processes import one_thread
 from evoalign_lib.precision import MasterWeights
 from evoalign_lib.update_rules import Member, population, standardise
 
 DECOMPOSITIONS = ("separate", "product")
-CMA_OPTIONS = {
-    "CMA_active": bool,
-    "CMA_cmean": float,
-    "CMA_mu": int,
-    "CMA_on": float,
-    "CMA_rankmu": float,
-    "CMA_rankone": float,
-    "CSA_dampfac": float,
-    "maxstd": float,
-    "minstd": float,
-}
+CMA_OPTIONS = {"CMA_active": bool, "CMA_mu": int}
+_FACTORS = ("CMA_cmean", "CMA_on", "CMA_rankmu", "CMA_rankone", "CSA_dampfac", "maxstd", "minstd")
+CMA_OPTIONS |= dict.fromkeys(_FACTORS, float)
 """options of `cma.CMAOptions` that change what ask and tell do, and their types. A text is none of them: cma would
 execute it"""
 TOLERANCE = 1e-6
@@ -82,8 +75,8 @@ class SearchSettings:
     def check(self) -> None:
         """Raise ValueError, naming the value and the remedy, for settings that no search can have."""
         whole_number("population_size", self.population_size, 4, why="CMA-ES selects the better half")
-        _positive("sigma", self.sigma)
-        _positive("leading_share", self.leading_share, most=1)
+        positive("sigma", self.sigma)
+        positive("leading_share", self.leading_share, most=1)
         choose("decomposition", self.decomposition, DECOMPOSITIONS)
         if not isinstance(self.cma_options, Mapping):
             raise ValueError(f"cma_options={self.cma_options!r} must be a dict.")
@@ -92,14 +85,9 @@ class SearchSettings:
             if CMA_OPTIONS[name] is int:
                 whole_number(f"cma_options: {name}", value, 1, self.population_size // 2)
             elif CMA_OPTIONS[name] is float:
-                _positive(f"cma_options: {name}", value)
+                positive(f"cma_options: {name}", value)
             elif not isinstance(value, bool):
                 raise ValueError(f"cma_options: {name}={value!r} must be True or False.")
-
-
-def _positive(name: str, value: Any, most: float = math.inf) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= most or math.isinf(value):
-        raise ValueError(f"{name}={value!r} must be a number above 0{f' and at most {most}' if most == 1 else ''}.")
 
 
 def leading(rank: int, share: float) -> int:
@@ -193,28 +181,28 @@ def decompose(tensors: Mapping[str, np.ndarray], leading_share: float, decomposi
     return Decomposition(parts, np.concatenate(values), undetermined)
 
 
+@one_thread()  # with several LAPACK gives other bits
 def _svd(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return u (k, rows), singular values (k,) and w (k, columns) of a matrix, float64."""
-    with one_thread():  # with several LAPACK gives other bits
-        u, s, w = torch.linalg.svd(torch.from_numpy(matrix.astype(np.float64)), full_matrices=False)
+    u, s, w = torch.linalg.svd(torch.from_numpy(matrix.astype(np.float64)), full_matrices=False)
     return np.ascontiguousarray(u.numpy().T), s.numpy(), np.ascontiguousarray(w.numpy())
 
 
+@one_thread()
 def _of_b(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the singular values of B A, and u and w by which B moves when they change; as of `_svd`."""
-    with one_thread():  # a product of thin matrices: its singular values are those of a small one
-        a, b = (torch.from_numpy(matrix.astype(np.float64)) for matrix in (a, b))
-        q, r = torch.linalg.qr(b)
-        u, s, _ = torch.linalg.svd(r @ torch.linalg.qr(a.T)[1].T, full_matrices=False)
-        u = (q @ u).T
-        w = u @ b / torch.where(s > 0, s, 1.0)[:, None]  # of a zero, which `decompose` reports
+    a, b = (torch.from_numpy(matrix.astype(np.float64)) for matrix in (a, b))
+    q, r = torch.linalg.qr(b)  # a product of thin matrices: its singular values are those of a small one
+    u, s, _ = torch.linalg.svd(r @ torch.linalg.qr(a.T)[1].T, full_matrices=False)
+    u = (q @ u).T
+    w = u @ b / torch.where(s > 0, s, 1.0)[:, None]  # of a zero, which `decompose` reports
     return np.ascontiguousarray(u.numpy()), s.numpy(), np.ascontiguousarray(w.numpy())
 
 
+@one_thread()
 def _eigh(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return eigenvalues and eigenvectors, of which each one's largest component is positive."""
-    with one_thread():
-        values, vectors = (found.numpy() for found in torch.linalg.eigh(torch.from_numpy(matrix)))
+    values, vectors = (found.numpy() for found in torch.linalg.eigh(torch.from_numpy(matrix)))
     largest = vectors[np.abs(vectors).argmax(0), np.arange(len(matrix))]
     return values, vectors * np.where(largest < 0, -1.0, 1.0)
 
@@ -233,11 +221,7 @@ def machine() -> str:
 
 
 def _cma() -> Any:
-    try:
-        import cma
-    except ImportError as error:
-        raise ImportError("ESSA searches by CMA-ES of the package cma: pip install 'evoalign[adapters]'.") from error
-    return cma
+    return open_package("cma", "ESSA searches by CMA-ES of the package cma")
 
 
 # ---- the search
@@ -256,12 +240,12 @@ class Search:
 
     def __init__(self, dimension: int, settings: SearchSettings):
         cma = _cma()
-        self.population_size = settings.population_size
         own = {"popsize": settings.population_size, "randn": self._drawn, "seed": np.nan, "CMA_eigenmethod": _eigh}
         own |= {"AdaptSigma": cma.sigma_adaptation.CMAAdaptSigmaCSA, "CMA_mirrors": 0}
         quiet = {"verbose": -10, "verb_log": 0, "verb_disp": 0}
         options = {**settings.cma_options, **own, **quiet}
-        self._es = cma.CMAEvolutionStrategy(np.zeros(dimension), settings.sigma, options)
+        self.es = cma.CMAEvolutionStrategy(np.zeros(dimension), settings.sigma, options)
+        """the search itself: `mean` of the distribution of delta, and `sigma`, the overall step size"""
         self._normals: np.ndarray | None = None
         self._asked: list[np.ndarray] = []
 
@@ -272,11 +256,10 @@ class Search:
 
     def ask(self, keys: Sequence[int]) -> np.ndarray:
         """Return the candidates, float64 (members, dimension), that the normals of these keys make."""
-        shape = (self._es.N,)
-        normals = [noise.normals(key, _NORMALS, shape).astype(np.float64) for key in keys]
+        normals = [noise.normals(key, _NORMALS, (self.es.N,)).astype(np.float64) for key in keys]
         with interrupts_wait():  # it may decompose the covariance first
             self._normals = np.stack(normals)
-            self._asked = self._es.ask()
+            self._asked = self.es.ask()
             self._normals = None
         return np.stack(self._asked)
 
@@ -297,18 +280,8 @@ class Search:
         ranks = np.empty(len(fitness))
         ranks[np.argsort(-fitness, kind="stable")] = np.arange(len(fitness))
         with interrupts_wait():
-            self._es.tell(self._asked, ranks.tolist())
+            self.es.tell(self._asked, ranks.tolist())
         return True
-
-    @property
-    def mean(self) -> np.ndarray:
-        """Of the distribution of delta, float64 (dimension,)."""
-        return self._es.mean
-
-    @property
-    def sigma(self) -> float:
-        """Overall step size, in units of singular values."""
-        return float(self._es.sigma)
 
 
 class SingularWeights(MasterWeights):
@@ -330,8 +303,11 @@ class SingularWeights(MasterWeights):
         settings.check()
         self.run_key, self.settings = run_key, settings
         super().__init__(model, layout, "gaussian", 0, bind=False, threads=threads, anchor_decay=0.0)
-        self._table: tuple[np.ndarray, np.ndarray] | None = None
         self._restart()
+        # keys and candidates of a step lie in memory that processes forked later see
+        n, size = settings.population_size, self.dimension
+        self._keys = np.frombuffer(mmap.mmap(-1, 8 * n), np.uint64)
+        self._candidates = np.frombuffer(mmap.mmap(-1, 8 * n * size), np.float64).reshape(n, size)
 
     def _restart(self) -> None:
         """Begin the search at the present weights."""
@@ -346,13 +322,6 @@ class SingularWeights(MasterWeights):
     def dimension(self) -> int:
         """Of delta: the singular values that are searched."""
         return len(self.decomposition.values)
-
-    def share(self) -> None:
-        """Let candidates lie in memory that processes forked later see."""
-        n, dimension = self.settings.population_size, self.dimension
-        keys = np.frombuffer(mmap.mmap(-1, 8 * n), np.uint64)
-        candidates = np.frombuffer(mmap.mmap(-1, 8 * n * dimension), np.float64)
-        self._table = keys, candidates.reshape(n, dimension)
 
     def begin(self, tensors):
         super().begin(tensors)
@@ -369,11 +338,8 @@ class SingularWeights(MasterWeights):
         self.check()
         members = population(self.run_key, step, self.settings.population_size)
         if self._step != step:  # else an evaluation was interrupted: the same candidates
-            candidates = self.search.ask([member.key for member in members])
-            if self._table is None:
-                self._table = np.empty(len(members), np.uint64), np.empty_like(candidates)
-            self._table[0][:] = [member.key for member in members]
-            self._table[1][:] = candidates
+            keys = [member.key for member in members]
+            self._keys[:], self._candidates[:] = keys, self.search.ask(keys)
             self._step = step
         return members
 
@@ -385,23 +351,23 @@ class SingularWeights(MasterWeights):
         """
         moved, self._step = self.search.tell(fitness), None
         if moved:
-            self._write(self.flat, self.search.mean)
+            self._write(self.flat, self.search.es.mean)
         return moved
 
     @contextmanager
     def member(self, key, sigma, sign=1):
         if self.working is None:
             self.working = np.empty_like(self.flat)
-        keys, candidates = self._table
-        (row,) = np.flatnonzero(keys == np.uint64(key))
-        self._write(self.working, candidates[row])
+        (row,) = np.flatnonzero(self._keys == np.uint64(key))
+        self._write(self.working, self._candidates[row])
         yield self.working
 
     def update(self, keys, coefficients):
         raise TypeError("a search moves by tell(), with the rewards of a step.")
 
     def metrics(self):
-        return {SIGMA: self.search.sigma, DISTANCE: float(np.sqrt(np.square(self.search.mean).sum()))}
+        es = self.search.es
+        return {SIGMA: float(es.sigma), DISTANCE: float(np.sqrt(np.square(es.mean).sum()))}
 
     def _write(self, flat: np.ndarray, delta: np.ndarray) -> None:
         """Write the adapter whose leading singular values have changed by delta; zeros give the bits of the start."""

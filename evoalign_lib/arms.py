@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from evoalign_lib.checks import nearest
+from evoalign_lib.checks import choose
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,6 @@ def _own(arm: str, fitness: str = "reward") -> dict[str, Any]:
     return {"fitness": fitness, "arm": arm} | ({"null": True} if fitness == "random" else {})
 
 
-def _star(points: int) -> tuple[int, int, int]:
-    return points, 1, 0
-
-
 _NULL, _RANDOM = "#999999", {"fitness": "random", "null": True}
 _LOW_RANK = {"perturbation": "low_rank", "optional": _CURVED, "sweep": "es_low_rank"}
 _LORA: dict[str, Any] = {"optional": (*_CURVED, *_WARM, *_FROZEN), "sweep": "es_lora"}
@@ -105,26 +101,26 @@ ARMS: dict[str, Arm] = {
     # each step takes back a share of the way from the base; its own draws of noise
     "es_anchored": _es("#56B4E9", "p", "ES, anchored decay", "anchor_decay", optional=_CURVED, **_own("es_anchored")),
     # rollouts at temperature 1 from the unperturbed weights, as a policy gradient has them
-    "es_weighted": _es("#56B4E9", _star(4), "ES, unperturbed rollouts", "num_generations", **_UNPERTURBED),
+    "es_weighted": _es("#56B4E9", (4, 1, 0), "ES, unperturbed rollouts", "num_generations", **_UNPERTURBED),
     # noise of low rank on each matrix; its own draws of noise
-    "es_low_rank": _es("#009E73", _star(8), "ES, low rank", "rank", **_own("es_low_rank"), **_LOW_RANK),
+    "es_low_rank": _es("#009E73", (8, 1, 0), "ES, low rank", "rank", **_own("es_low_rank"), **_LOW_RANK),
     "es_low_rank_random": _es(
-        _NULL, _star(11), "ES, low rank, random fitness", "rank", **_own("es_low_rank_random", "random"), **_LOW_RANK
+        _NULL, (11, 1, 0), "ES, low rank, random fitness", "rank", **_own("es_low_rank_random", "random"), **_LOW_RANK
     ),
     # noise on an adapter over the frozen base, which may be warm-started; its own draws of noise
-    "es_lora": _es("#0072B2", _star(7), "ES, LoRA", "lora_rank", **_own("es_lora"), **_LORA),
+    "es_lora": _es("#0072B2", (7, 1, 0), "ES, LoRA", "lora_rank", **_own("es_lora"), **_LORA),
     "es_lora_random": _es(
-        _NULL, _star(12), "ES, LoRA, random fitness", "lora_rank", **_own("es_lora_random", "random"), **_LORA
+        _NULL, (12, 1, 0), "ES, LoRA, random fitness", "lora_rank", **_own("es_lora_random", "random"), **_LORA
     ),
     # CMA-ES over the singular values of a LoRA adapter that was warm-started
-    "essa": Arm("cma", "#E69F00", _star(10), "ESSA", options={"fitness": "reward"}, **_ESSA),
-    "essa_random": Arm("cma", _NULL, _star(9), "ESSA, random fitness", options=_ESSA_RANDOM, null=True, **_ESSA),
+    "essa": Arm("cma", "#E69F00", (10, 1, 0), "ESSA", options={"fitness": "reward"}, **_ESSA),
+    "essa_random": Arm("cma", _NULL, (9, 1, 0), "ESSA, random fitness", options=_ESSA_RANDOM, null=True, **_ESSA),
     "grpo": _gradient("#D55E00", "^", "GRPO", _GRPO_LOSS),
     # an adapter over the frozen base, which may be warm-started
-    "grpo_lora": _gradient("#D55E00", _star(5), "GRPO, LoRA", _GRPO_LOSS, "lora_rank", more=_WARM, sweep="grpo_lora"),
+    "grpo_lora": _gradient("#D55E00", (5, 1, 0), "GRPO, LoRA", _GRPO_LOSS, "lora_rank", more=_WARM, sweep="grpo_lora"),
     # rollouts at temperature 1 from perturbed weights, as ES has them
     "grpo_perturbed": _gradient(
-        "#D55E00", _star(6), "GRPO, perturbed rollouts", _GRPO_LOSS, "sigma", **_PERTURBED, sweep="grpo_perturbed"
+        "#D55E00", (6, 1, 0), "GRPO, perturbed rollouts", _GRPO_LOSS, "sigma", **_PERTURBED, sweep="grpo_perturbed"
     ),
     "dr_grpo": _gradient("#CC79A7", "v", "Dr.GRPO", _GRPO_LOSS | {"loss_type": "dr_grpo", "scale_rewards": "none"}),
     "dapo": _gradient("#009E73", "D", "DAPO", _GRPO_LOSS | {"loss_type": "dapo", "epsilon_high": 0.28}),
@@ -137,7 +133,7 @@ ARMS: dict[str, Arm] = {
     # fine-tuning on right answers among samples of the base
     "sft": Arm("sft", "#009E73", "X", "filtered SFT", _SFT, _OPTIONAL),
     "sft_perturbed": Arm(
-        "sft", "#009E73", _star(3), "filtered SFT, perturbed rollouts", (*_SFT, "sigma"), _OPTIONAL, **_PERTURBED
+        "sft", "#009E73", (3, 1, 0), "filtered SFT, perturbed rollouts", (*_SFT, "sigma"), _OPTIONAL, **_PERTURBED
     ),
 }
 """The arms that train. Eight colours do not go round: arms that only describe share those of others, and so do
@@ -155,9 +151,8 @@ def get(name: str) -> Arm:
 
     Raises ValueError, with the nearest known name, for any other.
     """
-    if name in ARMS:
-        return ARMS[name]
-    raise ValueError(f"arm {name!r} is not one of {', '.join(ARMS)}.{nearest(name, ARMS)}")
+    choose("arm", name, ARMS)
+    return ARMS[name]
 
 
 _OF_ES = [{"sigma": s, "alpha": a} for s in (3e-3, 1e-2, 3e-2) for a in (2.5e-3, 5e-3, 1e-2, 2e-2)]

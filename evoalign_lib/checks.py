@@ -1,6 +1,7 @@
 """Checks of settings, with the same words everywhere: names, choices, whole numbers, keys."""
 
 import difflib
+import math
 import os
 from collections.abc import Iterable
 from numbers import Integral
@@ -74,6 +75,20 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None,
             return int(value)
     bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
     raise ValueError(f"{name}={value!r} must be a whole number {bounds}{f': {why}' if why else ''}.")
+
+
+def positive(name: str, value: Any, most: float = math.inf) -> None:
+    """Raise ValueError unless a setting is a finite number above 0 and at most `most`.
+
+    >>> positive("top_p", 1.5, most=1)
+    Traceback (most recent call last):
+    ...
+    ValueError: top_p=1.5 must be a number above 0 and at most 1.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and 0 < value <= most and math.isfinite(value)):
+        bounds = "a positive number" if most == math.inf else f"a number above 0 and at most {most}"
+        raise ValueError(f"{name}={value!r} must be {bounds}.")
 
 
 def address(name: str, url: str) -> str:

@@ -45,12 +45,6 @@ def refusals() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
-def _new_folder(out: str) -> None:
-    """Raise ValueError, before any work, where something would be overwritten."""
-    if (place := Path(out)).exists() and (not place.is_dir() or any(place.iterdir())):
-        raise ValueError(f"{out!r} exists: give a new folder.")
-
-
 @app.command()
 def replay(
     ledger: Annotated[str, typer.Argument(help="The run's ledger.jsonl (or .jsonl.gz).")],
@@ -62,13 +56,14 @@ def replay(
     verify: Annotated[bool, typer.Option("--verify", help="Check the chain and recompute every digest.")] = False,
 ) -> None:
     """Write the model of any step of an ES run, bit for bit, from the run's ledger; or check the ledger."""
+    from evoalign_lib import files
     from evoalign_lib import ledger as ledgers
 
     if not (out or verify):
         raise typer.BadParameter("say what to do: --out FOLDER, --verify, or both")
     with refusals():
         if out:
-            _new_folder(out)
+            files.check_new_folder(out)
         run = ledgers.read(ledger)
         if verify:
             report = ledgers.verify(run, ledgers.start_of(run, model))
@@ -136,12 +131,12 @@ def tiny(
     steps: Annotated[int | None, typer.Option(help="Optimiser steps.  [default: those of the shipped bases]")] = None,
 ) -> None:
     """Train a base of the tiny world and print what it can do."""
-    from evoalign_lib import models
+    from evoalign_lib import files, models
     from evoalign_lib.engines.local import LocalEngine, Prompts
     from evoalign_lib.tiny import describe, recipe
 
     with refusals():
-        _new_folder(out)
+        files.check_new_folder(out)
         recipe(family, seed, out, steps=steps)
     model, tokenizer = models.load(out)
 

@@ -70,15 +70,15 @@ class Comparison:
             f"{'tied embedding' if self.tensors.tied else 'head'}: share of |D|^2 over share of d": (
                 geometry.head_concentration(self.tensors)
             ),
-            f"Gini of layers (random: up to {_number(null.gini)})": [
+            f"Gini of layers (random: up to {null.gini:.3g})": [
                 geometry.gini(share, layers.entries) for share in layers.shares.T
             ],
-            f"distance of layers from sizes (random: up to {_number(null.distance)})": self._distances(),
+            f"distance of layers from sizes (random: up to {null.distance:.3g})": self._distances(),
         }
         if not any(self.expected):
             del numbers["norm over its formula for ES"]
         rows = {"entries d": [f"{self.tensors.d:,}"] * 2}
-        rows |= {name: ["" if np.isnan(x) else _number(x) for x in pair] for name, pair in numbers.items()}
+        rows |= {name: ["" if np.isnan(x) else f"{x:.3g}" for x in pair] for name, pair in numbers.items()}
         for dtype in self.tensors.moved:
             how = "as" if dtype == "float32" else "rounded to"
             rows[f"unchanged entries, {how} {dtype}"] = [f"{100 * x:.1f} %" for x in d.unmoved(dtype)[0]]
@@ -119,31 +119,25 @@ class Comparison:
         return [*said, self._about_cosine()]
 
     def _about_norm(self, k: int) -> str:
-        expected, norm, end = self.expected[k], self.tensors.by("all").norms[0, k], "AB"[k]
-        low, high = geometry.norm_band(expected.d)
-        ratio = norm / expected.norm
-        where, what = "outside", "where 95 % of the runs lie whose rewards mean nothing"
+        expected, norm = self.expected[k], self.tensors.by("all").norms[0, k]
+        (low, high), ratio = geometry.norm_band(expected.d), norm / expected.norm
+        lies = f"outside {low:.4f} to {high:.4f}, where 95 % of the runs lie whose rewards mean nothing"
         if low <= ratio <= high:
-            where, what = "within", "any ES with these settings moves as far, whatever it rewards"
-        return (
-            f"The norm of {end}, {_number(norm)}, is {ratio:.4f} times {expected.formula} = {_number(expected.norm)} "
-            f"({expected.settings}), {where} {low:.4f} to {high:.4f}{':' if where == 'within' else ','} {what}."
-        )
+            lies = f"within {low:.4f} to {high:.4f}: any ES with these settings moves as far, whatever it rewards"
+        formula = f"{expected.formula} = {expected.norm:.3g} ({expected.settings})"
+        return f"The norm of {'AB'[k]}, {norm:.3g}, is {ratio:.4f} times {formula}, {lies}."
 
     def _about_shares(self, k: int) -> str:
         layers, end, distance = self.tensors.by("layer"), "AB"[k], self._distances()[k]
-        null = geometry.size_null(layers.entries)
+        null = geometry.size_null(layers.entries).distance
         most = int(np.argmax(layers.shares[:, k] - layers.size_shares))
-        is_null, how = distance <= null.distance, f"that {end} moves everywhere says nothing about what it learned."
-        if not is_null:
-            how = (
-                f"{layers.names[most]} has {100 * layers.shares[most, k]:.1f} % of |D|^2 and "
-                f"{100 * layers.size_shares[most]:.1f} % of the entries. Compare with the shares of the gradient."
-            )
-        return (
-            f"The shares of layers of {end} are {'' if is_null else 'not '}those of its sizes (distance "
-            f"{_number(distance)}; 95 % of random directions stay below {_number(null.distance)}): {how}"
-        )
+        share, size = 100 * layers.shares[most, k], 100 * layers.size_shares[most]
+        are, how = "are", f"that {end} moves everywhere says nothing about what it learned."
+        if distance > null:
+            are, how = "are not", f"{layers.names[most]} has {share:.1f} % of |D|^2 and {size:.1f} % of the entries."
+            how += " Compare with the shares of the gradient."
+        stay = f"(distance {distance:.3g}; 95 % of random directions stay below {null:.3g})"
+        return f"The shares of layers of {end} {are} those of its sizes {stay}: {how}"
 
     def _about_rounding(self, k: int) -> list[str]:
         all_, end, halves = self.tensors.by("all"), "AB"[k], sorted(self.dtypes[k] - {"float32"})
@@ -151,10 +145,8 @@ class Comparison:
         how = "the difference is rounding, not sparse training."
         if halves:
             how = f"it is stored as {' and '.join(halves)}, which lost what moved by less than its rounding."
-        said = (
-            f"Of {end} {100 * exact:.1f} % of the entries are unchanged, and {100 * rounded:.1f} % in bfloat16: {how}"
-        )
-        return [said] if halves or rounded - exact > _LEAST_SHARE else []
+        shares = f"{100 * exact:.1f} % of the entries are unchanged, and {100 * rounded:.1f} % in bfloat16"
+        return [f"Of {end} {shares}: {how}"] if halves or rounded - exact > _LEAST_SHARE else []
 
     def _about_cosine(self) -> str:
         found = geometry.cosine(self.tensors)
@@ -162,10 +154,8 @@ class Comparison:
             return "The cosine is not defined, since one of the two did not move."
         value, band = self._cosine()
         if self.shared_noise:
-            return (
-                f"The cosine is {value}. A and B drew the same noise (one run key), so that the band of independent "
-                f"random directions, ±{band}, does not apply."
-            )
+            why = "A and B drew the same noise (one run key), so that the band of independent random directions"
+            return f"The cosine is {value}. {why}, ±{band}, does not apply."
         where, what = "outside", f"the two {'share a direction' if found.value > 0 else 'have opposite parts'}"
         what += ". Compare its size with the cosine of two runs of one arm."
         if abs(found.value) <= found.band():
@@ -247,12 +237,8 @@ def _expected(end: StateDict) -> Expected | None:
     said = f"alpha {settings['alpha']:g}, T_eff {moving}, N {settings['population_size']}"
     if decay:
         formula, said = "sqrt(d sum_t c_t^2 (1 - lambda)^(2 (T - t)))", f"{said}, lambda {decay:g}"
-    return Expected(
-        geometry.norm_of_coefficients(coefficients, d),
-        formula,
-        said,
-        geometry.tied_d(end.shapes) if settings["noise"] == "tied" else d,
-    )
+    independent = geometry.tied_d(end.shapes) if settings["noise"] == "tied" else d
+    return Expected(geometry.norm_of_coefficients(coefficients, d), formula, said, independent)
 
 
 WRITTEN = ("compare.png", "compare.pdf", "compare.csv", "tensors.csv")
@@ -314,7 +300,3 @@ def figure(comparison: Comparison) -> Figure:
         ax.grid(axis="x", visible=False)
         ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, columnspacing=1.0, handletextpad=0.4)
     return fig
-
-
-def _number(value: float) -> str:
-    return "NaN" if np.isnan(value) else f"{value:.3g}"

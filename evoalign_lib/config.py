@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,26 +17,17 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from evoalign_lib import models, noise, precision
 from evoalign_lib._anchor import check_decay
-from evoalign_lib.checks import choose, nearest, whole_number
+from evoalign_lib.checks import choose, nearest, positive, whole_number
 from evoalign_lib.engines import ENGINES, check_gpus
 from evoalign_lib.engines.local import DECODERS
 from evoalign_lib.update_rules import SCHEDULES, SHAPINGS
-
-
-def _positive(name: str, value: Any, most: float = math.inf) -> None:
-    """Raise ValueError unless a setting is a finite number above 0 and at most `most`."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not (number and 0 < value <= most):
-        bounds = "a positive number" if most == math.inf else f"a number above 0 and at most {most}"
-        raise ValueError(f"{name}={value!r} must be {bounds}, for example {_DEFAULTS[name]}.")
-
 
 _COUNTS = ("max_completion_length", "chunk_rows", "num_generations", "num_generations_eval", "prompts_per_step")
 _CHECKS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((*_COUNTS, "workers", "tensor_parallel"), (whole_number, 1)),
     **dict.fromkeys(("top_k", "gpus"), (whole_number, 0)),
-    **dict.fromkeys(("sigma", "alpha", "temperature"), (_positive,)),
-    **dict.fromkeys(("top_p", "sigma_final_fraction", "alpha_final_fraction"), (_positive, 1)),
+    **dict.fromkeys(("sigma", "alpha", "temperature"), (positive,)),
+    **dict.fromkeys(("top_p", "sigma_final_fraction", "alpha_final_fraction"), (positive, 1)),
     **dict.fromkeys(("sigma_schedule", "alpha_schedule"), (choose, SCHEDULES)),
     "population_size": (whole_number, 2, None, "z-scores need two members"),
     "rank": (whole_number, 1, 2**16 - 1),
@@ -64,9 +54,7 @@ _ELSEWHERE = {
 # those that transformers reads only where it draws samples itself
 _DRAWN_ONLY = ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 
-SURFACE: dict[str, dict[str, tuple[str, str]]] = json.loads(
-    (Path(__file__).parent / "trl_surface.json").read_text(encoding="utf-8")
-)
+SURFACE: dict[str, Any] = json.loads(Path(__file__).with_name("trl_surface.json").read_text(encoding="utf-8"))
 """What becomes here of the arguments and methods of TRL's `GRPOTrainer`, and of the settings of its `GRPOConfig`:
 section -> name -> (same, refused or missing; in which respect it differs, or why and what to do instead)"""
 
@@ -206,7 +194,7 @@ class ESConfig(TrainingArguments):
         # before the generated __init__, whose error would name one setting and no remedy
         known = {f.name for f in dataclasses.fields(cls)}
         if unknown := [name for name in settings if name not in known]:
-            problems = [_no_setting(cls.__name__, name, known) for name in unknown]
+            problems = [absent(f"{cls.__name__} has no setting", "settings", name, known) for name in unknown]
             raise TypeError(joined(problems + [why for _, why in _without_effect(settings)]))
         return super().__new__(cls)
 
@@ -279,10 +267,7 @@ class ESConfig(TrainingArguments):
 
     def _check_generation_kwargs(self) -> Iterator[str]:
         """Yield settings of generation that the engine states itself, or that nothing would read."""
-        given = self.generation_kwargs
-        if isinstance(given, str):  # from a command line; the parent refuses what is no JSON
-            with suppress(ValueError):
-                given = json.loads(given)
+        given = read_json(self.generation_kwargs)
         if not isinstance(given, Mapping):
             if not (given is None or isinstance(given, str)):
                 yield f"={given!r} must be a dict."
@@ -303,10 +288,8 @@ class ESConfig(TrainingArguments):
 
     def _check_best(self) -> Iterator[str]:
         if self.load_best_model_at_end and self.engine != "local":
-            yield (
-                f"load_best_model_at_end needs engine='local', not {self.engine!r}: write the best step afterwards, by "
-                "evoalign replay --step with state.best_global_step."
-            )
+            remedy = "write the best step by evoalign replay --step with state.best_global_step"
+            yield f"load_best_model_at_end needs engine='local', not {self.engine!r}: {remedy}."
         elif self.load_best_model_at_end and self.eval_strategy == IntervalStrategy.NO:
             yield "load_best_model_at_end needs evaluations: set eval_strategy='steps' and eval_steps."
         elif self.save_strategy == SaveStrategy.BEST and self.metric_for_best_model is None:
@@ -354,11 +337,24 @@ def _without_effect(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, f"{name}={value!r} has no effect on ES: {why}. Remove it."
 
 
-def _no_setting(config: str, name: str, known: Iterable[str]) -> str:
-    """Return the error for a setting that there is not."""
-    if why := SURFACE["settings"].get(name, ("", ""))[1]:
-        return f"{config} has no setting {name!r}: {why}."
-    return f"{config} has no setting {name!r}.{nearest(name, known, cutoff=0.8) or ' Remove it.'}"
+def absent(what: str, section: str, name: str, known: Iterable[str]) -> str:
+    """Return the error for a name that there is not here, with the reason where TRL's trainer has it.
+
+    Args:
+        what: begins the error.
+        section: of `SURFACE`.
+        name: as it was given.
+        known: names that there are.
+    """
+    why = SURFACE[section].get(name, ("", ""))[1]
+    return f"{what} {name!r}" + (f": {why}." if why else f".{nearest(name, known, cutoff=0.8)}")
+
+
+def read_json(setting: Any) -> Any:
+    """Return what a setting says that is JSON, as on a command line; any other as it is, which its check refuses."""
+    with suppress(ValueError):
+        return json.loads(setting) if isinstance(setting, str) else setting
+    return setting
 
 
 def refused(check: Callable[..., object], name: str, *arguments: Any) -> Iterator[tuple[str, str]]:

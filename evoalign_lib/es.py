@@ -49,28 +49,24 @@ only save time: each names the line of the ledger that it belongs to, where the 
 
 from __future__ import annotations
 
-import inspect
 import json
-import logging
 import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import transformers
 from transformers import TrainerControl, TrainerState
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState, TrainerCallback
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from evoalign_lib import _adapters, _checkpoints, ledger, models, noise, precision, update_rules
-from evoalign_lib._checkpoints import BestWeights
 from evoalign_lib._interrupts import interrupts_wait
-from evoalign_lib.checks import nearest
-from evoalign_lib.config import _DEFAULTS, SURFACE, ESConfig, joined
+from evoalign_lib.config import _DEFAULTS, SURFACE, ESConfig, absent, joined
 from evoalign_lib.engines import completions, open_engine
 from evoalign_lib.engines.base import Evaluation, Options, Prompts
 from evoalign_lib.engines.processes import gpus_here, world_size
@@ -78,7 +74,7 @@ from evoalign_lib.rewards import KINDS, RewardFunction, Rewards, States, state_m
 from evoalign_lib.surface import ESProgress, TrainerSurface
 from evoalign_lib.update_rules import Member, generator, mean_reward
 
-logger = logging.getLogger(__name__)
+logger = transformers.utils.logging.get_logger(__name__)
 
 
 # ---- pure parts of the step
@@ -107,12 +103,6 @@ def step_indices(n: int, per_step: int, seed: int, step: int) -> np.ndarray:
 
 
 # ---- the trainer
-
-
-def _no_argument(name: str) -> str:
-    """Return the error for an argument that ESTrainer does not take."""
-    why = SURFACE["arguments"].get(name, ("", ""))[1]
-    return f"ESTrainer takes no {name!r}" + (f": {why}." if why else f".{nearest(name, SURFACE['arguments'])}")
 
 
 class ESTrainer(TrainerSurface):
@@ -171,28 +161,29 @@ class ESTrainer(TrainerSurface):
         **others: Any,
     ):
         if others:
-            raise TypeError(joined([_no_argument(name) for name in others]))
+            takes = SURFACE["arguments"]
+            raise TypeError(joined([absent("ESTrainer takes no", "arguments", name, takes) for name in others]))
         if (n := world_size()) > 1:
-            raise ValueError(
-                f"WORLD_SIZE={n}: each of the {n} processes of this launch would train a run of its own. Start one; "
-                "workers, gpus and engine='ray' of ESConfig spread it over cores, GPUs and machines."
-            )
+            raise ValueError(f"WORLD_SIZE={n}: start one process; workers, gpus or engine='ray' spread its run.")
         if not isinstance(args, ESConfig | None):
             raise TypeError(f"args is a {type(args).__name__}: give an ESConfig, whose settings help(ESConfig) lists.")
         self.args = args = ESConfig() if args is None else args
         if args.log_completions:
             completions.check_rich()
-        functions = _functions(reward_funcs, reward_processing_classes, args.chat_template_kwargs)
+        from evoalign_lib import reward_models
+
+        functions = reward_models.as_functions(reward_funcs, reward_processing_classes, args.chat_template_kwargs)
         how = args.reward_weights, args.reward_floor, args.reward_timeout, args.log_completions
         self.rewards = Rewards(functions, *how)
         # the run's own, which moves with the weights: functions take it over whenever they are called
         self._reward_state = self._first_reward_state = self.rewards.state()
         if train_dataset is None:
             raise ValueError("train_dataset is missing: give rows with a 'prompt' column.")
-        load = _loading(model, args.model_init_kwargs, quantization_config)
-        self.model, self.processing_class = models.load(
-            model, processing_class, load, adapters=True, quantised=peft_config is not None
-        )
+        load = dict(args.model_init_kwargs or {})
+        if quantization_config is not None:
+            load = dict(**load, quantization_config=quantization_config)  # an error where both give one
+        may_be = {"adapters": True, "quantised": peft_config is not None}
+        self.model, self.processing_class = models.load(model, processing_class, load, **may_be)
         self._attach(peft_config)
         _adapters.check_movable(self.model)
         _adapters.check_something_moves(self.model)
@@ -209,12 +200,10 @@ class ESTrainer(TrainerSurface):
             raise ValueError(f"eval_strategy={args.eval_strategy.value!r} needs an eval_dataset: give one.")
         self._check_best_metric()
         self.train_prompts = prompts["train"]
-        self.prompts_per_step = args.prompts_per_step or len(self.train_prompts)
-        if self.prompts_per_step > len(self.train_prompts):
-            raise ValueError(
-                f"prompts_per_step={self.prompts_per_step} but the training set has {len(self.train_prompts)} prompts: "
-                "lower it, or set None for all."
-            )
+        n = len(self.train_prompts)
+        self.prompts_per_step = args.prompts_per_step or n
+        if self.prompts_per_step > n:
+            raise ValueError(f"prompts_per_step={self.prompts_per_step} is more than the {n} prompts: lower it.")
         self.run_key = noise.run_key(args.arm, args.seed)
         names = ("max_completion_length", "precision", "anchor_decay", "chunk_rows", "decoder", "workers", "gpus")
         stops = tuple(args.stop_strings or ())
@@ -233,18 +222,19 @@ class ESTrainer(TrainerSurface):
             **{name: getattr(args, name) for name in (*names, "tensor_parallel", "engine_kwargs")},
         )
         if args.engine == "local" and not args.use_cpu and (gpus := gpus_here()):
-            _say_idle(gpus)
+            logger.warning_once(f"{gpus} GPU(s) stay idle: set engine='vllm', or use_cpu=True where the CPU is meant.")
         self.budget = {"completions": 0, "generated_tokens": 0, "prompt_tokens": 0, "core_seconds": 0.0}
         self.counts = {"tied": 0} | dict.fromkeys(KINDS, 0)
         self.ledger: ledger.Ledger | None = None
         self._replayed = 0  # steps that are taken from the ledger
         self._parted = False  # whether weights and ledger may have parted
         self._lock = _checkpoints.FolderLock(args.output_dir)
-        self._due: list[Callable[[], None]] = []  # what still follows the last step
+        self._due: list[Callable[[], object]] = []  # what still follows the last step
         self._completions: completions.Table | None = None  # of the last step that was evaluated, if they are shown
         self._tied_steps, self._tied_said = 0, False  # one after the other; whether it was said
         self._check_reward_models()
-        self._best = BestWeights(self.engine.weights)
+        self._best: _checkpoints.Best | None = None  # of the best evaluation, where they are kept
+        self._last_weights: Mapping[str, Any] | None = None  # of the run, while the best ones stand in for them
         self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
         self.control = TrainerControl()
         every = [DefaultFlowCallback, *get_reporting_integration_callbacks(args.report_to), *(callbacks or [])]
@@ -280,22 +270,17 @@ class ESTrainer(TrainerSurface):
     def _check_best_metric(self) -> None:
         """Raise ValueError where the metric that says which step is best is of none of several evaluation sets."""
         names = [name.removeprefix("eval_") for name in self._eval_sets if name != "eval"]
-        metric = (self.args.metric_for_best_model or "").removeprefix("eval_")
-        if names and metric and not metric.startswith(tuple(f"{name}_" for name in names)):
-            raise ValueError(
-                f"metric_for_best_model={self.args.metric_for_best_model!r} is of none of the sets {names} of "
-                f"eval_dataset: begin it with the name of one, such as '{names[0]}_reward'."
-            )
+        given = self.args.metric_for_best_model or ""
+        if names and given and not given.removeprefix("eval_").startswith(tuple(f"{name}_" for name in names)):
+            raise ValueError(f"metric_for_best_model={given!r} is of no set of eval_dataset: say '{names[0]}_reward'.")
 
     def _check_reward_models(self) -> None:
         """Raise ValueError for a reward model on a GPU that several worker processes would have to share."""
         for function in self.rewards.functions:
             device = getattr(getattr(function, "model", None), "device", None)
             if self.engine.workers != 1 and device is not None and device.type != "cpu":
-                raise ValueError(
-                    f"the reward model {function.__name__!r} is on {device}, where several workers cannot use it: set "
-                    "workers=1, or move it to the CPU."
-                )
+                what = f"the reward model {function.__name__!r} is on {device}, where several workers cannot use it"
+                raise ValueError(f"{what}: set workers=1, or move it to the CPU.")
 
     # ---- a step
 
@@ -339,10 +324,13 @@ class ESTrainer(TrainerSurface):
             if not known:
                 self._watch_ties(tied, record)
             if recording:
-                logged = partial(self._when, "should_log", partial(self.log, metrics))
-                evaluated = partial(self._when, "should_evaluate", self.evaluate)
-                saved = partial(self._when, "should_save", self._save_checkpoint)
-                self._due = [self._end_step, self._show_step, logged, evaluated, saved]
+                self._due = [
+                    self._end_step,
+                    self._show_step,
+                    lambda: self.control.should_log and self.log(metrics),
+                    lambda: self.control.should_evaluate and self.evaluate(),
+                    lambda: self.control.should_save and self._save_checkpoint(),
+                ]
         return metrics
 
     def ask(self, step: int) -> list[Member]:
@@ -365,10 +353,7 @@ class ESTrainer(TrainerSurface):
             evaluations = self.engine.evaluate(members, sigma, "train", indices, self._light_state(), sampling)
             fitness = np.array([mean_reward(e.scored.rewards) for e in evaluations])
             for member in np.flatnonzero(np.isnan(fitness)):
-                raise ValueError(
-                    f"member {member} of step {step} has no reward: every reward function returned None on all of its "
-                    f"{indices.shape[-1]} prompts. Give one that applies to at least one prompt of each step."
-                )
+                raise ValueError(f"member {member} of step {step} has no reward: give one that applies to some prompt.")
             if self.args.fitness == "shuffled":
                 fitness = generator(self.args.seed, step, "shuffled").permutation(fitness)
             tokens = int(sum(e.lengths.sum() for e in evaluations))
@@ -377,12 +362,11 @@ class ESTrainer(TrainerSurface):
             if self.args.log_completions:
                 self._completions = completions.of_step(evaluations, fitness, step)
             log = self._logged(evaluations) | {name: n for name, n in self.engine.repairs.items() if n}
+            state = self._next_reward_state([e.scored.metrics for e in evaluations])
         log |= weights.metrics()
         if before is not None:
             log["restore_changed"], log["restore_drift"] = precision.drift(before, weights.sample())
         self._coefficients(fitness)  # rewards that give no coefficients are an error before they are recorded
-        if self.args.fitness != "random":  # which scores nothing
-            state = self._next_reward_state([e.scored.metrics for e in evaluations])
         seconds = float(f"{time.perf_counter() - started:.4g}")
         return ledger.Step(step, fitness, tokens, seconds, round(core, 3), counts, log, state)
 
@@ -465,38 +449,33 @@ class ESTrainer(TrainerSurface):
         """
         if self.engine.workers == 1 or self._eval_sets:
             self.rewards.check_timeout()
-        started, first = time.perf_counter(), self.state.global_step
+        started, first = time.time(), self.state.global_step
         try:
             self._lock.take()
             self._train(resume_from_checkpoint)
         except SystemExit as error:
             if error.code or self.state.global_step >= self.max_steps:  # a status of its own, or the run has finished
                 raise
-            raise RuntimeError(
-                f"sys.exit() was called after step {self.state.global_step} of {self.max_steps}, as if the run had "
-                "finished. To end a run early set control.should_training_stop in a callback."
-            ) from error
+            what = f"sys.exit() was called after step {self.state.global_step} of {self.max_steps}"
+            raise RuntimeError(f"{what}: to end a run early set control.should_training_stop in a callback.") from error
         finally:
             self._lock.give_back()
-        seconds, steps = time.perf_counter() - started, self.state.global_step
-        metrics = {"train_runtime": round(seconds, 4), "train_steps_per_second": round((steps - first) / seconds, 3)}
+        steps = self.state.global_step
+        metrics = speed_metrics("train", started, num_steps=steps - first)
         rewards = [entry["reward"] for entry in self.state.log_history if "reward" in entry]
         metrics |= {"train_reward": rewards[-1]} if rewards else {}
         return TrainOutput(steps, math.nan, metrics | self.budget | {"epoch": round(self.state.epoch or 0.0, 4)})
 
     def _train(self, resume_from_checkpoint: bool | str | None) -> None:
         if resume_from_checkpoint and self.args.overwrite_output_dir and self.ledger is None:
-            raise ValueError(
-                "overwrite_output_dir=True deletes the run that resume_from_checkpoint would go on with: leave out one."
-            )
-        self._best.put_back()
+            raise ValueError("overwrite_output_dir=True deletes the run that would be resumed: leave out one.")
+        self._load_last()
         max_steps = self.max_steps
         if isinstance(resume_from_checkpoint, (str, os.PathLike)) or (resume_from_checkpoint and self.ledger is None):
             self._resume(resume_from_checkpoint)
         elif self.ledger is None:
             if self.args.overwrite_output_dir:
                 _checkpoints.delete_run(self.args.output_dir)
-            _checkpoints.refuse_complete(self._ledger_path, max_steps)
             ledger.refuse_existing(self._ledger_path)
         else:
             _checkpoints.check_settings(self.ledger, self._settings())
@@ -511,11 +490,7 @@ class ESTrainer(TrainerSurface):
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         self.control.should_training_stop |= stopping
         if self.ledger is not None and self.ledger.ended and len(self.ledger.steps) >= max_steps:
-            logger.warning(
-                f"The run in {self.args.output_dir} is complete, with {len(self.ledger.steps)} steps: nothing is "
-                "trained. Raise max_steps to go on with it; set "
-                "overwrite_output_dir=True, or use another output_dir, to begin anew."
-            )
+            logger.warning(f"The run in {self.args.output_dir} is complete: raise max_steps to go on with it.")
         self._follow_step()  # what an interrupt cut off
         while self.state.global_step < max_steps and not self.control.should_training_stop:
             if self._epoch_ended(self.state.global_step):
@@ -543,11 +518,6 @@ class ESTrainer(TrainerSurface):
         self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
         if self._epoch_ended(self.state.global_step):
             self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
-
-    def _when(self, asked: str, act: Callable[[], object]) -> None:
-        """Act if the callbacks asked for it."""
-        if getattr(self.control, asked):
-            act()
 
     def _show_step(self) -> None:
         if self._completions is not None and self.control.should_log:
@@ -582,20 +552,17 @@ class ESTrainer(TrainerSurface):
                 parted |= weights.digest() != self.ledger.weights[step]
         if parted:
             again = "train()" if self.ledger is None else "train(resume_from_checkpoint=True)"
-            raise RuntimeError(
-                f"the weights are not those after step {step} of {self._ledger_path}: the run was interrupted while "
-                f"they moved, or moved outside train(). Make a new trainer from the starting model, and call {again}."
-            )
+            what = f"the weights are not those after step {step} of {self._ledger_path}"
+            raise RuntimeError(f"{what}: make a new trainer from the starting model, and call {again}.")
 
     # ---- checkpoints (`evoalign_lib._checkpoints`)
 
     def _save_checkpoint(self) -> None:
         self.state.stateful_callbacks = {type(c).__name__: c.state() for c in self._stateful_callbacks()}
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        best = self._best.best
         spent = {"settings": self._settings(), "budget": self.budget, "counts": self.counts}
         spent["line"] = self.ledger.tips[self.state.global_step]
-        _checkpoints.write(folder, self.state, self.engine.weights, best, spent, self.save_model)
+        _checkpoints.write(folder, self.state, self.engine.weights, self._best, spent, self.save_model)
         _checkpoints.rotate(folder, self.args.save_total_limit)
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
@@ -607,23 +574,20 @@ class ESTrainer(TrainerSurface):
         ledger.check_quantisation(run, self.model)
         _checkpoints.check_settings(run, self._settings())
         states = [self._first_reward_state, *(step.reward_state for step in run.steps)]
-        try:
-            self.rewards.load_state(states[-1])
-        except ValueError as error:
-            raise ledger.LedgerError(f"{str(run.path)!r}, step {len(run.steps) - 1}: {error}") from error
+        self.rewards.load_state(states[-1])  # an error now, if it is one
         if _adapters.is_adapted(self.model):
             _checkpoints.read_start(run, self.engine.weights)
         ledger.check_start(run, self.engine.weights)  # a checkpoint has the weights, not where they started
         if folder is None:
             ledger.check_model(run, self.engine.weights)
         else:
-            saved = _checkpoints.read(folder, run, self.engine.weights, self.args.load_best_model_at_end)
-            self._best.best = saved.best
+            wants_best = self.args.load_best_model_at_end
+            self.state, self._best, spent = _checkpoints.read(folder, run, self.engine.weights, wants_best)
             for callback in self._stateful_callbacks():
-                attributes = saved.state.stateful_callbacks.get(type(callback).__name__, {}).get("attributes", {})
+                attributes = self.state.stateful_callbacks.get(type(callback).__name__, {}).get("attributes", {})
                 for name in callback.state()["attributes"].keys() & attributes.keys():
                     setattr(callback, name, attributes[name])
-            self.state, self.budget, self.counts = saved.state, saved.budget, self.counts | saved.counts
+            self.budget, self.counts = spent["budget"], self.counts | spent["counts"]
             self._catch_up(run)
         self._reward_state = states[self.state.global_step]
         self.ledger, self._replayed, self._parted, self._due = run, len(run.steps), False, []
@@ -676,10 +640,8 @@ class ESTrainer(TrainerSurface):
         """Return the metrics of a step that do not follow from its rewards."""
         # what reward functions log themselves: the mean over the members that logged it
         logged = [e.scored.metrics for e in evaluations]
-        log = {
-            name: float(np.mean([np.mean(metrics[name]) for metrics in logged if name in metrics]))
-            for name in sorted({name for metrics in logged for name in metrics})
-        }
+        names = sorted(set().union(*logged))
+        log = {name: float(np.mean([np.mean(each[name]) for each in logged if name in each])) for name in names}
         log["completions/clipped_ratio"] = float(np.mean([e.clipped.mean() for e in evaluations]))
         for name in self.rewards.names:
             if means := [e.scored.functions[name][0] for e in evaluations if name in e.scored.functions]:
@@ -705,34 +667,3 @@ class ESTrainer(TrainerSurface):
         metrics |= {f"rewards/{kind}": count for kind, count in record.counts.items() if count}
         metrics |= state_metrics(record.reward_state)
         return record.log | metrics  # a reward function's metric never replaces one of these
-
-
-@cache
-def _say_idle(gpus: int) -> None:
-    """Say once in this process that its GPUs are left idle."""
-    logger.warning(
-        f"This machine has {gpus} GPU(s), and engine='local' decodes on the CPU, which takes many times longer. Set "
-        "engine='vllm' (pip install 'evoalign[gpu]') to use them, or use_cpu=True to say that the CPU is meant."
-    )
-
-
-def _functions(rewards: Any, tokenizers: Any, template: Any) -> Any:
-    """Return reward functions, where reward models among them are functions, too."""
-    several = isinstance(rewards, Sequence) and not isinstance(rewards, str)
-    others = [f for f in (rewards if several else [rewards]) if not inspect.isfunction(f)]
-    if not others and tokenizers is None:
-        return rewards
-    from evoalign_lib import reward_models
-
-    return reward_models.as_functions(rewards, tokenizers, template)
-
-
-def _loading(model: Any, keywords: Any, quantisation: Any) -> Any:
-    """Return the arguments of from_pretrained; refuse a quantization_config that would not be used."""
-    if quantisation is None:
-        return keywords
-    if not isinstance(model, (str, os.PathLike)):
-        raise ValueError("quantization_config is for a model given by name; the model given is an object already.")
-    if "quantization_config" in (keywords or {}):
-        raise ValueError("quantization_config is given twice, as an argument and in model_init_kwargs: remove one.")
-    return dict(keywords or {}) | {"quantization_config": quantisation}

@@ -46,7 +46,6 @@ import json
 import random
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,7 @@ from transformers import PrinterCallback
 
 from evoalign_lib import _adapters, ledger, precision
 from evoalign_lib._singular import SEARCH, SearchSettings, SingularWeights, machine
-from evoalign_lib.config import ESConfig, refused, with_settings
+from evoalign_lib.config import ESConfig, read_json, refused, with_settings
 from evoalign_lib.es import ESTrainer
 from evoalign_lib.rewards import RewardFunction
 from evoalign_lib.update_rules import Member, generator
@@ -127,9 +126,7 @@ class ESSAConfig(ESConfig):
         if not isinstance(self.shared_batch, bool):
             yield "shared_batch", f"shared_batch={self.shared_batch!r} must be True or False."
         yield from super()._problems()
-        options = self.cma_options
-        with suppress(ValueError):  # from a command line it is JSON; the parent refuses what is none
-            options = json.loads(options) if isinstance(options, str) else options
+        options = read_json(self.cma_options)
         whole = isinstance(self.population_size, int) and self.population_size > 1  # what is less, ESConfig says
         n = self.population_size if whole else 96
         search = SearchSettings(n, 0.32, self.leading_share, self.decomposition, options or {})
@@ -148,9 +145,8 @@ def lora_config(rank: int = 8) -> Any:
     Raises:
         ImportError: PEFT is not installed.
     """
-    return _adapters.open_peft().LoraConfig(
-        task_type="CAUSAL_LM", r=rank, lora_alpha=rank, target_modules=list(TARGETS)
-    )
+    peft = _adapters.open_peft()
+    return peft.LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=rank, target_modules=list(TARGETS))
 
 
 class ESSATrainer(ESTrainer):
@@ -193,7 +189,12 @@ class ESSATrainer(ESTrainer):
         self._sft_rows = _rows(sft_dataset)
         self._sft_args = sft_args
         if sft_args is not None:
-            _check_sft_args(sft_args, self._sft_rows)
+            from trl import SFTConfig
+
+            if not isinstance(sft_args, SFTConfig):
+                raise TypeError(f"sft_args is a {type(sft_args).__name__}: give a trl.SFTConfig.")
+            if self._sft_rows is None:
+                raise ValueError("sft_args has no effect without sft_dataset: give rows, or remove it.")
         self.warm_start_cost: dict[str, Any] | None = None
         """what fine-tuning before the search took: tokens, steps, forward_flops (backward counts twice), core_seconds,
         seconds, device, and completions, 0"""
@@ -213,7 +214,6 @@ class ESSATrainer(ESTrainer):
         weights = SingularWeights(self.model, precision.layout_of(self.model), self.run_key, search)
         if self._sft_rows is None:
             weights.check()
-        weights.share()
         return weights
 
     def ask(self, step: int) -> list[Member]:
@@ -373,7 +373,7 @@ def fine_tune(model: Any, processing_class: Any, rows: Sequence[Mapping[str, Any
         What it took: completions, 0; tokens; steps; forward_flops (backward counts twice); core_seconds; seconds;
         device.
     """
-    from datasets import Dataset
+    import datasets
     from trl import SFTTrainer
 
     tokens, network = 0, _adapters.base_of(model)
@@ -385,15 +385,24 @@ def fine_tune(model: Any, processing_class: Any, rows: Sequence[Mapping[str, Any
         tokens += int(named["input_ids"].numel() if mask is None else mask.sum())
 
     started, cpu = time.perf_counter(), time.process_time()
+    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002, kept as it is
+    hidden = args.disable_tqdm and not datasets.are_progress_bars_disabled()
+    if hidden:
+        datasets.disable_progress_bars()
     hook = model.register_forward_pre_hook(count, with_kwargs=True)
     try:
-        with _own_random_state(), _quiet(args.disable_tqdm):
-            dataset, tokenizer = Dataset.from_list([dict(row) for row in rows]), copy.deepcopy(processing_class)
+        with torch.random.fork_rng():
+            dataset = datasets.Dataset.from_list([dict(row) for row in rows])
+            tokenizer = copy.deepcopy(processing_class)
             tuner = SFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
             if args.logging_strategy == "no":
                 tuner.remove_callback(PrinterCallback)  # which stands where a bar would
             tuner.train()
     finally:
+        random.setstate(python)
+        np.random.set_state(legacy)  # noqa: NPY002
+        if hidden:
+            datasets.enable_progress_bars()
         hook.remove()
         for name, parameter in _adapters.moved(model).items():
             parameter.data = parameter.data.to(dtypes[name])  # TRL rounds adapters of quantised bases
@@ -429,16 +438,6 @@ def _rows(dataset: Iterable[Mapping[str, Any]] | None) -> list[dict[str, Any]] |
     return [dict(row) for row in rows]
 
 
-def _check_sft_args(given: Any, rows: Any) -> None:
-    """Raise an error for settings of fine-tuning that are none, or of which there is nothing to do."""
-    from trl import SFTConfig
-
-    if not isinstance(given, SFTConfig):
-        raise TypeError(f"sft_args is a {type(given).__name__}: give a trl.SFTConfig.")
-    if rows is None:
-        raise ValueError("sft_args has no effect without sft_dataset: give rows, or remove it.")
-
-
 _PLACES = ("output_dir", "logging_dir", "run_name", "report_to", "disable_tqdm", "hub_token")
 
 
@@ -446,30 +445,3 @@ def _digest(rows: Sequence[Mapping[str, Any]], given: Any) -> str:
     """Return 16 hexadecimal digits of what the adapter is fine-tuned on, and how, for the settings of the run."""
     how = {} if given is None else {k: v for k, v in given.to_dict().items() if k not in _PLACES}
     return hashlib.sha256(json.dumps([rows, how], sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-@contextmanager
-def _quiet(wanted: bool) -> Iterator[None]:
-    """Let `datasets` show no bars while the context lasts, if wanted."""
-    import datasets
-
-    hidden = wanted and not datasets.are_progress_bars_disabled()
-    if hidden:
-        datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if hidden:
-            datasets.enable_progress_bars()
-
-
-@contextmanager
-def _own_random_state() -> Iterator[None]:
-    """Let a block seed Python, NumPy and torch as it likes; afterwards they are as they were."""
-    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002, kept as it is
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(legacy)  # noqa: NPY002

@@ -83,6 +83,13 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
         os.close(opened)
 
 
+def check_new_folder(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError, before any work, where something would be overwritten."""
+    path = Path(path)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{str(path)!r} exists: give a new folder.")
+
+
 def compressed(data: bytes) -> bytes:
     """Return data compressed with gzip: a function of the data alone, without name or time of a file."""
     out = io.BytesIO()
@@ -99,16 +106,15 @@ def decompressed(path: str | os.PathLike[str], most: int) -> bytes:
         most: bytes that it may unpack to: a few kB can unpack to gigabytes.
 
     Raises:
-        ValueError: the file is damaged, or its end is missing.
-        OverflowError: it unpacks to more than `most` bytes.
+        ValueError: the file is damaged, its end is missing, or it unpacks to more than `most` bytes.
     """
     try:
         with gzip.open(path) as file:
             data = file.read(most + 1)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is damaged ({error})") from error
+        raise ValueError(f"{path} is damaged ({error}): restore it from a copy.") from error
     if len(data) > most:
-        raise OverflowError(f"{path} unpacks to more than {most // 10**6} MB")
+        raise ValueError(f"{path} unpacks to more than {most // 10**6} MB: if you trust it, unpack it (gunzip).")
     return data
 
 

@@ -89,7 +89,7 @@ import numpy as np
 
 from evoalign_lib import arms, models
 from evoalign_lib._model_checks import check_plain
-from evoalign_lib.checks import choose, whole_number
+from evoalign_lib.checks import choose, positive, whole_number
 from evoalign_lib.engines.processes import rank, world_size
 from evoalign_lib.rewards import RewardFunction, Rewards, state_metrics
 
@@ -111,7 +111,7 @@ _ROUNDED = "evoalign_rounds_weights"
 _DECODER = "evoalign_decoder"
 """What `config` tells `trainer` of an arm beside TRL's fields."""
 
-# settings of the configurations of all trainers in `_OWN`
+# settings of the configurations of all trainers
 _COMMON = {
     **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), 1.0),
     "top_k": 0,
@@ -126,18 +126,15 @@ _COMMON = {
     "epsilon": 0.2,
     "disable_dropout": True,
 }
-# settings of the configuration of one trainer alone (`arms.Arm.trl`)
-_OWN = {
-    "GRPO": {
-        **dict.fromkeys(("use_bias_correction_kl", "vllm_importance_sampling_correction"), False),
-        **dict.fromkeys(("use_adaptive_entropy", "cast_lm_head_to_fp32"), False),
-        **dict.fromkeys(("delta", "off_policy_mask_threshold"), None),
-        "importance_sampling_level": "token",
-        "top_entropy_quantile": 1.0,
-        "entropy_coef": 0.0,
-        "multi_objective_aggregation": "sum_then_normalize",
-    },
-    "RLOO": {},
+# settings of the configuration of TRL's GRPO trainer alone
+_GRPO = {
+    **dict.fromkeys(("use_bias_correction_kl", "vllm_importance_sampling_correction"), False),
+    **dict.fromkeys(("use_adaptive_entropy", "cast_lm_head_to_fp32"), False),
+    **dict.fromkeys(("delta", "off_policy_mask_threshold"), None),
+    "importance_sampling_level": "token",
+    "top_entropy_quantile": 1.0,
+    "entropy_coef": 0.0,
+    "multi_objective_aggregation": "sum_then_normalize",
 }
 _VLLM = {
     "use_vllm": True,
@@ -221,14 +218,12 @@ def config(
             a process's share of a step, processes that do not divide the step, an unknown decoder, the loop beside vLLM
             or for an arm of another trainer, or a setting that this module fixes.
     """
-    if arm not in ARMS:
-        raise ValueError(f"arm {arm!r} is not one of {', '.join(ARMS)}.")
-    counts = {"steps": steps, "prompts_per_step": prompts_per_step, "max_completion_length": max_completion_length}
-    for name, count in counts.items():
-        whole_number(name, count)
+    choose("arm", arm, ARMS)
+    whole_number("steps", steps)
+    whole_number("prompts_per_step", prompts_per_step)
+    whole_number("max_completion_length", max_completion_length)
     whole_number("num_generations", num_generations, 2, why="completions of a group are compared")
-    if not learning_rate > 0:
-        raise ValueError(f"learning_rate={learning_rate!r} must be positive.")
+    positive("learning_rate", learning_rate)
     if not beta >= 0:
         raise ValueError(f"beta={beta!r} must be 0 (no KL penalty) or more.")
     maths = dict(ARMS[arm])
@@ -241,7 +236,7 @@ def config(
     if decoder == "loop" and (vllm is not None or trainer_name != "GRPO"):
         why = "vLLM generates" if vllm is not None else f"TRL's {trainer_name} trainer takes no other's completions"
         raise ValueError(f"decoder='loop': {why}. Use decoder='generate'.")
-    stated = _COMMON | _OPTIMISER | maths | _OWN[trainer_name]
+    stated = _COMMON | _OPTIMISER | maths | (_GRPO if trainer_name == "GRPO" else {})
     if vllm is not None:
         stated |= _VLLM | {
             "vllm_max_model_length": vllm["max_model_length"],
@@ -259,10 +254,8 @@ def config(
 
     args = getattr(trl, f"{trainer_name}Config")(**stated, **others)
     if args.world_size != world_size():
-        raise ValueError(
-            f"{world_size()} processes were launched and TRL has found {args.world_size}: each would train a model of "
-            "its own. On a machine without GPUs set use_cpu=True."
-        )
+        what = f"{world_size()} processes were launched and TRL has found {args.world_size}"
+        raise ValueError(f"{what}: each would train a model of its own. Without GPUs set use_cpu=True.")
     setattr(args, _ROUNDED, arms.get(arm).weights == "bfloat16")  # noqa: B010
     setattr(args, _DECODER, decoder)  # noqa: B010
     return args
@@ -293,10 +286,8 @@ def shared(rollouts: int, micro_batch: int | None, processes: int) -> tuple[int,
     (8, 8)
     """
     if rollouts % processes:
-        raise ValueError(
-            f"the {rollouts} completions of a step do not fall into {processes} equal parts: change prompts_per_step, "
-            "num_generations or the number of GPUs."
-        )
+        what = f"the {rollouts} completions of a step do not fall into {processes} equal parts"
+        raise ValueError(f"{what}: change prompts_per_step, num_generations or the number of GPUs.")
     share = rollouts // processes
     micro_batch = share if micro_batch is None else min(micro_batch, share)
     if micro_batch < 1 or share % micro_batch:
@@ -320,10 +311,8 @@ def _check_trainable(model: Any, adapters: bool = True) -> None:
         _adapters.check_something_moves(model)
         _adapters.check_movable(model)
         if model.active_adapters != ["default"]:
-            raise ValueError(
-                f"the active adapter is {model.active_adapters[0]!r}: TRL compares with the start of one named "
-                "'default', and resumes it. Load the adapter under that name, which PEFT gives it by itself."
-            )
+            what = f"the active adapter is {model.active_adapters[0]!r}"
+            raise ValueError(f"{what}: load it as 'default', PEFT's own name, which TRL compares with and resumes.")
     if other := {str(p.dtype) for p in model.parameters()} - {"torch.float32"}:
         raise ValueError(f"the model has weights in {', '.join(sorted(other))}: load it in float32, as in every arm.")
 
@@ -397,35 +386,28 @@ def trainer(
         raise ValueError(f"a step takes {prompts} prompts, the training set has {len(rows)}: lower prompts_per_step.")
     adapted = peft_config is not None or _adapters.is_adapted(model)
     if adapted and args.use_vllm:
-        raise ValueError(
-            "vLLM beside an adapter: TRL would merge it into the base before each generation, which rounds the base. "
-            "Let the model itself generate (vllm=None)."
-        )
+        raise ValueError("vLLM beside an adapter: TRL would merge it, which rounds the base. Use vllm=None.")
     if not isinstance(model, str):
         _check_trainable(model)
         if args.beta > 0 and not adapted and not model.config._name_or_path:
-            raise ValueError(
-                f"beta={args.beta}: TRL loads the reference model by name, and this model has none: save it by "
-                "save_pretrained(folder), and give the folder or the model loaded from there."
-            )
+            what = f"beta={args.beta}: TRL loads the reference model by name, and this model has none"
+            raise ValueError(f"{what}: save it by save_pretrained(folder), and give the folder.")
     kind = RLOOTrainer if isinstance(args, RLOOConfig) else GRPOTrainer
+    rounded = getattr(args, _ROUNDED)
     rewards = Rewards(reward_funcs, reward_weights, reward_floor, reward_timeout, args.log_completions)
     given: dict[str, Any] = {"peft_config": peft_config} if adapted else {}
-    if rollouts is not None:
-        if kind is RLOOTrainer:
-            raise ValueError("rollouts of others are for GRPO's trainer: TRL's RLOOTrainer takes none.")
-        if getattr(args, _DECODER) == "loop":
-            raise ValueError("decoder='loop', and rollouts of others, who decode as they like: use 'generate'.")
-        given["rollout_func"] = rollouts
-    elif getattr(args, _DECODER) == "loop":
-        given["rollout_func"] = LoopRollouts()
-    ratios = 2 if rollouts is not None else 0
+    reweighted, looped = rollouts is not None, getattr(args, _DECODER) == "loop"
+    if reweighted and kind is RLOOTrainer:
+        raise ValueError("rollouts of others are for GRPO's trainer: TRL's RLOOTrainer takes none.")
+    if reweighted and looped:
+        raise ValueError("decoder='loop', and rollouts of others, who decode as they like: use 'generate'.")
+    given |= {"rollout_func": rollouts or LoopRollouts()} if reweighted or looped else {}
+    ratios = 2 if reweighted else 0
     budget = Budget(rewards, old_logprobs=kind is RLOOTrainer, reference=args.beta > 0, ratios=ratios)
-    own = [budget, *([RoundedWeights()] if getattr(args, _ROUNDED) else [])]
-    own += [] if rollouts is None else [rollouts]
+    own = [budget, *([RoundedWeights()] if rounded else []), *([rollouts] if reweighted else [])]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are using 'rollout_func'")  # what it does is tested here
-        built = _extended(kind, rewards, adapted, rollouts is not None)(
+        built = _extended(kind, rewards, adapted, reweighted)(
             model=model,
             reward_funcs=budget.reward,
             args=args,
@@ -443,14 +425,18 @@ def trainer(
     network = _adapters.base_of(built.model)
     names, kept = ("bos_token_id", "eos_token_id", "pad_token_id"), network.generation_config
     network.generation_config = GenerationConfig(**{name: getattr(kept, name) for name in names})
-    if getattr(args, _ROUNDED):  # before the reference is made, which has the weights that the run starts from
+    if rounded:  # before the reference is made, which has the weights that the run starts from
         RoundedWeights.apply(built.model)
     if args.beta > 0 and not adapted:
         built.ref_model.load_state_dict(built.model.state_dict())
     if args.use_vllm:
         mixed = hashlib.blake2b(f"{args.seed} {rank()}".encode(), digest_size=4).digest()
         set_seed(int.from_bytes(mixed, "little"))  # the module's 15
-    built.args = _masked(built.args)
+    # transformers logs the settings, and pickles them beside every checkpoint: without tokens and keys from here on
+    built.args = copy.copy(built.args)
+    built.args.model_init_kwargs = models.masked(args.model_init_kwargs)
+    if not args.push_to_hub:
+        built.args.hub_token = None
     return built, budget
 
 
@@ -501,18 +487,6 @@ class LoopRollouts:
             "completion_ids": [row[:n].tolist() for row, n in zip(written, lengths, strict=True)],
             "logprobs": None,  # TRL reads them for vLLM alone
         }
-
-
-def _masked(args: Any) -> Any:
-    """Return the settings of a trainer that has loaded its models without the tokens and keys for it.
-
-    transformers logs its settings, and pickles them beside every checkpoint.
-    """
-    changed = copy.copy(args)
-    changed.model_init_kwargs = models.masked(args.model_init_kwargs)
-    if not args.push_to_hub:
-        changed.hub_token = None
-    return changed
 
 
 def _extended(kind: type, rewards: Rewards, adapted: bool, reweighted: bool) -> type:

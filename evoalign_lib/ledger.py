@@ -40,11 +40,12 @@ Of the models that it may name only a shipped base is loaded without the user's 
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,8 @@ class Report:
 class Ledger:
     """A ledger in memory and, for a run that writes it, on disk; made by `create`, `open` or `read`."""
 
-    def __init__(self, path: Path, header: dict[str, Any], text: bytes, last: str):
+    def __init__(self, path: Path, header: dict[str, Any]):
+        text, last = _ledger_lines.sealed(header, "", header["evoalign_ledger"])
         self.path = path
         self.header = header
         """line 1"""
@@ -134,8 +136,7 @@ class Ledger:
         """whether the last line closes the ledger"""
         self.torn = b""
         """a torn last line, which does not count"""
-        self._last, self._names = last, []  # hash of the last line, metrics of the last step
-        self._text, self._size = text, len(text) + 1  # the last line, and the bytes of all
+        self._last, self._text, self._size = last, text, len(text) + 1  # hash and text of the last line, bytes of all
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -146,10 +147,6 @@ class Ledger:
     def elsewhere(self) -> bool:
         """Whether the bits of the run are those of another machine than this."""
         return self.settings["search"] is not None and self.settings["machine"] != _singular.machine()
-
-    @property
-    def _format(self) -> int:
-        return self.header["evoalign_ledger"]
 
     @classmethod
     def create(cls, path: str | os.PathLike, header: dict[str, Any]) -> Ledger:
@@ -163,15 +160,15 @@ class Ledger:
         refuse_existing(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
-        text, last = _ledger_lines.sealed(header, "", header["evoalign_ledger"])
+        ledger = cls(path, header)
         path.touch(exist_ok=False)
         try:
-            _ledger_lines.append(path, 0, b"", text + b"\n", "the start of the run")
+            _ledger_lines.append(path, 0, b"", ledger._text + b"\n", "the start of the run")
         except OSError:
             path.unlink()
             raise
         files.sync_folder(path.parent)  # the new name
-        return cls(path, header, text, last)
+        return ledger
 
     @classmethod
     def open(cls, path: str | os.PathLike) -> Ledger:
@@ -200,50 +197,49 @@ class Ledger:
             OSError: the line cannot be written (a full disk); the file is then as it was before.
         """
         self._check(step)
-        settings = self.settings
-        line: dict[str, Any] = {"step": step.step}
-        line |= encode_rewards(step.rewards, settings["prompts_per_step"] * settings["num_generations"])
+        names, values = list(step.log), step.log.values()
+        line = {"step": step.step}
+        line |= encode_rewards(step.rewards, self.settings["prompts_per_step"] * self.settings["num_generations"])
         line |= {"tokens": step.tokens, "seconds": step.seconds, "core": step.core}
-        if counts := {name: n for name, n in step.counts.items() if n}:
-            line["counts"] = counts
-        if (names := list(step.log)) != self._names:
-            line["names"] = names
-        if names:
+        optional = {
+            "counts": {name: n for name, n in step.counts.items() if n} or None,
+            "names": names if names != self._names() else None,
             # JSON has no NaN: such values become text that float() reads
-            line["log"] = [x if math.isfinite(x) else str(float(x)) for x in step.log.values()]
-        if step.reward_state:
-            line["reward_state"] = step.reward_state
-        if weights is not None:
-            line["weights"] = weights
-        with interrupts_wait():
-            text, last = self._write(line, f"step {step.step}")
-            self.steps.append(step)
-            self.tips.append(last)
-            self._names, self.ended = names, False
-            if weights is not None:
-                self.weights[step.step] = weights
-            self._written(text, last)
+            "log": [x if math.isfinite(x) else str(float(x)) for x in values] or None,
+            "reward_state": step.reward_state or None,
+            "weights": weights,
+        }
+        line |= {name: value for name, value in optional.items() if value is not None}
+        self._add(line, f"step {step.step}", weights, step)
 
     def end(self, weights: str) -> None:
         """Close the ledger with the digest of the weights after its last step; errors as for `append`."""
-        with interrupts_wait():
-            text, last = self._write({"end": len(self.steps), "weights": weights}, "the end of the run")
-            self.weights[len(self.steps)], self.ended = weights, True
-            self._written(text, last)
+        self._add({"end": len(self.steps), "weights": weights}, "the end of the run", weights)
 
     def check_file(self) -> None:
         """Raise LedgerError if the file is not as this run left it."""
         with open(self.path, "rb", buffering=0) as file:
             _ledger_lines.check_end(file, self.path, self._size, self._text + b"\n")
 
-    def _write(self, line: dict[str, Any], what: str) -> tuple[bytes, str]:
-        """Add a line to the file. Until `_written` knows of it the sizes differ, and nothing more can be added."""
-        text, last = _ledger_lines.sealed(line, self._last, self._format)
-        _ledger_lines.append(self.path, self._size, self._text + b"\n", text + b"\n", what)
-        return text, last
+    def _add(self, line: dict[str, Any], what: str, weights: str | None, step: Step | None = None) -> None:
+        with interrupts_wait():
+            text, last = _ledger_lines.sealed(line, self._last, self.header["evoalign_ledger"])
+            _ledger_lines.append(self.path, self._size, self._text + b"\n", text + b"\n", what)
+            self._take(text, last, weights, step)
 
-    def _written(self, text: bytes, last: str) -> None:
+    def _take(self, text: bytes, last: str, weights: str | None, step: Step | None) -> None:
+        """Know of a line that the file has, with its hash: that of a step, or None where it closes the ledger."""
         self._last, self._text, self._size = last, text, self._size + len(text) + 1
+        if weights is not None:
+            self.weights[len(self.steps)] = weights
+        if step is not None:
+            self.steps.append(step)
+            self.tips.append(last)
+        self.ended = step is None
+
+    def _names(self) -> list[str]:
+        """Return the metrics of the last step."""
+        return list(self.steps[-1].log) if self.steps else []
 
     def _check(self, step: Step) -> None:
         n, stateful = self.header["settings"]["population_size"], self.header["settings"].get("reward_state", {})
@@ -252,10 +248,8 @@ class Ledger:
         if (shape := step.rewards.shape) != (n,):
             raise LedgerError(f"step {step.step} has rewards of shape {shape}, the population has N = {n}.")
         for member in np.flatnonzero(~np.isfinite(step.rewards)):
-            raise LedgerError(
-                f"member {member} of step {step.step} has the reward {step.rewards[member]}: rewards must be finite; "
-                "return None where a reward does not apply."
-            )
+            what = f"member {member} of step {step.step} has the reward {step.rewards[member]}"
+            raise LedgerError(f"{what}: rewards must be finite; return None where one does not apply.")
         if (found := step.reward_state.keys()) != stateful.keys():
             raise LedgerError(f"step {step.step} has the state of {sorted(found)}, the run that of {sorted(stateful)}.")
 
@@ -276,14 +270,14 @@ def refuse_existing(path: str | os.PathLike) -> None:
     if not (data.startswith(_ledger_lines.BEGIN) or _ledger_lines.BEGIN.startswith(data)):
         raise LedgerError(f"{path} is there and is no ledger of a run: use another output_dir, or move it elsewhere.")
     if recorded(path):
-        raise LedgerError(
-            f"{path} is the ledger of another run: use another output_dir, or train(resume_from_checkpoint=True) to "
-            "go on with that run."
-        )
+        remedy = "another output_dir, overwrite_output_dir=True, or resume_from_checkpoint=True to go on with it"
+        raise LedgerError(f"{path} is the ledger of another run: use {remedy}.")
 
 
-def read(path: str | os.PathLike) -> Ledger:
+def read(path: str | os.PathLike | Ledger) -> Ledger:
     """Read a ledger, plain or compressed with gzip, and check its chain; the file does not change.
+
+    One that is read already is returned as it is.
 
     Returns:
         The ledger, with `header`, `steps`, `weights`, and in `torn` the last line of a killed run.
@@ -293,10 +287,15 @@ def read(path: str | os.PathLike) -> Ledger:
             not follow from the one before (the message names it); or a compressed file that is damaged or unpacks to
             more than 64 MB.
     """
+    if isinstance(path, Ledger):
+        return path
     path = Path(path)
     if not path.is_file():
         raise LedgerError(f"there is no ledger {str(path)!r}.")
-    data = _unpacked(path) if path.suffix == ".gz" else path.read_bytes()
+    try:
+        data = files.decompressed(path, _MOST_UNPACKED) if path.suffix == ".gz" else path.read_bytes()
+    except ValueError as error:
+        raise LedgerError(str(error)) from error
     *lines, torn = data.split(b"\n")
     ledger = None
     for number, text in enumerate(lines, 1):
@@ -311,11 +310,10 @@ def read(path: str | os.PathLike) -> Ledger:
         try:
             if ledger is None:
                 _ledger_lines.check_header(line)
-                last = _ledger_lines.followed(text, line, "", line["evoalign_ledger"])
-                line.pop("hash", None)
-                ledger = Ledger(path, line, text, last)
+                _ledger_lines.followed(text, line, "", line["evoalign_ledger"])
+                ledger = Ledger(path, line)
             else:
-                _take(ledger, line, text)
+                _read_line(ledger, line, text)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             if isinstance(error, LedgerError):
                 raise LedgerError(f"{path}, line {number}: {error}") from error
@@ -324,15 +322,6 @@ def read(path: str | os.PathLike) -> Ledger:
         raise LedgerError(f"{path} has no header: no step was recorded in it, so nothing is lost if it is deleted.")
     ledger.torn = torn
     return ledger
-
-
-def _unpacked(path: Path) -> bytes:
-    try:
-        return files.decompressed(path, _MOST_UNPACKED)
-    except ValueError as error:
-        raise LedgerError(f"{error}: restore it from a copy.") from error
-    except OverflowError as error:
-        raise LedgerError(f"{error}: if you trust it, unpack it (gunzip) and give the .jsonl.") from error
 
 
 def pack(path: str | os.PathLike) -> bytes:
@@ -348,36 +337,25 @@ def pack(path: str | os.PathLike) -> bytes:
 
 
 def _damaged(path: Path, number: int, what: str) -> LedgerError:
-    return LedgerError(
-        f"{path}, line {number} {what}: restore the file from a copy, or cut it off before this line (head -n "
-        f"{number - 1}) and resume the run."
-    )
+    remedy = f"restore the file from a copy, or cut it off before this line (head -n {number - 1}) and resume the run"
+    return LedgerError(f"{path}, line {number} {what}: {remedy}.")
 
 
-def _take(ledger: Ledger, line: Any, text: bytes) -> None:
+def _read_line(ledger: Ledger, line: Any, text: bytes) -> None:
     """Check a line of a file and take it into the ledger."""
-    last = _ledger_lines.followed(text, line, ledger._last, ledger._format)
-    n = len(ledger.steps)
-    if "end" in line:
-        if line["end"] != n:
-            raise LedgerError(f"it closes the ledger after {line['end']!r} steps, but {n} are recorded.")
-        ledger.weights[n] = str(line["weights"])
-    else:
+    last, n = _ledger_lines.followed(text, line, ledger._last, ledger.header["evoalign_ledger"]), len(ledger.steps)
+    step, weights = None, str(line["weights"]) if "weights" in line else None
+    if "end" not in line:
         rewards = decode_rewards(line)
-        names = line.get("names", ledger._names if "log" in line else [])
+        names = line.get("names", ledger._names() if "log" in line else [])
         log = dict(zip(map(str, names), map(float, line.get("log", [])), strict=True))
         counts = {str(name): int(count) for name, count in line.get("counts", {}).items()}
         known = int(line["tokens"]), float(line["seconds"]), float(line["core"]), counts, log
         step = Step(line["step"], rewards, *known, _ledger_lines.states(line.get("reward_state", {})))
         ledger._check(step)
-        ledger.steps.append(step)
-        ledger._names = names
-        if "weights" in line:
-            ledger.weights[n] = str(line["weights"])
-    ledger.ended = "end" in line
-    ledger._written(text, last)
-    if not ledger.ended:
-        ledger.tips.append(last)
+    elif line["end"] != n or weights is None:
+        raise LedgerError(f"it closes the ledger after {line['end']!r} steps, but {n} are recorded.")
+    ledger._take(text, last, weights, step)
 
 
 # ---- replay
@@ -401,7 +379,7 @@ def replay(source: str | os.PathLike | Ledger, model: Any, step: int | None = No
         LedgerError: an invalid ledger, another model, a step that is not recorded, or weights that differ from a
             digest of the ledger.
     """
-    return _replay(_opened(source), model, step).float32()
+    return _replay(read(source), model, step).float32()
 
 
 def replay_by_name(source: str | os.PathLike | Ledger, model: Any, step: int | None = None) -> dict[str, np.ndarray]:
@@ -409,12 +387,8 @@ def replay_by_name(source: str | os.PathLike | Ledger, model: Any, step: int | N
 
     Arguments and errors: as for `replay`.
     """
-    weights = _replay(_opened(source), model, step)
+    weights = _replay(read(source), model, step)
     return weights.layout.views(weights.float32())
-
-
-def _opened(source: str | os.PathLike | Ledger) -> Ledger:
-    return source if isinstance(source, Ledger) else read(source)
 
 
 def _replay(ledger: Ledger, model: Any, step: int | None) -> Weights:
@@ -425,9 +399,7 @@ def _replay(ledger: Ledger, model: Any, step: int | None) -> Weights:
         model, _ = _load(ledger, model)
     precision, recorded = ledger.settings["precision"], ledger.header["model"]["dtype"]
     if precision != "master" and (dtype := str(model.dtype).removeprefix("torch.")) != recorded:
-        raise LedgerError(
-            f"the run computed in {recorded} (precision={precision!r}), this model is {dtype}: load it in {recorded}."
-        )
+        raise LedgerError(f"the run computed in {recorded}, this model is {dtype}: load it in {recorded}.")
     laws = {"distribution": ledger.settings["noise"]} | {n: ledger.settings[n] for n in ("anchor_decay", "rank")}
     if ledger.settings["search"] is None:
         weights = open_weights(model, _layout(ledger, model), precision, **laws)
@@ -445,10 +417,8 @@ def _searched(ledger: Ledger, model: Any) -> _singular.SingularWeights:
     """Return the weights of a search at its start."""
     key, search = int(ledger.header["run_key"], 16), _singular.SearchSettings.of(ledger.settings)
     if ledger.elsewhere:
-        logger.warning(
-            f"{ledger.path} was made on another machine ({ledger.settings['machine']}): its bits are not promised here "
-            f"({_singular.machine()}). Sigma and distance are compared instead, within {_singular.TOLERANCE:g}."
-        )
+        there = ledger.settings["machine"]
+        logger.warning(f"{ledger.path} is of {there}: here sigma and distance are compared, and no digests.")
     _adapters.check_movable(model)
     return _singular.SingularWeights(model, _layout(ledger, model), key, search)
 
@@ -456,22 +426,15 @@ def _searched(ledger: Ledger, model: Any) -> _singular.SingularWeights:
 def _layout(ledger: Ledger, model: Any) -> noise.Layout:
     """Return the layout of what the run moved: all parameters, or those that the header names."""
     shapes, frozen = {name: tuple(p.shape) for name, p in model.named_parameters()}, ledger.settings["frozen"]
-    adapted = _adapters.is_adapted(model)
-    if frozen is None and adapted:
-        raise LedgerError(f"the run of {ledger.path} moved all weights of a model: give that model, without adapter.")
     if frozen is not None:
         names = {name for name, _ in unpack_shapes(ledger.header["model"]["parameters"])}
         if missing := sorted(names - shapes.keys()):
-            raise LedgerError(
-                f"the model has no parameter {missing[0]!r}, which the run moved: give the adapter that it started "
-                f"from, the folder {START!r} beside its ledger."
-            )
+            what = f"the model has no parameter {missing[0]!r}, which the run moved"
+            raise LedgerError(f"{what}: give the adapter that it started from, {START!r} beside its ledger.")
         shapes = {name: shape for name, shape in shapes.items() if name in names}
-        if not adapted and (found := _adapters.frozen_digest(model, names)) != frozen:
-            raise LedgerError(
-                f"the frozen weights are not those of the run: their digest is {found:.16}..., in {ledger.path} "
-                f"{frozen:.16}... Give the model that the run started from."
-            )
+        if not _adapters.is_adapted(model) and (found := _adapters.frozen_digest(model, names)) != frozen:
+            what = f"the frozen weights are not those of the run: they have the digest {found:.16}, not {frozen:.16}"
+            raise LedgerError(f"{what}. Give the model that the run started from.")
     return noise.Layout.from_shapes(shapes.items())
 
 
@@ -485,20 +448,16 @@ def verify(source: str | os.PathLike | Ledger, model: Any = None) -> Report:
     Raises:
         LedgerError: what is wrong, and where.
     """
-    ledger = _opened(source)
-    last = ledger.weights.get(len(ledger.steps))
-    if model is not None:
-        weights = _replay(ledger, model, None)
-        last = weights.digest()
+    ledger = read(source)
     elsewhere = model is not None and ledger.elsewhere
     return Report(
-        len(ledger.steps),
-        ledger.ended,
-        len(ledger.torn),
-        len(ledger.weights),
-        model is not None and not elsewhere,
-        last,
-        _singular.TOLERANCE if elsewhere else None,
+        steps=len(ledger.steps),
+        ended=ledger.ended,
+        torn=len(ledger.torn),
+        digests=len(ledger.weights),
+        recomputed=model is not None and not elsewhere,
+        weights=ledger.weights.get(len(ledger.steps)) if model is None else _replay(ledger, model, None).digest(),
+        within=_singular.TOLERANCE if elsewhere else None,
     )
 
 
@@ -518,12 +477,11 @@ def write_model(
         The digest of the weights. (The folder holds them in the model's dtype, without compensations.)
 
     Raises:
-        LedgerError: as for `replay`; or the folder exists.
+        LedgerError: as for `replay`.
+        ValueError: the folder exists.
     """
-    ledger = _opened(source)
-    out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise LedgerError(f"{str(out)!r} exists: give a new folder.")
+    ledger = read(source)
+    files.check_new_folder(out)
     loaded, tokenizer = _load(ledger, start_of(ledger, model))
     weights = _replay(ledger, loaded, step)
     copy_to(loaded, weights.layout, weights.flat)
@@ -566,12 +524,9 @@ def check_model(ledger: Ledger, weights: Weights) -> None:
     shapes = {e.name: e.shape for e in layout.entries}
     for name in sorted(shapes.keys() | recorded.keys()):
         if shapes.get(name) != recorded.get(name):
-            raise LedgerError(
-                f"this is not the model that the run started from ({model['name']}): {name!r} has the shape "
-                f"{shapes.get(name)}, in the run {recorded.get(name)}."
-            )
-    if (found := weights.digest()) != model["digest"]:
-        raise _other_start(ledger, found)
+            what = f"{name!r} has the shape {shapes.get(name)}, in the run {recorded.get(name)}"
+            raise LedgerError(f"this is not the model that the run started from ({model['name']}): {what}.")
+    _check_start_digest(ledger, weights.digest())
 
 
 def check_quantisation(ledger: Ledger, model: Any) -> None:
@@ -584,48 +539,38 @@ def check_quantisation(ledger: Ledger, model: Any) -> None:
         return
     for name in ("mode", "group_size", "base"):
         if (found or {}).get(name) != recorded[name]:
-            raise LedgerError(
-                f"the run of {ledger.path} has a base with the quantisation {recorded}, this one {found or 'none'}: "
-                "make its base by evoalign_lib.quantisation.quantise from the same model."
-            )
+            what = f"the run of {ledger.path} has a base with the quantisation {recorded}, this one {found or 'none'}"
+            raise LedgerError(f"{what}: make it by evoalign_lib.quantisation.quantise from the same model.")
 
 
 def check_start(ledger: Ledger, weights: Weights) -> None:
     """Raise LedgerError unless weights that decay do so toward those that the run started from."""
-    if weights.start is not None and (found := digest(weights.layout, weights.start)) != ledger.weights[0]:
-        raise _other_start(ledger, found)
+    if weights.start is not None:
+        _check_start_digest(ledger, digest(weights.layout, weights.start))
 
 
-def _other_start(ledger: Ledger, found: str) -> LedgerError:
-    model = ledger.header["model"]
-    return LedgerError(
-        f"these are not the weights that the run started from ({model['name']}): their digest is {found:.16}..., in "
-        f"the ledger {model['digest']:.16}... Load that model anew (a trained model object has moved on)."
-    )
+def _check_start_digest(ledger: Ledger, found: str) -> None:
+    if found != (model := ledger.header["model"])["digest"]:
+        what = f"these are not the weights that the run started from ({model['name']})"
+        raise LedgerError(f"{what}: they have the digest {found:.16}, not {model['digest']:.16}. Load that model anew.")
 
 
 def check_weights(ledger: Ledger, step: int, weights: Weights) -> None:
-    """Raise LedgerError if these weights do not have the digest that the ledger notes after this many steps, if any."""
+    """Raise LedgerError if these weights do not have the digest that the ledger notes after this many steps, if any.
+
+    Of a search that was made on another machine these are nearly the sigma and distance in the log of the next step.
+    """
     if ledger.elsewhere and step:
-        _check_near(ledger, step, weights)
+        recorded = ledger.steps[step].log if step < len(ledger.steps) else weights.metrics()
+        for name, value in weights.metrics().items():
+            if not math.isclose(value, recorded.get(name, math.nan), rel_tol=_singular.TOLERANCE):
+                what = f"after {step} steps {name} is {value:.10g}, in {ledger.path} {recorded.get(name)}"
+                raise LedgerError(f"{what}, more than another machine explains: rewards or log were edited.")
         return
     expected = ledger.weights.get(step)
     if expected is not None and (found := weights.digest()) != expected:
-        raise LedgerError(
-            f"after {step} steps the weights have the digest {found:.16}..., in {ledger.path} it is {expected:.16}...: "
-            "rewards or digest were edited, or this machine computes the noise differently (its tests tell)."
-        )
-
-
-def _check_near(ledger: Ledger, step: int, weights: Weights) -> None:
-    """Raise LedgerError unless a search has nearly the sigma and distance that the log of the next step names."""
-    recorded = ledger.steps[step].log if step < len(ledger.steps) else {}
-    for name, value in weights.metrics().items():
-        if recorded and not math.isclose(value, recorded.get(name, math.nan), rel_tol=_singular.TOLERANCE):
-            raise LedgerError(
-                f"after {step} steps {name} is {value:.10g}, in {ledger.path} it is {recorded.get(name)}: the run was "
-                "made on another machine, but that moves digits beyond the sixth only. Rewards or log were edited."
-            )
+        what = f"after {step} steps the weights have the digest {found:.16}, in {ledger.path} {expected:.16}"
+        raise LedgerError(f"{what}: rewards or digest were edited, or this machine computes other noise.")
 
 
 def updates(ledger: Ledger, steps: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -637,19 +582,22 @@ def updates(ledger: Ledger, steps: int) -> list[tuple[np.ndarray, np.ndarray]]:
         ledger: of a run.
         steps: how many of its steps.
     """
-    found = (_update(ledger, record, _members(ledger, record)) for record in ledger.steps[:steps])
+    found = (_update(ledger, record) for record in ledger.steps[:steps])
     return [update for update in found if update is not None]
 
 
-def _members(ledger: Ledger, record: Step) -> list:
-    key, settings = int(ledger.header["run_key"], 16), ledger.settings
-    return update_rules.population(key, record.step, settings["population_size"], settings["antithetic"])
+def _members(ledger: Ledger, step: int) -> list[update_rules.Member]:
+    settings = ledger.settings
+    key, n = int(ledger.header["run_key"], 16), settings["population_size"]
+    return update_rules.population(key, step, n, settings["antithetic"])
 
 
-def _update(ledger: Ledger, record: Step, members: Sequence) -> tuple[np.ndarray, np.ndarray] | None:
+def _update(ledger: Ledger, record: Step) -> tuple[np.ndarray, np.ndarray] | None:
     settings, alpha = ledger.settings, update_rules.step_size(ledger.settings, record.step)
     c = update_rules.coefficients(record.rewards, alpha, settings["fitness_shaping"], settings["antithetic"])
-    return None if c is None and not settings["anchor_decay"] else update_rules.update_of(members, c)
+    if c is None and not settings["anchor_decay"]:
+        return None
+    return update_rules.update_of(_members(ledger, record.step), c)
 
 
 def _move(ledger: Ledger, record: Step, weights: Weights) -> None:
@@ -657,10 +605,8 @@ def _move(ledger: Ledger, record: Step, weights: Weights) -> None:
         weights.ask(record.step)
         weights.tell(record.rewards)
         return
-    members = _members(ledger, record)
-    weights.retrace(members, update_rules.at_step(ledger.settings, "sigma", record.step))
-    update = _update(ledger, record, members)
-    if update is not None:
+    weights.retrace(_members(ledger, record.step), update_rules.at_step(ledger.settings, "sigma", record.step))
+    if (update := _update(ledger, record)) is not None:
         weights.update(*update)
 
 
@@ -683,10 +629,7 @@ def start_of(ledger: Ledger, model: str | None = None) -> str:
         return str(ledger.path.parent / START)
     name = ledger.header["model"]["name"]
     if name not in tiny.SHIPPED:
-        raise LedgerError(
-            f"{ledger.path} says that the run started from {name!r:.200}, which is no shipped base: give the folder or "
-            "name of that model yourself (--model)."
-        )
+        raise LedgerError(f"{ledger.path} names {name!r:.200}, which is no shipped base: give the model (--model).")
     return name
 
 
@@ -699,20 +642,15 @@ def _load(ledger: Ledger, name: str | os.PathLike) -> tuple[Any, Any]:
     tokenizer = models.tokenizer_of(str(folder)) if (folder / "tokenizer_config.json").is_file() else None
     base, tokenizer = models.load(_adapters.base_name(folder), tokenizer, keywords)
     if (found := models.base_digest(base)) != how["base"]:
-        raise LedgerError(
-            f"{_adapters.base_name(folder)!r}, the base of {str(folder)!r}, has weights with the digest {found}, in "
-            f"{ledger.path} it is {how['base']}: restore the model that the run started from."
-        )
+        what = f"{_adapters.base_name(folder)!r}, the base of {str(folder)!r}, has the digest {found}"
+        raise LedgerError(f"{what}, in {ledger.path} it is {how['base']}: restore the model that the run started from.")
     quantisation.quantise(base, how["mode"], how["group_size"])
     model = _adapters.open_adapter(base, folder).eval()
     names = {name for name, _ in unpack_shapes(ledger.header["model"]["parameters"])}
     if names <= dict(model.named_parameters()).keys():  # else `_layout` says what is missing
         if _adapters.frozen_digest(model, names) != ledger.settings["frozen"]:
             made = _adapters.quantisation_of(model)["torchao"]
-            raise LedgerError(
-                f"torchao {made} makes other codes of the base than torchao {how['torchao']} of the run in "
-                f"{ledger.path}: pip install torchao=={how['torchao']}."
-            )
+            raise LedgerError(f"torchao {made} makes other codes of the base: pip install torchao=={how['torchao']}.")
     return model, tokenizer
 
 
@@ -739,10 +677,7 @@ def storage(
     [5555.555555555556, 5000.0]
     """
     forms = {"seeds and coefficients": 12 * population * steps} | dict(stored)
-    checkpoints = {name: itemsize * d for name, d in models.items()}
-    return [
-        {"model": name, "parameters": d, "form": form, "bytes": size}
-        | {"checkpoint": checkpoints[name], "ratio": checkpoints[name] / size}
-        for name, d in models.items()
-        for form, size in forms.items()
-    ]
+    columns = ("model", "parameters", "form", "bytes", "checkpoint", "ratio")
+    pairs = itertools.product(models.items(), forms.items())
+    rows = ((name, d, form, size, itemsize * d, itemsize * d / size) for (name, d), (form, size) in pairs)
+    return [dict(zip(columns, row, strict=True)) for row in rows]

@@ -62,7 +62,8 @@ def load(
         else:
             model = _from_pretrained(str(model), keywords, quantised)
     elif keywords:
-        raise ValueError("model_init_kwargs is for a model given by name; the model given is an object already.")
+        given = ", ".join(keywords)
+        raise ValueError(f"model_init_kwargs ({given}) is for a model given by name; the model is an object already.")
     if tokenizer is None:
         origin = {k: v for k, v in keywords.items() if k in _HUB}
         tokenizer = tokenizer_of(beside or model.config._name_or_path, **origin)
@@ -243,8 +244,7 @@ def origin_digest(name: str) -> str:
     for path in (folder / "config.json", *files):
         found.update(path.name.encode() + b"\0")
         with open(path, "rb") as file:
-            for block in iter(lambda: file.read(1 << 24), b""):
-                found.update(block)
+            hashlib.file_digest(file, lambda: found)  # goes on with what is hashed so far
     return found.hexdigest()[:16]
 
 

@@ -30,7 +30,7 @@ from evoalign_lib import _adapters, models
 from evoalign_lib._model_checks import check_plain
 from evoalign_lib.checks import choose, whole_number
 
-__all__ = ["GROUP", "MODES", "QUANTISED", "quantise", "weight_error"]
+__all__ = ["GROUP", "MODES", "QUANTISED", "quantise"]
 
 QUANTISED = ("int8", "int4")
 """modes in which weights are codes"""
@@ -56,6 +56,9 @@ def quantise(model: Any, mode: str, group_size: int | None = None) -> Any:
             is quantised already or has an adapter.
         ImportError: torchao is not installed; the message says how.
     """
+    from transformers import TorchAoConfig
+    from transformers.quantizers import AutoHfQuantizer
+
     choose("mode", mode, MODES)
     if group_size is not None and mode != "int4":
         raise ValueError(f"group_size={group_size!r} has no effect on mode={mode!r}: it is for 'int4'. Remove it.")
@@ -65,40 +68,26 @@ def quantise(model: Any, mode: str, group_size: int | None = None) -> Any:
         for parameter in model.parameters():  # not the buffers: the frequencies of rotary embeddings stay float32
             parameter.data = parameter.data.to(dtype)
         return model
-    layers = _layers(model)
+    output = model.get_output_embeddings()
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not output}
     if not layers:
         raise ValueError(f"{type(model).__name__} has no nn.Linear below its output layer: nothing would be quantised.")
     group = _group(layers, group_size) if mode == "int4" else None
-    torchao = _open_torchao()
+    torchao = _adapters.open_package("torchao", "quantised bases need torchao")
     how = {"mode": mode, "group_size": group, "torchao": torchao.__version__, "base": models.base_digest(model)}
-    settings = _settings(torchao, mode, group)
+    quantization = torchao.quantization
+    if mode == "int8":  # without settings of torch's compiler, which hold for the whole process
+        settings = quantization.Int8WeightOnlyConfig(set_inductor_config=False)
+    else:
+        settings = quantization.IntxWeightOnlyConfig(torch.int4, quantization.PerGroup(group))
     torchao.quantize_(model, settings, filter_fn=lambda module, name: name in layers)
-    _tell_transformers(model, settings, [name for name, m in model.named_modules() if m is _output(model)])
+    # what transformers leaves on a model that it quantises, from which PEFT knows how to merge; not `is_quantized`,
+    # with which transformers' Trainer would refuse to train adapters over 4 bits, and TRL's would round them
+    left = [name for name, module in model.named_modules() if module is output]
+    model.config.quantization_config = TorchAoConfig(settings, modules_to_not_convert=left)
+    model.hf_quantizer = AutoHfQuantizer.from_config(model.config.quantization_config, pre_quantized=False)
     setattr(model, _adapters.QUANTISATION, how)
     return model
-
-
-def weight_error(model: Any, plain: Any) -> float:
-    """Return the mean absolute difference of two models' weights, weight units, over the layers that codes are for.
-
-    Args:
-        model: what `quantise` made, in any mode, with or without adapter, which counts.
-        plain: the model that it was made from.
-    """
-    found, exact = _adapters.dense(model), _adapters.dense(plain)
-    names = [f"{name}.weight" for name in _layers(plain)]
-    total = sum((found[name].double() - exact[name].double()).abs().sum().item() for name in names)
-    return total / sum(exact[name].numel() for name in names)
-
-
-def _output(model: Any) -> Any:
-    return model.get_output_embeddings()
-
-
-def _layers(model: Any) -> dict[str, nn.Linear]:
-    """Return the linear layers by name, without the output layer."""
-    output = _output(model)
-    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not output}
 
 
 def _group(layers: dict[str, nn.Linear], size: int | None) -> int:
@@ -115,34 +104,3 @@ def _group(layers: dict[str, nn.Linear], size: int | None) -> int:
             other = _group(layers, None)
             raise ValueError(f"group_size={size} does not divide {layer.in_features}, inputs of {name!r}: try {other}.")
     return size
-
-
-def _open_torchao() -> Any:
-    """Return the module torchao. Raises ImportError, which says how to install it."""
-    try:
-        import torchao
-    except ImportError as error:
-        raise ImportError("quantised bases need torchao: pip install 'evoalign[adapters]'.") from error
-    return torchao
-
-
-def _settings(torchao: Any, mode: str, group: int | None) -> Any:
-    """Return torchao's configuration of a mode."""
-    quantization = torchao.quantization
-    if mode == "int8":
-        # without settings of torch's compiler, which hold for the whole process
-        return quantization.Int8WeightOnlyConfig(set_inductor_config=False)
-    return quantization.IntxWeightOnlyConfig(torch.int4, quantization.PerGroup(group))
-
-
-def _tell_transformers(model: Any, settings: Any, left: list[str]) -> None:
-    """Leave on a model what transformers leaves on one that it quantises, from which PEFT knows how to merge.
-
-    Not `is_quantized`, with which transformers' Trainer would refuse to train adapters over 4 bits, and TRL's would
-    round them.
-    """
-    from transformers import TorchAoConfig
-    from transformers.quantizers import AutoHfQuantizer
-
-    model.config.quantization_config = TorchAoConfig(settings, modules_to_not_convert=left)
-    model.hf_quantizer = AutoHfQuantizer.from_config(model.config.quantization_config, pre_quantized=False)

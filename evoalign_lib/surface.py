@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 from transformers import TrainerState, trainer_pt_utils
-from transformers.trainer_callback import TrainerCallback
+from transformers.trainer_callback import ProgressCallback, TrainerCallback
 from transformers.trainer_utils import PredictionOutput, SaveStrategy
 
 from evoalign_lib import ledger, models, tiny
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.checks import nearest
-from evoalign_lib.config import SURFACE
+from evoalign_lib.config import absent
 from evoalign_lib.engines import completions
 from evoalign_lib.engines.base import Prompts, as_given, score
 from evoalign_lib.files import replace_text
@@ -38,8 +37,7 @@ class TrainerSurface:
     """The methods and attributes of `ESTrainer` that move no weights."""
 
     def __getattr__(self, name: str) -> Any:
-        status, why = SURFACE["methods"].get(name, ("", ""))
-        raise AttributeError(f"{type(self).__name__} has no {name!r}{f': {why}' if why else ''}.", name=name, obj=self)
+        raise AttributeError(absent(f"{type(self).__name__} has no", "methods", name, ()), name=name, obj=self)
 
     # ---- evaluation
 
@@ -148,7 +146,7 @@ class TrainerSurface:
 
     def _keep_best(self, metrics: dict[str, float]) -> None:
         """Note the best evaluation so far in the state, where EarlyStoppingCallback reads it, and keep its weights."""
-        if self.args.metric_for_best_model is None or self._best.stand_in:
+        if self.args.metric_for_best_model is None or self._last_weights is not None:
             return
         name = "eval_" + self.args.metric_for_best_model.removeprefix("eval_")
         if name not in metrics:
@@ -160,16 +158,23 @@ class TrainerSurface:
         if value > best if self.args.greater_is_better else value < best:
             with interrupts_wait():
                 if self.args.load_best_model_at_end:
-                    self._best.keep()
+                    self._best = self.engine.weights.digest(), self.engine.weights.copy()
                 self.state.best_metric, self.state.best_global_step = value, self.state.global_step
             if self.args.save_strategy == SaveStrategy.BEST:
                 self.control.should_save = True
 
     def _load_best(self) -> None:
-        if self._best.best is None:
+        """Let the weights of the best evaluation stand in for the run's last ones, until `_load_last`."""
+        if self._best is None:
             logger.warning("load_best_model_at_end: there was no evaluation; the model holds the last weights.")
         elif self.state.best_global_step != self.state.global_step:
-            self._best.put_in_place()
+            self._last_weights = self.engine.weights.copy()
+            self.engine.weights.load(self._best[1])
+
+    def _load_last(self) -> None:
+        if self._last_weights is not None:
+            self.engine.weights.load(self._last_weights)
+            self._last_weights = None
 
     # ---- logs and callbacks
 
@@ -181,12 +186,10 @@ class TrainerSurface:
         self._tied_said = True
         args, clipped = self.args, 100 * record.log.get("completions/clipped_ratio", 0.0)
         logger.warning(
-            f"The last {self._tied_steps} populations were tied (the last one with a reward of "
-            f"{np.mean(record.rewards):.4g}), and the weights did not move. Likely causes: "
-            f"sigma={self._at_step('sigma', record.step):g} is too small to change what the members write; the reward "
-            f"does not tell completions apart (log_completions=True shows them); {clipped:.0f} % of them were cut at "
-            f"max_completion_length={args.max_completion_length}; or no member, or every one, solves the "
-            f"{self.prompts_per_step} prompts of a step."
+            f"The last {self._tied_steps} populations were tied, and the weights did not move. Likely causes: "
+            f"sigma={self._at_step('sigma', record.step):g} is too small to change what members write; the reward "
+            f"does not tell completions apart (see log_completions=True); {clipped:.0f} % of them were cut at "
+            f"max_completion_length={args.max_completion_length}; or no member, or every one, solves the prompts."
         )
 
     def log(self, logs: dict[str, float]) -> None:
@@ -325,20 +328,20 @@ class TrainerSurface:
         return light
 
 
-class ESProgress(TrainerCallback):
+class ESProgress(ProgressCallback):
     """A bar over steps with reward, accuracy (where the reward logs it), ties, members per second and time left."""
 
     def __init__(self):
-        self._bar = None
+        super().__init__()
         self._tied = 0
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if self._bar is not None:  # of a run that was interrupted
-            self._bar.close()
-        self._bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True)
+        if self.training_bar is not None:  # of a run that was interrupted
+            self.training_bar.close()
+        super().on_train_begin(args, state, control, **kwargs)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if self._bar is None or not logs or "reward" not in logs:
+        if self.training_bar is None or not logs or "reward" not in logs:
             return
         shown = {"reward": f"{logs['reward']:.3f}", "members/s": f"{logs['members_per_second']:.1f}"}
         if "accuracy" in logs:
@@ -346,11 +349,4 @@ class ESProgress(TrainerCallback):
         self._tied = self._tied + 1 if logs["tied"] else 0
         if self._tied:  # logged steps in a row whose members all had the same reward: nothing moves
             shown["tied"] = self._tied
-        self._bar.set_postfix(shown, refresh=False)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self._bar.update(state.global_step - self._bar.n)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self._bar.close()
-        self._bar = None
+        self.training_bar.set_postfix(shown, refresh=False)

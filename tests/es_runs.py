@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
-from helpers import PROMPTS, random_model, tokenizer
+from helpers import ROWS, random_model, token_sum, tokenizer
 from transformers import TrainerCallback
 
 from evoalign_lib import ledger, precision
 from evoalign_lib.es import ESConfig, ESTrainer
 
-ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
 SETTINGS = {
     "population_size": 6, "sigma": 0.05, "alpha": 0.05, "max_steps": 4, "prompts_per_step": 3, "seed": 5,
     "max_completion_length": 4, "workers": 1, "disable_tqdm": True, "report_to": "none", "save_strategy": "no",
@@ -17,12 +17,41 @@ SETTINGS = {
 TIMING = {"step_time", "members_per_second", "core_seconds"}
 
 
-def token_sum(completion_ids, **columns):
-    return [float(sum(ids)) for ids in completion_ids]
-
-
 def constant(completions, **columns):
     return [0.1 + 0.2] * len(completions)
+
+
+ETA = 0.4
+KEY = "reward_state/Lagrangian/log_lambda"
+
+
+class Lagrangian:
+    """reward - lambda * cost; after a step ln lambda += eta * lambda * mean cost, with its sign (Safe-RLHF)."""
+
+    def __init__(self, log_lambda: float = 0.0):
+        self.log_lambda = log_lambda
+        self.seen = []
+
+    def __call__(self, completion_ids, log_metric, **columns):
+        costs = [(sum(ids) % 7 - 2.5) / 4 for ids in completion_ids]
+        log_metric("cost", float(np.mean(costs)))
+        return [ids[0] % 5 - np.exp(self.log_lambda) * cost for ids, cost in zip(completion_ids, costs, strict=True)]
+
+    def state(self):
+        return {"log_lambda": self.log_lambda}
+
+    def load_state(self, state):
+        if state["log_lambda"] > 9:
+            raise ValueError("too large")
+        self.log_lambda = state["log_lambda"]
+
+    def end_of_step(self, metrics):
+        self.seen.append(metrics)
+        self.log_lambda = moved(self.log_lambda, metrics["cost"])
+
+
+def moved(log_lambda: float, costs) -> float:
+    return log_lambda + ETA * float(np.exp(log_lambda)) * float(np.mean(costs))
 
 
 def config(folder: Path, **changed) -> ESConfig:

@@ -19,7 +19,7 @@ import numpy as np
 from evoalign_lib import files, ledger, models, noise, precision, tiny
 from evoalign_lib.analysis import geometry
 from evoalign_study import paths, trainers
-from evoalign_study.records import Record, Spec, ledger_file, read_records_of, record_files, spec_hash
+from evoalign_study.records import Record, Spec, ledger_file, read_records, record_files, spec_hash
 
 
 def keep(master: np.ndarray) -> Path:
@@ -85,7 +85,7 @@ def kept_ledger(spec: Spec, digest: str) -> Path | None:
     committed one, whose ledger is then not its own.
     """
     for path in record_files(spec["scale"]):
-        for record in read_records_of(path, [spec_hash(spec)]):
+        for record in read_records(path, [spec_hash(spec)]):
             if record.get("digest") == digest and "ledger" in record:
                 return ledger_file(record)
     return None

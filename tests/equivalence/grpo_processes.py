@@ -11,9 +11,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import torch
 import trl
+from es_runs import KEY, Lagrangian
 from helpers import random_model, tokenizer
 from transformers import TrainerCallback
 
@@ -22,37 +22,6 @@ from evoalign_lib.engines.processes import rank
 
 GENERATIONS = 4
 ARMS = ("grpo", "rloo")
-ETA = 0.4
-KEY = "reward_state/Lagrangian/log_lambda"
-
-
-class Lagrangian:
-    """reward - lambda * cost; after a step ln lambda += eta * lambda * mean cost, with its sign (Safe-RLHF)."""
-
-    def __init__(self, log_lambda: float = 0.0):
-        self.log_lambda = log_lambda
-        self.seen = []
-
-    def __call__(self, completion_ids, log_metric, **columns):
-        costs = [(sum(ids) % 7 - 2.5) / 4 for ids in completion_ids]
-        log_metric("cost", float(np.mean(costs)))
-        return [ids[0] % 5 - np.exp(self.log_lambda) * cost for ids, cost in zip(completion_ids, costs, strict=True)]
-
-    def state(self):
-        return {"log_lambda": self.log_lambda}
-
-    def load_state(self, state):
-        if state["log_lambda"] > 9:
-            raise ValueError("too large")
-        self.log_lambda = state["log_lambda"]
-
-    def end_of_step(self, metrics):
-        self.seen.append(metrics)
-        self.log_lambda = moved(self.log_lambda, metrics["cost"])
-
-
-def moved(log_lambda: float, costs) -> float:
-    return log_lambda + ETA * float(np.exp(log_lambda)) * float(np.mean(costs))
 
 
 def given(self, prompt_ids, *images_and_more):

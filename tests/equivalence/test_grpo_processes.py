@@ -10,6 +10,7 @@ import evoalign_study
 import grpo_processes
 import numpy as np
 import pytest
+from es_runs import moved
 from helpers import in_child, random_model
 
 HERE = Path(__file__).parent
@@ -70,8 +71,8 @@ def test_processes_share_one_multiplier(launches):
     assert second["metrics"] == []  # the first process has moved it for both
     costs = [metrics["cost"] for metrics in first["metrics"]]
     assert [len(c) for c in costs] == [2] * 3 and all(one != other for one, other in costs)
-    moved = itertools.accumulate(costs, grpo_processes.moved, initial=0.1)
-    assert list(moved)[1:] == first["log_lambda"] == first["logged"]
+    path = itertools.accumulate(costs, moved, initial=0.1)
+    assert list(path)[1:] == first["log_lambda"] == first["logged"]
     assert np.allclose(alone["log_lambda"], first["log_lambda"], rtol=1e-12)
     for pair, whole in zip(costs, alone["metrics"], strict=True):
         assert np.isclose(np.mean(pair), whole["cost"][0], rtol=1e-12)

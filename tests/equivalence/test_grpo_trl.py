@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-
-from evoalign_lib import grpo, tiny
-from evoalign_lib.tasks import countdown
+from grpo_runs import built, rows
 
 GROUPS, G, LENGTH = 3, 4, 12
 
@@ -64,12 +62,8 @@ def rollouts(folder, monkeypatch, arm, beta=0.0):
 
     # TRL shuffles completions before it splits them into micro batches: here the groups stay together
     monkeypatch.setattr(f"trl.trainer.{'rloo' if arm == 'rloo' else 'grpo'}_trainer.shuffle_sequence_dict", dict)
-    settings = {"seed": 1, "steps": 1, "prompts_per_step": GROUPS, "num_generations": G, "learning_rate": 1e-30}
-    settings |= {"max_completion_length": LENGTH, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
-    args = grpo.config(arm, output_dir=str(folder), beta=beta, **settings)
-    tok = tiny.tokenizer()
-    data = countdown.dataset(tiny.problems("train", GROUPS, 2), tok)
-    trainer, _ = grpo.trainer(tiny.load("A0")[0], reward, args, data, tok)
+    settings = {"seed": 1, "steps": 1, "prompts_per_step": GROUPS, "learning_rate": 1e-30, "logging_steps": 500}
+    trainer, _ = built(folder, arm, reward, data=rows(GROUPS, 2), beta=beta, **settings)
     if beta:
         with torch.no_grad():
             trainer.ref_model.model.norm.weight.mul_(0.9)

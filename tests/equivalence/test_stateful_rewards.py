@@ -9,14 +9,13 @@ from pathlib import Path
 import es_runs
 import pytest
 import torch
-from es_runs import ROWS, TIMING, digest, read, token_sum
-from grpo_processes import KEY, Lagrangian, moved
+from es_runs import KEY, ROWS, TIMING, Lagrangian, digest, moved, read, token_sum
+from grpo_runs import SAVING, built
 from helpers import fork, wait
 from transformers import TrainerState
 
-from evoalign_lib import grpo, ledger, tiny
+from evoalign_lib import ledger
 from evoalign_lib.es import ESTrainer
-from evoalign_lib.tasks import countdown
 
 STEPS = 7
 FATAL = 4  # the step of the kill: after a checkpoint, and not after an evaluation, which scores in the trainer
@@ -130,15 +129,7 @@ def test_a_state_that_leaves_the_numbers_is_not_recorded(tmp_path):
 
 # ---- gradient arms
 
-GRADIENT = {"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 8, "learning_rate": 1e-3}
-GRADIENT |= {"micro_batch": 4, "steps": 4, "save_strategy": "steps", "save_steps": 2}
-GRADIENT |= {"report_to": "none", "disable_tqdm": True, "logging_steps": 1, "seed": 3}
-
-
-def gradient(folder: Path, reward, arm="grpo"):
-    args = grpo.config(arm, output_dir=str(folder), **GRADIENT)
-    rows = countdown.dataset(tiny.problems("train", 4, 5), tiny.tokenizer())
-    return grpo.trainer(tiny.load("A0")[0], reward, args, rows, tiny.tokenizer())
+GRADIENT = {"max_completion_length": 8, "micro_batch": 4, "steps": 4, **SAVING}
 
 
 def curve(tested) -> list[float]:
@@ -148,7 +139,7 @@ def curve(tested) -> list[float]:
 @pytest.mark.parametrize("arm", ["grpo", "rloo"])
 def test_a_gradient_arm_goes_on_with_its_multiplier(tmp_path, arm):
     reward = Lagrangian()
-    undisturbed, _ = gradient(tmp_path, reward, arm)
+    undisturbed, _ = built(tmp_path, arm, reward, **GRADIENT)
     undisturbed.train()
     # once a step, in spite of two micro batches, from one batch of completions
     assert [len(metrics["cost"]) for metrics in reward.seen] == [1] * 4
@@ -157,7 +148,7 @@ def test_a_gradient_arm_goes_on_with_its_multiplier(tmp_path, arm):
     saved = TrainerState.load_from_json(str(tmp_path / "checkpoint-2/trainer_state.json")).stateful_callbacks["Budget"]
     assert saved["attributes"]["reward_state"] == {"Lagrangian": {"log_lambda": expected[2]}}
     # a function that moved on elsewhere goes back to the checkpoint's state
-    resumed, _ = gradient(tmp_path, Lagrangian(0.7), arm)
+    resumed, _ = built(tmp_path, arm, Lagrangian(0.7), **GRADIENT)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert curve(resumed) == curve(undisturbed) and resumed.state.global_step == 4
     for one, two in zip(resumed.model.parameters(), undisturbed.model.parameters(), strict=True):

@@ -30,10 +30,10 @@ def trainer(folder, model, score=token_sum, peft_config=None, **changed) -> ESTr
     return ESTrainer(model, score, args, ROWS, ROWS, tokenizer(), peft_config=peft_config)
 
 
-def named(model) -> dict[str, bytes]:
-    """Every parameter's bits."""
+def named(model, frozen: bool = True) -> dict[str, bytes]:
+    """The bits of parameters, of frozen ones too."""
     return {name: p.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            for name, p in model.named_parameters()}  # fmt: skip
+            for name, p in model.named_parameters() if frozen or p.requires_grad}  # fmt: skip
 
 
 def moved(before: dict[str, bytes], model) -> set[str]:
@@ -247,10 +247,10 @@ def test_an_adapter_over_a_quantised_base(tmp_path, package, bits):
         """Train over a base that is quantised anew, by its name."""
         given = {"model_init_kwargs": loading, "max_steps": steps, "sigma": 0.2, "alpha": 0.2}
         tested = trainer(tmp_path / folder, str(tmp_path / "base"), peft_config=lora(), **given)
-        before, moving = base_bits(tested.model), named_trainable(tested.model)
+        before, moving = base_bits(tested.model), named(tested.model, frozen=False)
         tested.train(resume_from_checkpoint=resume)
-        assert base_bits(tested.model) == before
-        assert all(bits != moving[name] for name, bits in named_trainable(tested.model).items()) and moving
+        after = named(tested.model, frozen=False)
+        assert base_bits(tested.model) == before and moving and all(after[name] != moving[name] for name in moving)
         return tested
 
     tested = run("run", 3)
@@ -258,7 +258,3 @@ def test_an_adapter_over_a_quantised_base(tmp_path, package, bits):
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32, **loading)
     assert greedy(peft.PeftModel.from_pretrained(plain, tmp_path / "run").eval()) == greedy(tested.model)
     assert run("run", 4, True).engine.weights.digest() == run("whole", 4).engine.weights.digest()
-
-
-def named_trainable(model) -> dict[str, bytes]:
-    return {name: p.detach().numpy().tobytes() for name, p in model.named_parameters() if p.requires_grad}

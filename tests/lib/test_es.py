@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from es_runs import ROWS, config, constant, digest, model_bytes, read, token_sum, trained, trainer
+from es_runs import ROWS, Ending, config, constant, digest, model_bytes, read, token_sum, trained, trainer
 from helpers import PROMPTS, random_model, tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
@@ -147,26 +147,18 @@ def test_a_member_without_a_reward_is_named(tmp_path):
         trainer(tmp_path, none).train()
 
 
-class Leaving(TrainerCallback):
-    """Calls sys.exit() after a step."""
-
-    def __init__(self, step: int, status: object = None):
-        self.step, self.status = step, status
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            sys.exit(self.status)
-
-
-def test_a_run_that_ends_early_says_so(tmp_path):
+@pytest.mark.parametrize(
+    ("status", "steps", "error"), [(None, 2, RuntimeError), (3, 2, SystemExit), (None, 1, SystemExit)]
+)
+def test_a_run_that_ends_early_says_so(tmp_path, status, steps, error):
     """sys.exit() ends a process with status 0 and no message, as if the run had finished."""
-    for name, leaving, error in (
-        ("early", Leaving(1), RuntimeError),
-        ("status", Leaving(1, 3), SystemExit),
-        ("end", Leaving(2), SystemExit),
-    ):
-        with pytest.raises(error):
-            trainer(tmp_path / name, callbacks=[leaving], max_steps=2).train()
+
+    class Leaving(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            sys.exit(status)
+
+    with pytest.raises(error):
+        trainer(tmp_path, callbacks=[Leaving()], max_steps=steps).train()
 
 
 def test_failures_of_a_step_are_logged_recorded_and_counted(tmp_path):
@@ -353,13 +345,9 @@ def test_callbacks_come_in_order_and_find_the_current_weights(tmp_path, decoder)
 
 
 def test_a_callback_stops_the_run(tmp_path):
-    class Enough(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            control.should_training_stop = state.global_step == 2
-
-    tested = trainer(tmp_path, callbacks=[Enough()], max_steps=5)
+    tested = trainer(tmp_path, callbacks=[Ending(2)], max_steps=5)
     assert tested.train().global_step == 2
-    tested.pop_callback(Enough)  # a new call of train() is not stopped by the old one
+    tested.pop_callback(Ending)  # a new call of train() is not stopped by the old one
     assert tested.train().global_step == 5
 
 
@@ -383,20 +371,6 @@ def test_no_secret_is_written(tmp_path, monkeypatch, caplog):
     assert not any(secret in text for text in shown) and "<TOKEN>" in shown[0] and "'revision': 'main'" in shown[0]
     served = ESConfig(engine="vllm", engine_kwargs={"hf_token": secret, "max_model_len": 8})
     assert served.to_dict()["engine_kwargs"] == {"hf_token": "<HF_TOKEN>", "max_model_len": 8}
-
-
-def test_evaluate_scores_the_current_weights_greedily(tmp_path):
-    def reward(completion_ids, log_metric, **columns):
-        log_metric("accuracy", 0.5)
-        return token_sum(completion_ids)
-
-    tested = trainer(tmp_path, reward, eval_dataset=ROWS[:3])
-    before, metrics = digest(tested), tested.evaluate()
-    (completions,) = tested.engine.generate("eval")
-    assert metrics == {"eval_reward": np.mean([sum(ids) for _, ids in completions]), "eval_accuracy": 0.5}
-    assert digest(tested) == before and tested.budget["completions"] == 0
-    tested.train()
-    assert tested.evaluate()["eval_reward"] != metrics["eval_reward"]
 
 
 # ---- folders and checkpoints

@@ -3,17 +3,18 @@
 import copy
 import json
 import logging
-from pathlib import Path
+from unittest.mock import create_autospec
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
 from es_runs import ROWS as EIGHT
-from es_runs import config, constant, read, token_sum, trained, trainer
+from es_runs import config, constant, digest, read, token_sum, trained, trainer
 from helpers import PROMPTS, random_model, tokenizer
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from evoalign_lib import es, ledger
+from evoalign_lib import ledger
 from evoalign_lib.engines.base import Options, Prompts
 from evoalign_lib.engines.local import LocalEngine
 from evoalign_lib.es import ESTrainer
@@ -31,8 +32,10 @@ SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
 @pytest.mark.parametrize("workers", [1, 2])
 def test_other_rows_can_be_evaluated_at_any_time(tmp_path, workers):
     tested = trainer(tmp_path, eval_dataset=ROWS, workers=workers, chunk_rows=2)
+    before = digest(tested)
     own, two = tested.evaluate(), tested.evaluate(ROWS[:2], metric_key_prefix="test")
-    assert two["test_reward"] != own["eval_reward"]
+    assert two["test_reward"] != own["eval_reward"] and digest(tested) == before
+    assert own == {"eval_reward": np.mean([sum(ids) for _, ids in tested.engine.generate("eval")[0]])}
     pool = tested.engine._pool
     assert tested.evaluate(ROWS[:2], metric_key_prefix="test") == two
     assert tested.engine._pool is pool  # the same rows cost no new processes
@@ -40,6 +43,9 @@ def test_other_rows_can_be_evaluated_at_any_time(tmp_path, workers):
     assert set(more) == {"eval_reward"} and tested.evaluate() == own
     with pytest.raises(ValueError, match="prompt"):  # the model's context has 256 positions
         tested.evaluate([{"prompt": "x" * 300, "number": 1}])
+    assert tested.budget["completions"] == 0
+    tested.train()
+    assert tested.evaluate() != own  # of the current weights
     tested.engine.close()
 
 
@@ -103,34 +109,23 @@ def test_attributes_and_files(tmp_path, capsys):
 
 
 def test_what_goes_to_the_hub(tmp_path, monkeypatch):
-    import huggingface_hub
-
-    calls = []
-
-    class Api:
-        def __init__(self, token):
-            calls.append(("token", token))
-
-        def create_repo(self, name, private, exist_ok):
-            calls.append(("create", name, private))
-            return type("Repository", (), {"repo_id": "me/run"})
-
-        def create_branch(self, name, branch, exist_ok):
-            calls.append(("branch", name, branch))
-
-        def upload_folder(self, repo_id, folder_path, ignore_patterns, **rest):
-            files = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
-            kept = list(huggingface_hub.utils.filter_repo_objects(files, ignore_patterns=ignore_patterns))
-            calls.append((repo_id, sorted(kept), rest))
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Api)  # the network is the one thing that is not there
+    api = create_autospec(huggingface_hub.HfApi)  # the network is the one thing that is not there
+    monkeypatch.setattr(huggingface_hub, "HfApi", api)
+    hub = api.return_value
+    hub.create_repo.return_value.repo_id = "me/run"
     tested = trained(tmp_path / "run", hub_private_repo=True, hub_token="hf_x", **SAVING)
     tested.push_to_hub(revision="trial", tags="mine")
-    name, files, rest = calls.pop()
-    assert calls == [("token", "hf_x"), ("create", "run", True), ("branch", "me/run", "trial")]
-    assert name == "me/run" and {"model.safetensors", "README.md", ledger.NAME, "tokenizer.json"} <= set(files)
-    assert not any("checkpoint" in file or ".lock" in file for file in files)
-    assert rest == {"commit_message": "End of training", "revision": "trial", "run_as_future": False}
+    api.assert_called_once_with(token="hf_x")
+    hub.create_repo.assert_called_once_with("run", private=True, exist_ok=True)
+    hub.create_branch.assert_called_once_with("me/run", branch="trial", exist_ok=True)
+    how = hub.upload_folder.call_args.kwargs
+    folder, ignored = how.pop("folder_path"), how.pop("ignore_patterns")
+    files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    kept = set(huggingface_hub.utils.filter_repo_objects(files, ignore_patterns=ignored))
+    assert folder == tmp_path / "run" and {"model.safetensors", "README.md", ledger.NAME, "tokenizer.json"} <= kept
+    assert not any("checkpoint" in file or ".lock" in file for file in kept)
+    expected = {"repo_id": "me/run", "commit_message": "End of training", "revision": "trial", "run_as_future": False}
+    assert how == expected
 
 
 # ---- completions
@@ -178,7 +173,7 @@ def test_ties_are_said_once_with_their_causes(tmp_path, caplog):
 
 def test_a_gpu_that_is_not_used_is_said_loudly(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("evoalign_lib.es.gpus_here", lambda: 2)
-    es._say_idle.cache_clear()
+    logging.Logger.warning_once.cache_clear()
     trainer(tmp_path, use_cpu=True)
     assert not caplog.records
     trainer(tmp_path), trainer(tmp_path)
@@ -326,7 +321,7 @@ def test_the_template_gets_its_arguments(tmp_path):
 def test_a_complete_run_says_so(tmp_path, caplog):
     first = trained(tmp_path, **SAVING)
     data = (tmp_path / ledger.NAME).read_bytes()
-    with pytest.raises(ledger.LedgerError, match="is complete, with 2 steps.*overwrite_output_dir=True"):
+    with pytest.raises(ledger.LedgerError, match="another run: use another output_dir, overwrite_output_dir=True"):
         trained(tmp_path, **SAVING)
     with caplog.at_level(logging.WARNING, logger="evoalign_lib"):
         assert first.train().global_step == 2  # the cell again

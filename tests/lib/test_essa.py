@@ -165,7 +165,7 @@ def test_the_search_maximises_and_leaves_random_states_alone(dimension):
         search = _singular.Search(dimension, SearchSettings(8, 0.3, 1.0, "separate", {}))
         for step in range(40):
             search.tell(-np.square(search.ask(range(100 * step, 100 * step + 8)) - 1).sum(1))
-        return search.mean
+        return search.es.mean
 
     states = random_states()
     assert np.abs(mean() - 1).max() < 0.05 and (mean() == mean()).all()

@@ -5,49 +5,19 @@ import itertools
 import math
 import re
 import time
-from functools import lru_cache
 
 import numpy as np
 import pytest
 import torch
 import trl
+from datasets import Dataset
+from grpo_runs import QUIET, SAVING, SETTINGS, adapted, built, length_reward, rows, same, weights
+from helpers import random_model
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from evoalign_lib import grpo, tiny
 from evoalign_lib.engines.local import Prompts
-from evoalign_lib.tasks import countdown
-from tests.helpers import random_model
-
-SETTINGS = {"seed": 3, "steps": 2, "prompts_per_step": 2, "num_generations": 4, "learning_rate": 1e-3}
-SETTINGS |= {"max_completion_length": 12}
-QUIET = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
-
-
-@lru_cache
-def rows(n: int = 4):
-    return countdown.dataset(tiny.problems("train", n, 5), tiny.tokenizer())
-
-
-def length_reward(prompts, completions, **columns):
-    """A reward that no group is likely to agree on, so that every step moves the weights."""
-    return [len(text) % 7 / 7 + text.count("1") for text in completions]
-
-
-def built(folder, arm="grpo", reward=length_reward, model=None, data=None, callbacks=(), rewards=None, **changed):
-    """A trainer of the arm, and its budget."""
-    args = grpo.config(arm, output_dir=str(folder), **SETTINGS | QUIET | changed)
-    model = tiny.load("A0")[0] if model is None else model
-    data = rows() if data is None else data
-    return grpo.trainer(model, reward, args, data, tiny.tokenizer(), callbacks, **rewards or {})
-
-
-def weights(model) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def same(a, b) -> bool:
-    return all(torch.equal(a[name], b[name]) for name in a)
-
+from evoalign_lib.essa import lora_config
 
 # ---- settings
 
@@ -131,7 +101,7 @@ REFUSED = {
 def test_settings_that_are_refused(arm, name, value):
     with pytest.raises(ValueError, match=f"{name}={re.escape(repr(value))}"):
         grpo.config(arm, output_dir="x", **SETTINGS | {name: value})
-    with pytest.raises(ValueError, match="arm 'ppo'"):
+    with pytest.raises(ValueError, match="arm='ppo'"):
         grpo.config("ppo", output_dir="x", **SETTINGS)
 
 
@@ -179,16 +149,6 @@ def test_a_micro_batch_changes_gradients_by_rounding_only(tmp_path):
     assert (moved - moved_parts).norm() < 1e-3 * moved.norm()
 
 
-def test_weights_gradients_and_moments_are_float32(tmp_path):
-    trainer, _ = built(tmp_path, steps=1)
-    start = weights(trainer.model)
-    trainer.train()
-    assert not same(start, weights(trainer.model))
-    moments = [value for state in trainer.optimizer.state.values() for name, value in state.items() if name != "step"]
-    assert len(moments) == 2 * len(start)
-    assert {t.dtype for t in [*moments, *trainer.model.parameters()]} == {torch.float32}
-
-
 def test_weights_in_bfloat16_are_what_rounding_leaves_of_a_step(tmp_path):
     """A step from rounded weights, rounded: nothing else differs, neither gradients nor moments."""
 
@@ -205,6 +165,10 @@ def test_weights_in_bfloat16_are_what_rounding_leaves_of_a_step(tmp_path):
     model.load_state_dict(rounded(weights(model)), strict=False)  # the head is tied
     whole, _ = built(tmp_path, "grpo", steps=1, beta=0.1, model=model)
     whole.train()
+    moments = [value for state in whole.optimizer.state.values() for name, value in state.items() if name != "step"]
+    assert len(moments) == 2 * len(start) and {t.dtype for t in [*moments, *whole.model.parameters()]} == {
+        torch.float32
+    }
     assert not same(weights(whole.model), weights(trainer.model))
     assert same(rounded(weights(whole.model)), weights(trainer.model))
 
@@ -232,7 +196,9 @@ def test_the_reference_has_the_weights_that_the_run_starts_from(tmp_path):
         return model
 
     args = grpo.config("grpo", output_dir=str(tmp_path), beta=0.04, **SETTINGS | QUIET)
-    alone = trl.GRPOTrainer(changed_model(), length_reward, args, _dataset(rows()), processing_class=tiny.tokenizer())
+    alone = trl.GRPOTrainer(
+        changed_model(), length_reward, args, Dataset.from_list(rows()), processing_class=tiny.tokenizer()
+    )
     named, start = weights(tiny.load("A0")[0]), weights(changed_model())
     assert same(weights(alone.ref_model), named) and not same(start, named)
     for arm in ("grpo", "rloo"):
@@ -245,12 +211,6 @@ def test_the_reference_has_the_weights_that_the_run_starts_from(tmp_path):
     assert built(tmp_path)[0].ref_model is None
     with pytest.raises(ValueError, match=r"beta=0.04: TRL loads the reference model by name, and this model has none"):
         built(tmp_path, model=random_model(), beta=0.04)
-
-
-def _dataset(data):
-    from datasets import Dataset
-
-    return Dataset.from_list(list(data))
 
 
 # ---- budget
@@ -303,26 +263,45 @@ def test_the_budget_is_what_a_count_by_hand_gives(tmp_path, arm, beta, passes):
     assert spent["forward_flops"] == 2 * 1000 * passes * (spent["prompt_tokens"] + spent["generated_tokens"])
     assert 0 < spent["core_seconds"] < total - 2 * 0.2
     before = budget.state()
-    trainer.evaluate(_dataset(rows()))
+    trainer.evaluate(Dataset.from_list(rows()))
     assert len(seen) == 4 and budget.state() == before  # scored, not counted
 
 
-@pytest.mark.parametrize("arm", ["grpo_rounded", *(pytest.param(arm, marks=SLOW) for arm in ("grpo", "rloo"))])
-def test_a_resumed_run_has_the_bits_and_the_budget_of_an_uninterrupted_one(tmp_path, arm):
-    settings = {"steps": 3, "beta": 0.04, "micro_batch": 4, "save_strategy": "steps", "save_steps": 2}
-    settings |= {"data": rows(6)}
-    whole, budget = built(tmp_path, arm, **settings)
+@pytest.mark.parametrize(
+    ("arm", "adapter", "changed"),
+    [("grpo_rounded", None, {"micro_batch": 4}), ("grpo", "own", {})]
+    + [
+        pytest.param(*case, marks=SLOW)
+        for case in (
+            ("grpo", None, {"micro_batch": 4}),
+            ("rloo", None, {"micro_batch": 4}),
+            ("grpo", "new", {}),
+            ("rloo", "own", {"beta": 0}),
+        )
+    ],
+)
+def test_a_resumed_run_has_the_bits_and_the_budget_of_an_uninterrupted_one(tmp_path, arm, adapter, changed):
+    """With TRL's reference beside an adapter, transformers alone would go on from the adapter of the start."""
+    settings = {"steps": 3, "beta": 0.04, "data": rows(6), **SAVING} | changed
+    settings |= {"given": {"peft_config": lora_config(4)}} if adapter == "new" else {}
+
+    def made():
+        return built(tmp_path, arm, model=adapted() if adapter == "own" else None, **settings)
+
+    whole, budget = made()
     whole.train()
-    checkpoint = tmp_path / "checkpoint-2"
-    saved = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).stateful_callbacks["Budget"]
-    resumed, again = built(tmp_path, arm, **settings)
-    resumed.train(resume_from_checkpoint=str(checkpoint))
-    assert same(weights(resumed.model), weights(whole.model))
-    assert same(weights(resumed.ref_model), weights(whole.ref_model))
-    ours, theirs = again.spent(1), budget.spent(1)
-    assert 0 < saved["attributes"]["core_seconds"] < ours.pop("core_seconds") and theirs.pop("core_seconds")
+    saved = TrainerState.load_from_json(str(tmp_path / "checkpoint-2/trainer_state.json"))
+    spent = saved.stateful_callbacks["Budget"]["attributes"]
+    resumed, again = made()
+    start = weights(resumed.model)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert same(weights(resumed.model), weights(whole.model)) and not same(start, weights(whole.model))
+    if whole.ref_model is not None:
+        assert same(weights(resumed.ref_model), weights(whole.ref_model))
+    ours, theirs = again.spent(1000), budget.spent(1000)
+    assert 0 < spent["core_seconds"] < ours.pop("core_seconds") and theirs.pop("core_seconds")
     assert ours == theirs and ours["completions"] == 24 and again.counts == budget.counts
-    assert saved["attributes"]["completions"] == 16
+    assert spent["completions"] == 16
 
 
 # ---- nulls and sanity arms

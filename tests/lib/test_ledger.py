@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from es_runs import digest, read, token_sum, trained, trainer
+from es_runs import Lagrangian, digest, moved, read, token_sum, trained, trainer
 from helpers import chained, in_child, random_model, tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +28,6 @@ from typer.testing import CliRunner
 
 from evoalign_lib import ledger, models, noise
 from evoalign_lib.cli import app
-from evoalign_lib.es import ESTrainer
 from evoalign_lib.ledger import Ledger, LedgerError, Step
 from evoalign_lib.rewards import RewardError
 
@@ -36,25 +35,6 @@ from evoalign_lib.rewards import RewardError
 def token_mean(completion_ids, log_metric, **columns):
     log_metric("first", float(np.mean([ids[0] for ids in completion_ids])))
     return [sum(ids) / 4 for ids in completion_ids]
-
-
-class Adaptive:
-    """Rewards that shift by a bias, which falls by a third of the mean of `first` after a step."""
-
-    def __init__(self):
-        self.bias = 0.25
-
-    def __call__(self, completion_ids, log_metric, **columns):
-        return [r + self.bias for r in token_mean(completion_ids, log_metric)]
-
-    def state(self):
-        return {"bias": self.bias}
-
-    def load_state(self, state):
-        self.bias = state["bias"]
-
-    def end_of_step(self, metrics):
-        self.bias -= float(np.mean(metrics["first"])) / 3
 
 
 SETTINGS = {"population_size": 4, "max_steps": 12, "max_completion_length": 3}
@@ -68,7 +48,7 @@ def run(tmp_path_factory) -> Path:
     tokenizer().save_pretrained(folder / "base")
     model = AutoModelForCausalLM.from_pretrained(folder / "base")
     trained(folder / "out", token_mean, model, save_strategy="steps", save_steps=5, **SETTINGS)
-    trained(folder / "adaptive", Adaptive(), **SETTINGS | {"max_steps": 4})  # without a name of its model
+    trained(folder / "adaptive", Lagrangian(), **SETTINGS | {"max_steps": 4})  # without a name of its model
     return folder
 
 
@@ -177,11 +157,11 @@ def test_metrics_that_come_and_go_and_are_no_numbers(tmp_path):
 def test_the_state_of_a_reward_in_header_and_lines(run):
     assert b"reward_state" not in (run / "out/ledger.jsonl").read_bytes()
     header, *steps, end = map(json.loads, lines(run / "adaptive/ledger.jsonl"))
-    assert header["settings"]["reward_state"] == {"Adaptive": {"bias": 0.25}} and "reward_state" not in end
-    bias = 0.25
+    assert header["settings"]["reward_state"] == {"Lagrangian": {"log_lambda": 0.0}} and "reward_state" not in end
+    log_lambda = 0.0
     for line, step in zip(steps, read(run / "adaptive").steps, strict=True):
-        bias -= step.log["first"] / 3
-        assert step.reward_state == line["reward_state"] == {"Adaptive": {"bias": bias}}
+        log_lambda = moved(log_lambda, step.log["cost"])
+        assert step.reward_state == line["reward_state"] == {"Lagrangian": {"log_lambda": log_lambda}}
     assert ledger.verify(run / "adaptive/ledger.jsonl", random_model()).recomputed  # takes rewards as they are
 
 
@@ -247,11 +227,8 @@ def test_a_hostile_line_is_a_ledger_error(tmp_path_factory, run, data):
         assert f"line {i + 1}" in str(error)
 
 
-STATES = [
-    None, 3, [], {"Adaptive": 1.0}, {"Adaptive": {"bias": "1"}}, {"Adaptive": {"bias": True}}, {"Adaptive": [0.5]},
-    {"Adaptive": {"bias": None}}, {"Adaptive": {"bias": 10**400}}, {"Adaptive": {"bias": math.inf}},
-    {"Adaptive": {"bias": math.nan}}, {"Adaptive": {"bias": {}}},
-]  # fmt: skip
+STATES = [None, 3, [], {"Lagrangian": 1.0}, {"Lagrangian": [0.5]}]
+STATES += [{"Lagrangian": {"log_lambda": x}} for x in ("1", True, None, 10**400, math.inf, math.nan, {})]
 REWARDS = [
     {"rewards": "AAAA"}, {"rewards": "no base 64!"}, {"rewards": 3}, {"rewards": None}, {"rewards": "1 2", "of": 0},
     {"rewards": "1 2", "of": 1.5}, {"rewards": "1  2", "of": 4}, {"rewards": "", "of": 4},
@@ -352,7 +329,7 @@ class Counted:
 def test_a_folder_with_a_ledger_is_refused(run):
     before = (run / "adaptive/ledger.jsonl").read_bytes()
     with pytest.raises(LedgerError, match="overwrite_output_dir"):
-        trained(run / "adaptive", Adaptive(), **SETTINGS)
+        trained(run / "adaptive", Lagrangian(), **SETTINGS)
     with pytest.raises(LedgerError, match="is the ledger of another run"):
         Ledger.create(run / "adaptive/ledger.jsonl", {})
     assert (run / "adaptive/ledger.jsonl").read_bytes() == before
@@ -485,22 +462,6 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(run, tmp_path, whole, more)
 
 
 # ---- replay
-
-
-@pytest.mark.parametrize("fitness", ["reward", "shuffled", "random"])
-def test_replay_is_the_run_at_every_step(tmp_path, fitness):
-    live, kind = {}, "llama" if fitness == "random" else "qwen2"
-
-    class Noted(ESTrainer):
-        def tell(self, members, fitness):
-            live[self.state.global_step] = self.engine.master.tobytes()
-            return super().tell(members, fitness)
-
-    tested = trained(tmp_path, token_sum, random_model(kind), kind=Noted, fitness=fitness)
-    live[4] = tested.engine.master.tobytes()
-    for i in range(5):
-        assert ledger.replay(tmp_path / ledger.NAME, random_model(kind), i).tobytes() == live[i]
-    assert len(set(live.values())) == 5
 
 
 def test_the_wrong_model_or_step(run, copy):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from evoalign_lib import _adapters, ledger, models
 from evoalign_lib.es import ESConfig, ESTrainer
-from evoalign_lib.quantisation import quantise, weight_error
+from evoalign_lib.quantisation import quantise
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("torchao")
@@ -56,9 +56,6 @@ def test_the_linear_layers_are_those_of_the_formula_and_the_rest_stays(mode):
     how = {"mode": mode, "group_size": {"int8": None, "int4": 32}[mode], "base": models.base_digest(plain)}
     made = _adapters.quantisation_of(model)
     assert made == how | {"torchao": made["torchao"]} and json.loads(json.dumps(made)) == made
-    errors = [np.abs(p.detach().numpy() - model.get_parameter(n).dequantize().detach().numpy()).ravel()
-              for n, p in plain.named_parameters() if n.endswith("proj.weight")]  # fmt: skip
-    assert weight_error(model, plain) == pytest.approx(np.concatenate(errors).mean(dtype=np.float64), rel=1e-6)
 
 
 @pytest.mark.parametrize(

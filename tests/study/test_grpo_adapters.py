@@ -8,6 +8,7 @@ import torch
 from evoalign_study import paths, sweep, weight_cache
 from evoalign_study.kinds import train
 from evoalign_study.kinds.train import train_specs
+from grpo_runs import SETTINGS, adapted, built, length_reward, rows, same, weights
 
 from evoalign_lib import _adapters, footprint, grpo, models, tiny
 from evoalign_lib.engines.local import LocalEngine, Prompts
@@ -17,43 +18,11 @@ from evoalign_lib.tasks import countdown
 
 peft = pytest.importorskip("peft")
 
-SETTINGS = {
-    "seed": 3, "steps": 3, "prompts_per_step": 2, "num_generations": 4, "max_completion_length": 12,
-    "learning_rate": 1e-3, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1,
-}  # fmt: skip
-SAVING = {"save_strategy": "steps", "save_steps": 2}
 
-
-def reward(prompts, completions, **columns):
-    """A reward that no group is likely to agree on, so that every step moves the weights."""
-    return [len(text) % 7 / 7 + text.count("1") for text in completions]
-
-
-def adapted(spread: float = 0.02):
-    """The base with an adapter whose product is not zero, as fine-tuning leaves one."""
-    model = _adapters.attach(tiny.load("A0")[0], lora_config(4), 1)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                p.copy_(spread * torch.randn(p.shape, generator=generator))
-    return model
-
-
-def built(folder, model=None, peft_config=None, arm="grpo", **changed):
-    args = grpo.config(arm, output_dir=str(folder), **SETTINGS | changed)
-    if model is None:
-        model, peft_config = tiny.load("A0")[0], lora_config(4) if peft_config is None else peft_config
-    rows = countdown.dataset(tiny.problems("train", 6, 5), tiny.tokenizer())
-    return grpo.trainer(model, reward, args, rows, tiny.tokenizer(), peft_config=peft_config)
-
-
-def weights(model) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def same(a, b) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+def made(folder, model=None, **changed):
+    """A run of three steps of a model, or with a new adapter over the base."""
+    given = {"peft_config": lora_config(4)} if model is None else {}
+    return built(folder, model=model, data=rows(6), given=given, **{"steps": 3} | changed)
 
 
 def part(found, what: str) -> dict[str, torch.Tensor]:
@@ -66,7 +35,7 @@ def part(found, what: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("arm", ["grpo", "rloo"])
 @pytest.mark.parametrize("own", [False, True])
 def test_the_adapter_alone_moves_and_is_float32(tmp_path, arm, own):
-    trainer, _ = built(tmp_path, adapted() if own else None, arm=arm, beta=0.04)
+    trainer, _ = made(tmp_path, adapted() if own else None, arm=arm, beta=0.04)
     before = weights(trainer.model)
     trainer.train()
     after = weights(trainer.model)
@@ -78,7 +47,7 @@ def test_the_adapter_alone_moves_and_is_float32(tmp_path, arm, own):
 
 def test_a_new_adapter_is_drawn_from_the_seed(tmp_path):
     def start(seed):
-        return part(weights(built(tmp_path, seed=seed)[0].model), "lora_A")
+        return part(weights(made(tmp_path, seed=seed)[0].model), "lora_A")
 
     assert same(start(3), start(3)) and not same(start(3), start(4))
     assert same(start(3), part(weights(_adapters.attach(tiny.load("A0")[0], lora_config(4), 3)), "lora_A"))
@@ -100,12 +69,12 @@ def merged():
 def test_the_kl_is_against_what_the_run_starts_from(tmp_path, own):
     """Of a new adapter that is the base, with the adapter disabled; of a given one the model with a copy of it."""
     plain = merged() if own else tiny.load("A0")[0]
-    trainer, _ = built(tmp_path, adapted() if own else None, beta=0.04, learning_rate=1e-2)
+    trainer, _ = made(tmp_path, adapted() if own else None, beta=0.04, learning_rate=1e-2)
     assert trainer.ref_model is None and ("ref" in trainer.model.peft_config) == own
-    made, errors, moves = trainer._generate_and_score_completions, [], []
+    score, errors, moves = trainer._generate_and_score_completions, [], []
 
     def watched(inputs):
-        found = made(inputs)
+        found = score(inputs)
         ids, mask = (torch.cat([found[f"prompt_{what}"], found[f"completion_{what}"]], 1) for what in ("ids", "mask"))
         kept, known = found["completion_ids"].shape[1], found["completion_mask"].bool()
         for model, into in ((plain, errors), (trainer.model, moves)):
@@ -123,26 +92,6 @@ def test_the_kl_is_against_what_the_run_starts_from(tmp_path, own):
     assert max(errors) < 1e-4 and moves[0] < 1e-4 < min(moves[1:])
 
 
-# ---- resumption and saving
-
-
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in (("grpo", False, 0.04), ("rloo", True, 0.0))]
-
-
-@pytest.mark.parametrize(("arm", "own", "beta"), [("grpo", True, 0.04), *SLOW])
-def test_a_resumed_run_has_the_bits_and_the_budget_of_an_uninterrupted_one(tmp_path, arm, own, beta):
-    """With TRL's reference beside it, transformers alone would go on from the adapter of the start."""
-    settings = {"beta": beta, "arm": arm, **SAVING}
-    whole, budget = built(tmp_path, adapted() if own else None, **settings)
-    whole.train()
-    resumed, again = built(tmp_path, adapted() if own else None, **settings)
-    start = weights(resumed.model)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert same(weights(resumed.model), weights(whole.model)) and not same(start, weights(whole.model))
-    ours, theirs = again.spent(1000), budget.spent(1000)
-    assert ours.pop("core_seconds") and theirs.pop("core_seconds") and ours == theirs
-
-
 # ---- budget
 
 
@@ -150,7 +99,7 @@ def test_a_resumed_run_has_the_bits_and_the_budget_of_an_uninterrupted_one(tmp_p
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 def test_the_budget_is_what_is_computed(tmp_path, own, beta):
     """Each product of a matrix of n numbers with a token takes 2 n operations, forward and in each kind of gradient."""
-    trainer, budget = built(tmp_path, adapted() if own else None, beta=beta)
+    trainer, budget = made(tmp_path, adapted() if own else None, beta=beta)
     trainer.train()
     d = sum(p.numel() for p in tiny.load("A0")[0].parameters())
     a = sum(p.numel() for name, p in trainer.model.named_parameters() if ".default." in name)
@@ -160,37 +109,6 @@ def test_the_budget_is_what_is_computed(tmp_path, own, beta):
     generation, loss, activations, of_weights = d + a, d + a, d + a, a
     reference = 0 if not beta else d + a if own else d
     assert spent["forward_flops"] == 2 * tokens * (generation + loss + activations + of_weights + reference)
-
-
-def test_torch_computes_what_the_budget_counts():
-    """Products with matrices, by torch's own counter: backward twice the forward pass, or once and the adapter's own.
-
-    The gradient with respect to the inputs of the first layer is not computed: nothing below it is trained.
-    """
-    from torch.utils.flop_counter import FlopCounterMode
-
-    def products(model):
-        """Numbers that a token is multiplied with, forward and backward."""
-        ids, found = torch.arange(40)[None] % 20, []
-        with FlopCounterMode(display=False) as forward:
-            loss = model(ids).logits.log_softmax(-1)[..., 0].sum()
-        with FlopCounterMode(display=False) as backward:
-            loss.backward()
-        for counter in (forward, backward):
-            counts = counter.get_flop_counts()["Global"]
-            found.append(sum(n for op, n in counts.items() if "mm" in str(op) and "bmm" not in str(op)) / (2 * 40))
-        return found
-
-    def size(model, *parts):
-        return sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and all(part in n for part in parts))
-
-    full, lora = tiny.load("A0")[0], adapted()
-    assert products(full) == [size(full), 2 * size(full)]
-    first = sum(
-        size(lora, "layers.0.", f"{name}_proj") - size(lora, "layers.0.", f"{name}_proj.lora_B") for name in "qkv"
-    )
-    assert products(lora) == [size(lora), size(lora) - first + size(lora, "lora_")]
-    assert first < 0.15 * size(lora)
 
 
 # ---- what is refused
@@ -225,7 +143,7 @@ def test_what_is_refused(tmp_path, monkeypatch, make, given, error, named):
     args = grpo.config("grpo", output_dir=str(tmp_path), **SETTINGS)
     args.use_vllm = given.pop("use_vllm", False)
     with pytest.raises(error, match=named):
-        grpo.trainer(make(), reward, args, [{"prompt": "1"}] * 2, tiny.tokenizer(), **given)
+        grpo.trainer(make(), length_reward, args, [{"prompt": "1"}] * 2, tiny.tokenizer(), **given)
 
 
 # ---- the study

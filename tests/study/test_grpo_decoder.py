@@ -2,10 +2,12 @@
 
 from types import SimpleNamespace
 
+import grpo_runs
 import pytest
 import torch
 from evoalign_study import sweep
 from evoalign_study.kinds.train import train_specs
+from grpo_runs import weights
 from helpers import PROMPTS, random_model, same_bits, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,33 +16,11 @@ from transformers import GenerationConfig
 from evoalign_lib import _adapters, grpo, tiny
 from evoalign_lib.engines.decode import _drawn
 from evoalign_lib.essa import lora_config
-from evoalign_lib.tasks import countdown
-
-pytestmark = pytest.mark.skipif(not (tiny.bases_folder() / "A0").is_dir(), reason="the bases have not been trained yet")
-
-SETTINGS = {
-    "seed": 3, "steps": 3, "prompts_per_step": 3, "num_generations": 4, "max_completion_length": 16,
-    "learning_rate": 1e-3, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1,
-}  # fmt: skip
 
 
-def reward(prompts, completions, **columns):
-    """A reward that no group is likely to agree on, so that every step moves the weights."""
-    return [len(text) % 7 / 7 + text.count("1") for text in completions]
-
-
-def rows(n: int = 9):
-    return countdown.dataset(tiny.problems("train", n, 5), tiny.tokenizer())
-
-
-def built(folder, decoder, arm="grpo", model=None, given=None, **changed):
-    args = grpo.config(arm, output_dir=str(folder), decoder=decoder, **SETTINGS | changed)
-    model = tiny.load("A0")[0] if model is None else model
-    return grpo.trainer(model, reward, args, rows(), tiny.tokenizer(), **given or {})
-
-
-def weights(model) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+def built(folder, decoder, arm="grpo", **changed):
+    settings = {"steps": 3, "prompts_per_step": 3, "max_completion_length": 16, "data": grpo_runs.rows(9)}
+    return grpo_runs.built(folder, arm, decoder=decoder, **settings | changed)
 
 
 # ---- tokens
@@ -83,7 +63,7 @@ def by_loop(model, tok, prompts, length, seed, drop_rows=None):
 def test_the_tokens_and_the_random_state_of_transformers(n, group, length, drop_rows):
     """Batches of several shapes, with prompts of unequal length: some rows end long before others."""
     model, tok = tiny.load("A0")
-    prompts = [row["prompt"] for row in rows(n) for _ in range(group)]
+    prompts = [row["prompt"] for row in grpo_runs.rows(n) for _ in range(group)]
     for seed in range(4):
         expected, after = plain(model, tok, prompts, length, seed)
         found, ours = by_loop(model, tok, prompts, length, seed, drop_rows)
@@ -106,7 +86,7 @@ def test_an_adapter_is_decoded_merged():
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 p.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
-    prompts = [row["prompt"] for row in rows(4) for _ in range(4)]
+    prompts = [row["prompt"] for row in grpo_runs.rows(4) for _ in range(4)]
     expected, after = plain(model, tok, prompts, 16, 0)
     found, ours = by_loop(model, tok, prompts, 16, 0)
     assert found == expected != plain(tiny.load("A0")[0], tok, prompts, 16, 0)[0] and torch.equal(after, ours)
@@ -160,16 +140,6 @@ def test_a_run_ends_with_the_same_bits_with_either_decoder(tmp_path, arm, change
     assert first == second and len(first) == 3 and ours == theirs
 
 
-@pytest.mark.slow
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path):
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    whole, _ = built(tmp_path, "loop", **saving)
-    whole.train()
-    resumed, _ = built(tmp_path, "loop", **saving)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert same_bits(weights(resumed.model), weights(whole.model))
-
-
 def test_settings_models_and_rollouts_that_are_refused(tmp_path):
     for arm, changed, named in (
         ("grpo", {"decoder": "fast"}, "decoder='fast'"),
@@ -177,7 +147,7 @@ def test_settings_models_and_rollouts_that_are_refused(tmp_path):
         ("grpo", {"decoder": "loop", "vllm": {}}, "decoder='loop': vLLM"),
     ):
         with pytest.raises(ValueError, match=named):
-            grpo.config(arm, output_dir="x", **SETTINGS | changed)
+            grpo.config(arm, output_dir="x", **grpo_runs.SETTINGS | changed)
     with pytest.raises(ValueError, match="decoder='loop', and rollouts of others"):
         built(tmp_path, "loop", given={"rollouts": lambda prompts, trainer: {}})
     model = tiny.load("A0")[0]

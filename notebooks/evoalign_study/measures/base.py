@@ -323,8 +323,9 @@ class Measures:
         rows = np.repeat(np.arange(len(problems)), [len(texts) for texts in listed])
         fits = [i for i, ids in enumerate(tokens) if len(ids) <= engine.max_completion_length]
         rows, tokens, reached = rows[fits], [tokens[i] for i in fits], np.zeros((len(temperatures), len(problems)))
-        written = kl.samples(prompts.ids[rows], prompts.mask[rows], tokens, engine.eos_ids)
-        logs = kl.log_probabilities(model, written, temperatures)
+        asked = engine.prompts[name]
+        written = kl.samples(asked.ids[rows], asked.mask[rows], tokens, engine.eos_ids)
+        logs = kl.log_probabilities(engine.model, written, temperatures)
         for row, values in zip(reached, logs.exp().numpy(), strict=True):
             np.add.at(row, rows, values)
         return reached
