@@ -184,12 +184,14 @@ class TrainerSurface:
         if self._tied_steps < TIED_STEPS or self._tied_said:
             return
         self._tied_said = True
-        args, clipped = self.args, 100 * record.log.get("completions/clipped_ratio", 0.0)
+        clipped = 100 * record.log.get("completions/clipped_ratio", 0.0)
         logger.warning(
-            f"The last {self._tied_steps} populations were tied, and the weights did not move. Likely causes: "
-            f"sigma={self._at_step('sigma', record.step):g} is too small to change what members write; the reward "
-            f"does not tell completions apart (see log_completions=True); {clipped:.0f} % of them were cut at "
-            f"max_completion_length={args.max_completion_length}; or no member, or every one, solves the prompts."
+            f"The last {self._tied_steps} populations were tied (the last one with a reward of "
+            f"{np.mean(record.rewards):.4g}), and the weights did not move. Likely causes: "
+            f"sigma={self._at_step('sigma', record.step):g} is too small to change what the members write; the reward "
+            f"does not tell their completions apart (log_completions=True shows them); {clipped:.0f} % of them were "
+            f"cut at max_completion_length={self.args.max_completion_length}; or no member, or every one, solves the "
+            f"{self.prompts_per_step} prompts of a step."
         )
 
     def log(self, logs: dict[str, float]) -> None:

@@ -72,7 +72,7 @@ class Prompts:
         TypeError: no sequence of rows, or prompts of different types.
     """
 
-    def __init__(self, rows: Iterable[Mapping[str, Any]], tokenizer, template: Mapping[str, Any] | None = None):
+    def __init__(self, rows: Iterable[Mapping[str, Any]], tokenizer: Any, template: Mapping[str, Any] | None = None):
         if isinstance(rows, Mapping):
             raise TypeError(f"the data set is a mapping with the keys {sorted(rows)}: give one split, a list of rows.")
         rows = list(rows)
@@ -164,7 +164,15 @@ class Decoding:
 
     _noise: Any = None  # on the weights themselves, where not this process makes it
 
-    def __init__(self, tokenizer, rewards, prompts, eos_ids, max_completion_length: int, options: Options = PLAIN):
+    def __init__(
+        self,
+        tokenizer: Any,
+        rewards: Rewards | None,
+        prompts: Mapping[str, Prompts],
+        eos_ids: Iterable[int],
+        max_completion_length: int,
+        options: Options = PLAIN,
+    ):
         self.tokenizer, self.rewards, self.prompts = tokenizer, rewards, dict(prompts)
         self.eos_ids, self.max_completion_length = list(eos_ids), max_completion_length
         self.options = options
@@ -205,7 +213,15 @@ class Decoding:
         texts = decode(raw, skip_special_tokens=True)
         return list(zip(texts, raw, strict=True))
 
-    def scored(self, index: int, name: str, indices, completions: list, trainer_state, started: float) -> Evaluation:
+    def scored(
+        self,
+        index: int,
+        name: str,
+        indices: np.ndarray,
+        completions: list[tuple[str, list[int]]],
+        trainer_state: Any,
+        started: float,
+    ) -> Evaluation:
         """Score a member's completions of rows of the prompts.
 
         Args:
@@ -253,14 +269,25 @@ class Decoding:
         """
         raise NotImplementedError
 
-    def evaluate_member(self, index, member, sigma, name, indices, trainer_state=None, sampling=None) -> Evaluation:
+    def evaluate_member(
+        self,
+        index: int,
+        member: Member,
+        sigma: float,
+        name: str,
+        indices: np.ndarray,
+        trainer_state: Any = None,
+        sampling: tuple[int, int] | None = None,
+    ) -> Evaluation:
         """Evaluate one member in this process; index: its own, for errors; the rest as for `Engine.evaluate`."""
         started = time.process_time()
         rows, numbers = self._drawn(np.asarray(indices), sampling)
         completions = self._decode(name, rows, numbers, self.options.temperature, (member, sigma))
         return self.scored(index, name, rows, completions, trainer_state, started)
 
-    def generate_rows(self, name, indices, seed=0, draw=None, temperature=1.0) -> list[tuple[str, list[int]]]:
+    def generate_rows(
+        self, name: str, indices: np.ndarray, seed: int = 0, draw: int | None = None, temperature: float = 1.0
+    ) -> list[tuple[str, list[int]]]:
         """Return completions of the weights themselves, (text, ids) each, in this process.
 
         Args:
@@ -313,7 +340,16 @@ class Engine(Decoding):
     """how often something broke and was repaired so far, by name; the trainer logs what is not zero"""
 
     def __init__(
-        self, model, tokenizer, rewards, prompts, *, max_completion_length, options=PLAIN, weights=None, **law: Any
+        self,
+        model: Any,
+        tokenizer: Any,
+        rewards: Rewards | None,
+        prompts: Mapping[str, Prompts],
+        *,
+        max_completion_length: int,
+        options: Options = PLAIN,
+        weights: Weights | None = None,
+        **law: Any,
     ):
         super().__init__(tokenizer, rewards, prompts, _eos_ids(model, tokenizer), max_completion_length, options)
         self.model = model
@@ -335,7 +371,15 @@ class Engine(Decoding):
         """Batch plan of training, on which floating-point results depend."""
         raise NotImplementedError
 
-    def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None) -> list[Evaluation]:
+    def evaluate(
+        self,
+        members: Sequence[Member],
+        sigma: float,
+        name: str,
+        indices: np.ndarray,
+        trainer_state: Any = None,
+        sampling: tuple[int, int] | None = None,
+    ) -> list[Evaluation]:
         """Evaluate a population; every member decodes its prompts under one perturbation.
 
         Args:
@@ -354,7 +398,15 @@ class Engine(Decoding):
         """
         raise NotImplementedError
 
-    def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0) -> list[list[tuple[str, list[int]]]]:
+    def generate(
+        self,
+        name: str,
+        indices: np.ndarray | None = None,
+        *,
+        samples: int = 0,
+        seed: int = 0,
+        temperature: float = 1.0,
+    ) -> list[list[tuple[str, list[int]]]]:
         """Return completions of the weights themselves.
 
         Args:
@@ -440,7 +492,13 @@ class Engine(Decoding):
         """End what the engine has started."""
 
 
-def score(rewards: Rewards, prompts: Prompts, indices: np.ndarray, completions, trainer_state: Any = None) -> Scored:
+def score(
+    rewards: Rewards,
+    prompts: Prompts,
+    indices: np.ndarray,
+    completions: Sequence[tuple[str, list[int]]],
+    trainer_state: Any = None,
+) -> Scored:
     """Score completions of rows of the prompts, as strings or messages, whichever the prompts are."""
     texts = as_given(prompts, completions)
     columns = {key: [values[i] for i in indices] for key, values in prompts.columns.items()}
@@ -455,7 +513,7 @@ def as_given(prompts: Prompts, completions: Sequence[tuple[str, list[int]]]) -> 
     return [text for text, _ in completions]
 
 
-def _eos_ids(model, tokenizer) -> list[int]:
+def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
     """Return the end tokens of the model's configurations and of its tokenizer."""
     said = model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id
     ids = {int(i) for value in said if value is not None for i in np.atleast_1d(value)}

@@ -17,7 +17,8 @@ other rows. A product of few rows may be computed in another order than one of m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ _JOINED = {
 }
 
 
-def supports(config) -> str | None:
+def supports(config: Any) -> str | None:
     """Return None if the loop can decode a model of this configuration, else why not."""
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     activation = getattr(config, "hidden_act", None)
@@ -70,7 +71,7 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @torch.inference_mode()
-def rows_are_exact(config, weights: Mapping[str, Tensor], rows: int) -> bool:
+def rows_are_exact(config: Any, weights: Mapping[str, Tensor], rows: int) -> bool:
     """Return whether this CPU computes rows of the model's products alike in batches of `rows` and of fewer rows.
 
     Random numbers decide, for the shapes of one layer and the head, in batches of all multiples of `BLOCK` up to 64 and
@@ -89,7 +90,7 @@ def rows_are_exact(config, weights: Mapping[str, Tensor], rows: int) -> bool:
     return True
 
 
-def _products(config, weights: Mapping[str, Tensor], layers: int):
+def _products(config: Any, weights: Mapping[str, Tensor], layers: int) -> Iterator[tuple[str, Tensor]]:
     """Go over (name, matrix) of the products of a decoding step in the first layers, those of one input joined."""
     for i in range(layers):
         p = f"model.layers.{i}."
@@ -157,7 +158,14 @@ class Decoder:
 
     @torch.inference_mode()
     def __init__(
-        self, config, weights, eos_ids, pad_id: int, prefix=None, drop_rows=False, population: Population | None = None
+        self,
+        config: Any,
+        weights: Mapping[str, Tensor],
+        eos_ids: Iterable[int],
+        pad_id: int,
+        prefix: Tensor | None = None,
+        drop_rows: bool = False,
+        population: Population | None = None,
     ):
         if reason := supports(config):
             raise ValueError(f"the decoding loop does not cover this model: {reason}. Use decoder='generate'.")

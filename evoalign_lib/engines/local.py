@@ -23,6 +23,7 @@ import sys
 import time
 import warnings
 import weakref
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -41,6 +42,7 @@ from evoalign_lib.engines.decode import Decoder, kept, product_dtype, rows_are_e
 from evoalign_lib.engines.processes import one_thread, start_worker
 from evoalign_lib.low_rank import Population
 from evoalign_lib.precision import copy_to
+from evoalign_lib.rewards import Rewards
 
 __all__ = ["DECODERS", "LocalEngine", "Prompts"]
 
@@ -73,7 +75,18 @@ class LocalEngine(Engine):
             workers without a master, or what `Engine` raises.
     """
 
-    def __init__(self, model, tokenizer, rewards, prompts, *, chunk_rows=256, workers=1, decoder="auto", **common: Any):
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        rewards: Rewards | None,
+        prompts: Mapping[str, Prompts],
+        *,
+        chunk_rows: int = 256,
+        workers: int = 1,
+        decoder: str = "auto",
+        **common: Any,
+    ):
         if workers < 1 or chunk_rows < 1:
             raise ValueError(f"workers and chunk_rows must be at least 1, got {workers} and {chunk_rows}.")
         choose("decoder", decoder, DECODERS)

@@ -103,8 +103,14 @@ def shape(config: Any) -> Shape:
         output=layers * (q + biased) * h,
         mlp=layers * (3 * h * i + (2 * i + h) * getattr(config, "mlp_bias", False)),
         norms=layers * (2 * h + 2 * head_dim * (kind == "qwen3")) + h,
-        **{"layers": layers, "hidden": h, "intermediate": i, "heads": heads, "kv_heads": kv_heads},
-        **{"head_dim": head_dim, "vocabulary": config.vocab_size, "dtype": dtype},
+        layers=layers,
+        hidden=h,
+        intermediate=i,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocabulary=config.vocab_size,
+        dtype=dtype,
     )
 
 
