@@ -197,47 +197,40 @@ def read(
 # ---- one run a folder
 
 
-class FolderLock:
-    """The lock of an output_dir: one run trains in it at a time, over all processes and threads of the machine.
+@contextmanager
+def folder_lock(output_dir: str | os.PathLike[str]) -> Iterator[None]:
+    """Make an output_dir and hold its lock: one run trains in it at a time, over all processes and threads.
 
     It is the lock of a file beside the ledger, `.ledger.jsonl.lock`, which stays there. That of a process that was
     killed is free again; forked workers do not hold it.
 
-    Args:
-        output_dir: of the run.
+    Raises:
+        LedgerError: another run trains there.
+        OSError: nothing can be written there.
     """
-
-    def __init__(self, output_dir: str | os.PathLike[str]):
-        self.folder = Path(output_dir)
-        path = self.folder / f".{ledger.NAME}.lock"
-        self._lock = FileLock(path, timeout=_PATIENCE, fallback_to_soft=False, thread_local=False)
-
-    def take(self) -> None:
-        """Hold the lock, until `give_back`; make the folder.
-
-        Raises:
-            LedgerError: another run trains there.
-            OSError: nothing can be written there.
-        """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with interrupts_wait():
-                if not self._lock.is_locked:  # an interrupt may have come before `give_back`
-                    self._lock.acquire()
-        except Timeout as error:
-            what = f"another run trains in {str(self.folder)!r}"
-            raise ledger.LedgerError(f"{what}: use another output_dir, or end that run first.") from error
-        except OSError as error:
-            if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-                logger.warning("%s: this file system has no locks. Let no other run use the folder.", self.folder)
-                return
-            message = f"nothing can be written to this output_dir ({error.strerror}): name another one"
-            raise OSError(error.errno, message, str(self.folder)) from error
-
-    def give_back(self) -> None:
-        """Let other runs have the folder."""
+    folder = Path(output_dir)
+    lock = FileLock(folder / f".{ledger.NAME}.lock", timeout=_PATIENCE, fallback_to_soft=False)
+    try:
+        _acquire(lock, folder)
+        yield
+    finally:  # an interrupt may come as soon as it is held
         with interrupts_wait():
-            self._lock.release(force=True)
+            lock.release(force=True)
+
+
+def _acquire(lock: FileLock, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with interrupts_wait():
+            lock.acquire()
+    except Timeout as error:
+        what = f"another run trains in {str(folder)!r}"
+        raise ledger.LedgerError(f"{what}: use another output_dir, or end that run first.") from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            message = f"nothing can be written to this output_dir ({error.strerror}): name another one"
+            raise OSError(error.errno, message, str(folder)) from error
+        logger.warning("%s: this file system has no locks. Let no other run use the folder.", folder)
 
 
 # ---- resuming

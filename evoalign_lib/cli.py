@@ -81,9 +81,6 @@ def compare(
     a: Annotated[str, typer.Argument(help="One end: a folder, a LoRA adapter's folder, or a run's ledger.")],
     b: Annotated[str, typer.Argument(help="The other end.")],
     out: Annotated[str, typer.Option(help="Folder for figure and tables.")] = "compare",
-    alpha: Annotated[float | None, typer.Option(help="Step size of A, if it is an ES run without ledger.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Its steps whose population was not tied.")] = None,
-    population: Annotated[int | None, typer.Option(help="Its members per step.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace figure and tables that are there.")] = False,
 ) -> None:
     """Compare the weights of two models trained from one base, and say what a random direction would show as well."""
@@ -96,7 +93,7 @@ def compare(
     with refusals():
         import seaborn  # noqa: F401  # of an extra: missed before the weights are read, not when all is to be drawn
 
-        found = comparison.compare(base, a, b, alpha, steps, population)
+        found = comparison.compare(base, a, b)
         typer.echo(found.text())
         written = comparison.write(found, out)
     typer.echo("\n" + "\n".join(f"{path}" for path in written))

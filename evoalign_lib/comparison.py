@@ -179,43 +179,26 @@ class Comparison:
         return "\n\n".join([*parts, "\n".join(self.sentences())])
 
 
-def compare(
-    base: str | os.PathLike[str],
-    a: str | os.PathLike[str],
-    b: str | os.PathLike[str],
-    alpha: float | None = None,
-    steps: int | None = None,
-    population: int | None = None,
-) -> Comparison:
+def compare(base: str | os.PathLike[str], a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
     """Measure how two models moved from their base.
 
     Args:
         base, a, b: what `weights` opens; base is also that of adapters and ledgers.
-        alpha: step size of A with 1/sigma digested, weight units, where A is an ES run without its ledger.
-        steps: T_eff of A, the steps whose population was not tied.
-        population: N of A.
 
     Raises:
-        ValueError: what cannot be opened, other names or shapes, a part of A's settings, or settings beside a ledger.
-            All but a ledger of another base is found before anything is read.
+        ValueError: what cannot be opened, or other names or shapes. All but a ledger of another base is found before
+            anything is read.
     """
-    given = {"alpha": alpha, "steps": steps, "population": population}
-    missing = [name for name, value in given.items() if value is None]
-    if 0 < len(missing) < len(given):
-        raise ValueError(f"{' and '.join(missing)} missing: the norm of ES follows from alpha, steps and population")
     start, ends = weights(base), [weights(end, base) for end in (a, b)]
-    if not missing and ends[0].run is not None:
-        raise ValueError(f"{str(a)!r} is a ledger, which holds alpha, steps and population: leave the options out")
     geometry.check_same(start, *ends)
-    expected = [_expected(end) for end in ends]
-    if not missing:
-        d = sum(int(np.prod(shape)) for shape in start.shapes.values())
-        said = f"alpha {alpha:g}, T_eff {steps}, N {population}"
-        expected[0] = Expected(geometry.es_norm(alpha, d, steps, population), "alpha sqrt(d T_eff / N)", said, d)
-    runs = [end.run for end in ends if end.run is not None]
-    shared = len(runs) == 2 and len({run.header["run_key"] for run in runs}) == 1
-    dtypes = ends[0].dtypes, ends[1].dtypes
-    return Comparison((str(base), str(a), str(b)), geometry.measure(start, ends), tuple(expected), dtypes, shared)
+    one, other = ends
+    return Comparison(
+        sources=(str(base), str(a), str(b)),
+        tensors=geometry.measure(start, ends),
+        expected=(_expected(one), _expected(other)),
+        dtypes=(one.dtypes, other.dtypes),
+        shared_noise=bool(one.run and other.run) and one.run.header["run_key"] == other.run.header["run_key"],
+    )
 
 
 def _expected(end: StateDict) -> Expected | None:

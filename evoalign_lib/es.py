@@ -228,7 +228,6 @@ class ESTrainer(TrainerSurface):
         self.ledger: ledger.Ledger | None = None
         self._replayed = 0  # steps that are taken from the ledger
         self._parted = False  # whether weights and ledger may have parted
-        self._lock = _checkpoints.FolderLock(args.output_dir)
         self._due: list[Callable[[], object]] = []  # what still follows the last step
         self._completions: completions.Table | None = None  # of the last step that was evaluated, if they are shown
         self._tied_steps, self._tied_said = 0, False  # one after the other; whether it was said
@@ -451,15 +450,13 @@ class ESTrainer(TrainerSurface):
             self.rewards.check_timeout()
         started, first = time.time(), self.state.global_step
         try:
-            self._lock.take()
-            self._train(resume_from_checkpoint)
+            with _checkpoints.folder_lock(self.args.output_dir):
+                self._train(resume_from_checkpoint)
         except SystemExit as error:
             if error.code or self.state.global_step >= self.max_steps:  # a status of its own, or the run has finished
                 raise
             what = f"sys.exit() was called after step {self.state.global_step} of {self.max_steps}"
             raise RuntimeError(f"{what}: to end a run early set control.should_training_stop in a callback.") from error
-        finally:
-            self._lock.give_back()
         steps = self.state.global_step
         metrics = speed_metrics("train", started, num_steps=steps - first)
         rewards = [entry["reward"] for entry in self.state.log_history if "reward" in entry]
