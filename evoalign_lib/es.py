@@ -71,7 +71,7 @@ from evoalign_lib.engines import completions, open_engine
 from evoalign_lib.engines.base import Evaluation, Options, Prompts
 from evoalign_lib.engines.processes import gpus_here, world_size
 from evoalign_lib.rewards import KINDS, RewardFunction, Rewards, States, state_metrics
-from evoalign_lib.surface import ESProgress, TrainerSurface
+from evoalign_lib.surface import ESProgress, TrainerSurface, sets_of
 from evoalign_lib.update_rules import Member, generator, mean_reward
 
 logger = transformers.utils.logging.get_logger(__name__)
@@ -190,12 +190,10 @@ class ESTrainer(TrainerSurface):
         self._frozen = _adapters.frozen_digest(self.model, _adapters.moved(self.model))
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         prompts = {"train": Prompts(train_dataset, self.processing_class, args.chat_template_kwargs)}
-        if eval_dataset is not None:
-            several = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
-            for name, rows in several.items():
-                which = f"_{name}" if name else ""
-                prompts[f"eval{which}"] = self._tokenised(rows, f" {name!r}" if name else "")
-        self._eval_sets = [name for name in prompts if name != "train"]
+        self._eval_sets: dict[str, str] = {}  # name, "" for one alone -> that of its prompts in the engine
+        for name, suffix, rows in sets_of(eval_dataset) if eval_dataset is not None else ():
+            self._eval_sets[name] = f"eval{suffix}"
+            prompts[f"eval{suffix}"] = self._tokenised(rows, f" {name!r}" if name else "")
         if args.eval_strategy != "no" and not self._eval_sets:
             raise ValueError(f"eval_strategy={args.eval_strategy.value!r} needs an eval_dataset: give one.")
         self._check_best_metric()
@@ -268,7 +266,7 @@ class ESTrainer(TrainerSurface):
 
     def _check_best_metric(self) -> None:
         """Raise ValueError where the metric that says which step is best is of none of several evaluation sets."""
-        names = [name.removeprefix("eval_") for name in self._eval_sets if name != "eval"]
+        names = [name for name in self._eval_sets if name]
         given = self.args.metric_for_best_model or ""
         if names and given and not given.removeprefix("eval_").startswith(tuple(f"{name}_" for name in names)):
             raise ValueError(f"metric_for_best_model={given!r} is of no set of eval_dataset: say '{names[0]}_reward'.")

@@ -464,7 +464,7 @@ class LoopRollouts:
         import torch
 
         from evoalign_lib import _adapters
-        from evoalign_lib.engines.base import Prompts
+        from evoalign_lib.engines.base import Prompts, until_end
         from evoalign_lib.engines.decode import Decoder, rows_are_exact, supports
 
         model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
@@ -480,11 +480,9 @@ class LoopRollouts:
         decoder = Decoder(model.config, weights, ends, pad, prefix, self.drop_rows)
         ids, mask = torch.from_numpy(found.ids), torch.from_numpy(found.mask)
         written = decoder.generate(ids, mask, trainer.max_completion_length, multinomial=True).numpy()
-        ended = np.isin(written, ends)
-        lengths = np.where(ended.any(1), ended.argmax(1) + 1, written.shape[1])
         return {
             "prompt_ids": [row[known == 1].tolist() for row, known in zip(found.ids, found.mask, strict=True)],
-            "completion_ids": [row[:n].tolist() for row, n in zip(written, lengths, strict=True)],
+            "completion_ids": until_end(written, ends),
             "logprobs": None,  # TRL reads them for vLLM alone
         }
 

@@ -17,7 +17,7 @@ from transformers.trainer_utils import PredictionOutput, SaveStrategy
 
 from evoalign_lib import ledger, models, tiny
 from evoalign_lib._interrupts import interrupts_wait
-from evoalign_lib.checks import nearest
+from evoalign_lib.checks import choose
 from evoalign_lib.config import absent
 from evoalign_lib.engines import completions
 from evoalign_lib.engines.base import Prompts, as_given, score
@@ -90,17 +90,13 @@ class TrainerSurface:
     def _to_evaluate(self, dataset: Any) -> dict[str, str]:
         """Return the sets to evaluate on: name, "" for one alone -> that of its prompts in the engine."""
         if isinstance(dataset, str):
-            if f"eval_{dataset}" not in self._eval_sets:
-                names = [name.removeprefix("eval_") for name in self._eval_sets]
-                raise ValueError(f"no eval_dataset is called {dataset!r}; there are {names}.{nearest(dataset, names)}")
-            return {dataset: f"eval_{dataset}"}
-        if isinstance(dataset, Mapping):
-            return {name: self._given(rows, f"_{name}") for name, rows in dataset.items()}
+            choose("eval_dataset", dataset, self._eval_sets)
+            return {dataset: self._eval_sets[dataset]}
         if dataset is not None:
-            return {"": self._given(dataset)}
+            return {name: self._given(rows, suffix) for name, suffix, rows in sets_of(dataset)}
         if not self._eval_sets:
             raise ValueError("evaluate() needs an eval_dataset: give one to ESTrainer, or to evaluate().")
-        return {name.removeprefix("eval").removeprefix("_"): name for name in self._eval_sets}
+        return self._eval_sets
 
     def _given(self, rows: Rows, which: str = "") -> str:
         """Let the engine know rows that the trainer did not begin with; return the name of their prompts there."""
@@ -328,6 +324,13 @@ class TrainerSurface:
         if self._reward_state:
             light.reward_state = copy.deepcopy(self._reward_state)
         return light
+
+
+def sets_of(dataset: Rows | Mapping[str, Rows]) -> list[tuple[str, str, Rows]]:
+    """Return name, suffix of names in the engine, and rows of each set to evaluate on; a single one has no name."""
+    if isinstance(dataset, Mapping):
+        return [(name, f"_{name}", rows) for name, rows in dataset.items()]
+    return [("", "", dataset)]
 
 
 class ESProgress(ProgressCallback):

@@ -9,7 +9,7 @@ from evoalign_lib._adapters import check_nothing_frozen, is_adapted
 from evoalign_lib.checks import choose
 
 if TYPE_CHECKING:
-    from evoalign_lib.engines.base import Engine, Options
+    from evoalign_lib.engines.base import Engine
     from evoalign_lib.precision import Weights
 
 ENGINES = ("local", "vllm", "ray")
@@ -25,7 +25,6 @@ def open_engine(
     prompts: Mapping[str, Any],
     *,
     precision: str = "master",
-    options: Options | None = None,
     chunk_rows: int = 256,
     decoder: str = "auto",
     workers: int | None = None,
@@ -41,7 +40,7 @@ def open_engine(
 
     Args:
         engine: "local", "vllm" or "ray".
-        model, tokenizer, rewards, prompts, options: of `engines.base.Engine`.
+        model, tokenizer, rewards, prompts: of `engines.base.Engine`.
         precision: of the weights, with engine "local".
         chunk_rows, decoder: of `engines.local.LocalEngine`, where transformers or our loop decode.
         workers: processes of engine "local", or actors without GPUs; None: one per core (without a master: 1).
@@ -51,7 +50,7 @@ def open_engine(
         folder: where the model was loaded from, a folder or a name on the Hub; None: it was an object.
         load: the arguments of from_pretrained it was loaded with.
         weights: of the run, with engine "local" or adapters, where they exist already (of `engines.base.Engine`).
-        **common: max_completion_length, distribution, anchor_decay and rank of `engines.base.Engine`.
+        **common: max_completion_length, options, distribution, anchor_decay and rank of `engines.base.Engine`.
 
     Raises:
         ValueError: no such engine, GPUs that do not fall into copies of the model, frozen parameters with another
@@ -60,7 +59,6 @@ def open_engine(
     """
     choose("engine", engine, ENGINES)
     check_gpus(gpus, tensor_parallel)
-    common |= {} if options is None else {"options": options}
     if engine == "local":
         from evoalign_lib.engines import local, processes
 

@@ -150,6 +150,13 @@ def in_chunks(rows: np.ndarray, size: int, samples: int, serve: Callable[[list],
     return [[pair for _ in chunks for pair in next(done)] for _ in draws]
 
 
+def until_end(ids: np.ndarray, eos_ids: Sequence[int]) -> list[list[int]]:
+    """Return decoded ids, (rows, width), each row up to its first end token, which is included."""
+    ends = np.isin(ids, eos_ids)
+    lengths = np.where(ends.any(1), ends.argmax(1) + 1, ids.shape[1])
+    return [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)]
+
+
 class Decoding:
     """Evaluates members and generates for rows of the prompts, in whichever process, given what decodes them.
 
@@ -165,13 +172,7 @@ class Decoding:
     _noise: Any = None  # on the weights themselves, where not this process makes it
 
     def __init__(
-        self,
-        tokenizer: Any,
-        rewards: Rewards | None,
-        prompts: Mapping[str, Prompts],
-        eos_ids: Iterable[int],
-        max_completion_length: int,
-        options: Options = PLAIN,
+        self, tokenizer, rewards, prompts: Mapping[str, Prompts], eos_ids, max_completion_length: int, options=PLAIN
     ):
         self.tokenizer, self.rewards, self.prompts = tokenizer, rewards, dict(prompts)
         self.eos_ids, self.max_completion_length = list(eos_ids), max_completion_length
@@ -179,9 +180,7 @@ class Decoding:
 
     def until_end(self, ids: np.ndarray) -> list[list[int]]:
         """Return decoded ids, (rows, width), each row up to its end token or stop string, which is included."""
-        ends = np.isin(ids, self.eos_ids)
-        lengths = np.where(ends.any(1), ends.argmax(1) + 1, ids.shape[1])
-        return self.until_stop([row[:n].tolist() for row, n in zip(ids, lengths, strict=True)])
+        return self.until_stop(until_end(ids, self.eos_ids))
 
     def until_stop(self, raw: list[list[int]]) -> list[list[int]]:
         """Return ids of completions, each up to the token that completes a stop string, if there is one."""
@@ -214,13 +213,7 @@ class Decoding:
         return list(zip(texts, raw, strict=True))
 
     def scored(
-        self,
-        index: int,
-        name: str,
-        indices: np.ndarray,
-        completions: list[tuple[str, list[int]]],
-        trainer_state: Any,
-        started: float,
+        self, index: int, name: str, indices: np.ndarray, completions: list, trainer_state: Any, started: float
     ) -> Evaluation:
         """Score a member's completions of rows of the prompts.
 
@@ -270,14 +263,7 @@ class Decoding:
         raise NotImplementedError
 
     def evaluate_member(
-        self,
-        index: int,
-        member: Member,
-        sigma: float,
-        name: str,
-        indices: np.ndarray,
-        trainer_state: Any = None,
-        sampling: tuple[int, int] | None = None,
+        self, index: int, member: Member, sigma: float, name, indices: np.ndarray, trainer_state=None, sampling=None
     ) -> Evaluation:
         """Evaluate one member in this process; index: its own, for errors; the rest as for `Engine.evaluate`."""
         started = time.process_time()
@@ -340,16 +326,7 @@ class Engine(Decoding):
     """how often something broke and was repaired so far, by name; the trainer logs what is not zero"""
 
     def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        rewards: Rewards | None,
-        prompts: Mapping[str, Prompts],
-        *,
-        max_completion_length: int,
-        options: Options = PLAIN,
-        weights: Weights | None = None,
-        **law: Any,
+        self, model, tokenizer, rewards, prompts, *, max_completion_length: int, options=PLAIN, weights=None, **law: Any
     ):
         super().__init__(tokenizer, rewards, prompts, _eos_ids(model, tokenizer), max_completion_length, options)
         self.model = model
@@ -372,13 +349,7 @@ class Engine(Decoding):
         raise NotImplementedError
 
     def evaluate(
-        self,
-        members: Sequence[Member],
-        sigma: float,
-        name: str,
-        indices: np.ndarray,
-        trainer_state: Any = None,
-        sampling: tuple[int, int] | None = None,
+        self, members: Sequence[Member], sigma: float, name: str, indices: np.ndarray, trainer_state=None, sampling=None
     ) -> list[Evaluation]:
         """Evaluate a population; every member decodes its prompts under one perturbation.
 
@@ -399,13 +370,7 @@ class Engine(Decoding):
         raise NotImplementedError
 
     def generate(
-        self,
-        name: str,
-        indices: np.ndarray | None = None,
-        *,
-        samples: int = 0,
-        seed: int = 0,
-        temperature: float = 1.0,
+        self, name: str, indices: np.ndarray | None = None, *, samples: int = 0, seed: int = 0, temperature: float = 1.0
     ) -> list[list[tuple[str, list[int]]]]:
         """Return completions of the weights themselves.
 
@@ -493,11 +458,7 @@ class Engine(Decoding):
 
 
 def score(
-    rewards: Rewards,
-    prompts: Prompts,
-    indices: np.ndarray,
-    completions: Sequence[tuple[str, list[int]]],
-    trainer_state: Any = None,
+    rewards: Rewards, prompts: Prompts, indices: np.ndarray, completions: Sequence, trainer_state: Any = None
 ) -> Scored:
     """Score completions of rows of the prompts, as strings or messages, whichever the prompts are."""
     texts = as_given(prompts, completions)

@@ -126,6 +126,14 @@ def kept(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     return logits if top_p == 1 else TopPLogitsWarper(top_p)(None, logits)
 
 
+def inverted(logits: Tensor, uniforms: Tensor) -> Tensor:
+    """Return a token of each row, drawn by inversion of the distribution function with its number in [0, 1)."""
+    cumulative = logits.softmax(-1).cumsum(-1)
+    # the last value of the cumulative sum may be just below 1: scale the number, never run off the end
+    token = (cumulative <= uniforms[:, None] * cumulative[:, -1:]).sum(-1)
+    return token.clamp_(max=logits.shape[-1] - 1)
+
+
 def _drawn(logits: Tensor, active: Tensor, rows: int) -> Tensor:
     """Return tokens of the active rows, drawn as transformers draws those of all rows of a batch.
 
@@ -321,10 +329,7 @@ class Decoder:
             token = torch.empty(len(logits), dtype=torch.int64)
             _decode_cpu.argmax(logits.numpy(), token.numpy())
             return token
-        cumulative = logits.softmax(-1).cumsum(-1)
-        # the last value of the cumulative sum may be just below 1: scale the number, never run off the end
-        token = (cumulative <= uniforms[:, None] * cumulative[:, -1:]).sum(-1)
-        return token.clamp_(max=logits.shape[-1] - 1)
+        return inverted(logits, uniforms)
 
     def _add_norm(self, x: Tensor, change: Tensor, name: str, owners: np.ndarray) -> Tensor:
         """Add change to x in place; return x / rms(x) * gain, with the gains of each row's member."""

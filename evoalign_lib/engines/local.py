@@ -23,7 +23,6 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -38,11 +37,10 @@ from evoalign_lib._adapters import base_of, dense, not_dense, quantisation_of
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.checks import choose
 from evoalign_lib.engines.base import Engine, Options, Prompts, in_chunks
-from evoalign_lib.engines.decode import Decoder, kept, product_dtype, rows_are_exact, supports
+from evoalign_lib.engines.decode import Decoder, inverted, kept, product_dtype, rows_are_exact, supports
 from evoalign_lib.engines.processes import one_thread, start_worker
 from evoalign_lib.low_rank import Population
 from evoalign_lib.precision import copy_to
-from evoalign_lib.rewards import Rewards
 
 __all__ = ["DECODERS", "LocalEngine", "Prompts"]
 
@@ -75,18 +73,7 @@ class LocalEngine(Engine):
             workers without a master, or what `Engine` raises.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        rewards: Rewards | None,
-        prompts: Mapping[str, Prompts],
-        *,
-        chunk_rows: int = 256,
-        workers: int = 1,
-        decoder: str = "auto",
-        **common: Any,
-    ):
+    def __init__(self, model, tokenizer, rewards, prompts, *, chunk_rows=256, workers=1, decoder="auto", **common: Any):
         if workers < 1 or chunk_rows < 1:
             raise ValueError(f"workers and chunk_rows must be at least 1, got {workers} and {chunk_rows}.")
         choose("decoder", decoder, DECODERS)
@@ -277,9 +264,7 @@ class LocalEngine(Engine):
         def invert(input_ids: Tensor, scores: Tensor) -> Tensor:
             """Sample by inversion of the distribution function with given numbers, as the loop does."""
             scores = scores.float() if temperature == 1 else scores.float() / temperature
-            cumulative = kept(scores, options.top_k, options.top_p).softmax(-1).cumsum(-1)
-            u = uniforms[:, input_ids.shape[1] - width, None] * cumulative[:, -1:]
-            token = (cumulative <= u).sum(-1).clamp_(max=scores.shape[-1] - 1)
+            token = inverted(kept(scores, options.top_k, options.top_p), uniforms[:, input_ids.shape[1] - width])
             return torch.full_like(scores, -torch.inf).scatter_(1, token[:, None], 0.0)
 
         def stop(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:

@@ -39,12 +39,11 @@ import numpy as np
 import torch
 
 from evoalign_lib import models, precision
-from evoalign_lib.engines.base import Engine, Evaluation, Prompts, in_chunks
+from evoalign_lib.engines.base import Engine, Evaluation, in_chunks
 from evoalign_lib.engines.local import LocalEngine
 from evoalign_lib.engines.processes import default_workers
 from evoalign_lib.engines.proof import WrongWeights, prove
 from evoalign_lib.engines.vllm import Generator, VLLMDecoding, VLLMEngine
-from evoalign_lib.rewards import Rewards
 from evoalign_lib.update_rules import Member
 
 logger = logging.getLogger(__name__)
@@ -87,17 +86,7 @@ class RayEngine(Engine):
     workers = 0
 
     def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        rewards: Rewards | None,
-        prompts: Mapping[str, Prompts],
-        *,
-        workers: int | None = None,
-        gpus: int = 0,
-        folder: str | None = None,
-        load: Mapping[str, Any] | None = None,
-        **alike: Any,
+        self, model, tokenizer, rewards, prompts, *, workers=None, gpus=0, folder: str | None = None, load=None, **alike
     ):
         _ray()
         own = {name: alike.pop(name) for name in _OF_ACTORS if name in alike}

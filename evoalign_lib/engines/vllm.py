@@ -45,10 +45,9 @@ from evoalign_lib import checks
 from evoalign_lib._adapters import base_of, lora_layers
 from evoalign_lib.engines import processes
 from evoalign_lib.engines._vllm_worker import DRIVER, NotMapped, prepare
-from evoalign_lib.engines.base import PLAIN, Decoding, Engine, Evaluation, Options, Prompts
+from evoalign_lib.engines.base import PLAIN, Decoding, Engine, Evaluation, Options
 from evoalign_lib.engines.memory import MEMBERS_A_BATCH, held_parameters, padded_rank, room_beside_master
 from evoalign_lib.engines.proof import WrongWeights, compare, prove
-from evoalign_lib.rewards import Rewards
 from evoalign_lib.update_rules import Member
 
 STATED_OF_ENGINES = {"skip_tokenizer_init": True, "generation_config": "vllm", "trust_remote_code": False, "seed": 0}
@@ -364,18 +363,7 @@ class VLLMEngine(VLLMDecoding, Engine):
     The first call that generates starts vLLM.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        rewards: Rewards | None,
-        prompts: Mapping[str, Prompts],
-        *,
-        folder: str | None = None,
-        tensor_parallel: int = 1,
-        settings: Mapping[str, Any] | None = None,
-        **common: Any,
-    ):
+    def __init__(self, model, tokenizer, rewards, prompts, *, folder=None, tensor_parallel=1, settings=None, **common):
         _check_temperature(common.get("options", PLAIN).temperature)
         super().__init__(model, tokenizer, rewards, prompts, **common | {"threads": processes.cores()})
         self.folder, self._anchor_decay = folder, common.get("anchor_decay", 0.0)
@@ -494,9 +482,7 @@ class AdapterEngine(VLLMEngine):
 
     perturbed = Engine.perturbed  # the weights here, from which adapters are made
 
-    def __init__(
-        self, model: Any, tokenizer: Any, rewards: Rewards | None, prompts: Mapping[str, Prompts], **settings: Any
-    ):
+    def __init__(self, model, tokenizer, rewards, prompts, **settings: Any):
         self._layers = lora_layers(model)
         (self._active,) = model.active_adapters
         self._rank = padded_rank(max(len(layer.lora_A[self._active].weight) for layer in self._layers.values()))
@@ -600,9 +586,7 @@ class PushedEngine(VLLMDecoding, Engine):
     llm: Any = None
     perturbed = Engine.perturbed  # the weights here, which vLLM gets
 
-    def __init__(
-        self, model: Any, tokenizer: Any, prompts: Mapping[str, Prompts], *, max_completion_length: int, folder: str
-    ):
+    def __init__(self, model, tokenizer, prompts, *, max_completion_length: int, folder: str):
         super().__init__(model, tokenizer, None, prompts, max_completion_length=max_completion_length)
         self.folder = folder
         self.settings: dict[str, Any] = {}
