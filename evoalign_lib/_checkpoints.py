@@ -16,18 +16,17 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
-from evoalign_lib import ledger
+from evoalign_lib import files, ledger
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib._ledger_lines import BEGIN, with_defaults
 from evoalign_lib.files import replace_bytes, sync_folder
@@ -208,29 +207,23 @@ def folder_lock(output_dir: str | os.PathLike[str]) -> Iterator[None]:
         LedgerError: another run trains there.
         OSError: nothing can be written there.
     """
-    folder = Path(output_dir)
-    lock = FileLock(folder / f".{ledger.NAME}.lock", timeout=_PATIENCE, fallback_to_soft=False)
+    folder, held = Path(output_dir), ExitStack()
     try:
-        _acquire(lock, folder)
+        try:
+            with interrupts_wait():
+                held.enter_context(files.locked(folder / ledger.NAME, wait=_PATIENCE))
+        except BlockingIOError as error:
+            what = f"another run trains in {str(folder)!r}"
+            raise ledger.LedgerError(f"{what}: use another output_dir, or end that run first.") from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                message = f"nothing can be written to this output_dir ({error.strerror}): name another one"
+                raise OSError(error.errno, message, str(folder)) from error
+            logger.warning("%s: this file system has no locks. Let no other run use the folder.", folder)
         yield
-    finally:  # an interrupt may come as soon as it is held
+    finally:  # an interrupt may come as soon as the lock is held
         with interrupts_wait():
-            lock.release(force=True)
-
-
-def _acquire(lock: FileLock, folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with interrupts_wait():
-            lock.acquire()
-    except Timeout as error:
-        what = f"another run trains in {str(folder)!r}"
-        raise ledger.LedgerError(f"{what}: use another output_dir, or end that run first.") from error
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-            message = f"nothing can be written to this output_dir ({error.strerror}): name another one"
-            raise OSError(error.errno, message, str(folder)) from error
-        logger.warning("%s: this file system has no locks. Let no other run use the folder.", folder)
+            held.close()
 
 
 # ---- resuming

@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 
 @contextmanager
-def locked(path: str | os.PathLike[str], wait: bool = True) -> Iterator[None]:
+def locked(path: str | os.PathLike[str], wait: float = -1) -> Iterator[None]:
     """Hold the lock of a file or folder: one holder at a time, over all processes and threads of the machine.
 
     The lock is a file `.<name>.lock` beside the path, made with its folder. It may stay there after the block (deleting
@@ -25,10 +25,10 @@ def locked(path: str | os.PathLike[str], wait: bool = True) -> Iterator[None]:
 
     Args:
         path: of what is locked; it need not exist.
-        wait: whether to wait for another holder to finish.
+        wait: seconds to wait for another holder to finish; below 0: until it does.
 
     Raises:
-        BlockingIOError: another holder has it, and `wait` is false.
+        BlockingIOError: another holder still has it after that time.
         OSError: the file system has no locks.
     """
     path = Path(path)
@@ -36,7 +36,7 @@ def locked(path: str | os.PathLike[str], wait: bool = True) -> Iterator[None]:
     # a lock by mere existence of a file, filelock's fall-back, would outlive a killed process
     lock = FileLock(path.with_name(f".{path.name}.lock"), fallback_to_soft=False)
     try:
-        lock.acquire(timeout=-1 if wait else 0, poll_interval=0.002)
+        lock.acquire(timeout=wait, poll_interval=0.002)
     except Timeout as error:
         raise BlockingIOError(f"{path} is locked by another process: wait for it, or end it.") from error
     try:

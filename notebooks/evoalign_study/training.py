@@ -117,7 +117,7 @@ def workplace(folder: Path | None) -> Iterator[Path]:
         return
     with ExitStack() as held:
         try:
-            held.enter_context(files.locked(folder, wait=False))
+            held.enter_context(files.locked(folder, wait=0))
         except BlockingIOError as error:
             raise RuntimeError(f"another process trains in {folder}: wait for it, or end it.") from error
         if (folder / _SETTLED).exists():  # asked for again: nothing of the finished run may stand in for it

@@ -21,15 +21,15 @@ def test_a_lock_has_one_holder_and_a_killed_one_gives_it_back(tmp_path):
     holder = fork(hold, path, said)
     assert os.read(heard, 4) == b"held"
     with pytest.raises(BlockingIOError, match=r"records\.jsonl is locked by another process: wait"):
-        with locked(path, wait=False):
+        with locked(path, wait=0):
             pass
-    with locked(path.with_name("other.jsonl"), wait=False):  # another file has another lock
+    with locked(path.with_name("other.jsonl"), wait=0):  # another file has another lock
         pass
     os.kill(holder, signal.SIGKILL)
     wait(holder)
-    with pytest.raises(KeyError), locked(path, wait=False):
+    with pytest.raises(KeyError), locked(path, wait=0):
         raise KeyError
-    with locked(path, wait=False):  # a block that fails gives it back, too
+    with locked(path, wait=0):  # a block that fails gives it back, too
         assert not path.exists()
     assert {file.name for file in path.parent.iterdir()} <= {".records.jsonl.lock", ".other.jsonl.lock"}
 
