@@ -83,7 +83,7 @@ def tokenizer_of(folder: str, **origin: Any) -> Any:
     """
     from transformers import AutoTokenizer
 
-    lacking = f"no tokenizer lies beside the model {folder!r}: save it there, or give it with the model. "
+    lacking = f"no tokenizer lies beside the model {folder!r}: save it there, or give it as processing_class. "
     lacking += "A tokenizer.model without tokenizer.json needs the package sentencepiece."
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **origin)
