@@ -163,7 +163,7 @@ def _taken(settings: Settings, names: Sequence[str]) -> dict[str, Any]:
         require(taken.get(name, least) >= least, f"{name}={taken.get(name)}: take at least {least}.")
     for name in {"scaling_workers", "scaling_gpus"} & taken.keys():
         values = list(taken[name])
-        rising = values == sorted(set(values)) and values[:1] == [1] != values
+        rising = len(values) > 1 and values[0] == 1 and values == sorted(set(values))
         require(rising, f"{name}={values}: give 1 and, rising, at least one more.")
     return taken
 

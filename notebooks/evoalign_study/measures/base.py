@@ -72,9 +72,8 @@ def read_beside(path: Path, sha256: str, unpacked: Callable[[bytes], bytes] = by
         raise FileNotFoundError(f"{path} is not there: texts stay on the machine that made them, copy the file here.")
     data = unpacked(path.read_bytes())
     digest = hashlib.sha256(data).hexdigest()
-    require(
-        digest == sha256, f"{path} has the SHA-256 {digest:.16}..., not {sha256:.16}...: take the record's own file."
-    )
+    other = f"{path} has the SHA-256 {digest:.16}..., not {sha256:.16}..."
+    require(digest == sha256, f"{other}: take the record's own file.")
     return data
 
 
