@@ -21,7 +21,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evoalign_lib.checks import choose
+from evoalign_lib.checks import choose, require
 from evoalign_lib.files import canonical_json, locked, replace_text
 from evoalign_study import claims, execution, paths, provenance, rendering, style
 from evoalign_study.claims import Verdict
@@ -84,8 +84,7 @@ def answers(sentences: Mapping[str, str]) -> Shown:
     Raises:
         ValueError: no sentences.
     """
-    if not sentences:
-        raise ValueError("no answers: give question -> sentence, such as the study's answers(run, records)")
+    require(sentences, "no answers: give question -> sentence, such as the study's answers(run, records)")
     plain = "\n".join(f"{question}\n    {answer}" for question, answer in sentences.items())
     return Shown(({"text/html": rendering.html_answers(sentences), "text/plain": plain}, {}))
 
@@ -123,8 +122,7 @@ class Store:
             KeyError: a record without provenance.
         """
         choose("scale", scale, SCALES)
-        if not records:
-            raise ValueError(f"no records for {notebook} at scale {scale}: an artefact needs the runs it is drawn from")
+        require(records, f"no records for {notebook} at scale {scale}: an artefact needs the runs it is drawn from")
         self.notebook, self.scale = notebook, scale
         redirect = os.environ.get("EVOALIGN_ARTIFACTS")
         if not redirect and not fresh and scale != "smoke":
@@ -213,8 +211,8 @@ class Store:
             ValueError: a name of anything but letters, which TeX does not allow; nothing is written then.
         """
         for name in numbers:
-            if not re.fullmatch("[A-Za-z]+", name):
-                raise ValueError(f"number {name!r}: the name of a TeX macro has letters only, such as GainGreedy")
+            letters = re.fullmatch("[A-Za-z]+", name)
+            require(letters, f"number {name!r}: the name of a TeX macro has letters only, such as GainGreedy")
         suffix = "Full" if self.scale == "full" else ""
         texts = {name + suffix: format(value, fmt) for name, (value, fmt) in numbers.items()}
         stem = f"numbers_{self.notebook}" + ("_full" if self.scale == "full" else "")
@@ -224,10 +222,10 @@ class Store:
         replace_text(self.generated / f"{stem}.tex", rendering.tex_numbers(texts))
 
     def _name(self, name: str) -> str:
-        if not re.fullmatch("[a-z0-9_]+", name):
-            raise ValueError(f"artefact name {name!r}: use lower-case letters, digits and _, it becomes a file name")
-        if name in ("claims", "manifest") or name.startswith("numbers_"):
-            raise ValueError(f"artefact name {name!r} belongs to a generated file of that name: use another")
+        plain, what = re.fullmatch("[a-z0-9_]+", name), f"artefact name {name!r}"
+        require(plain, f"{what}: use lower-case letters, digits and _, it becomes a file name")
+        free = name not in ("claims", "manifest") and not name.startswith("numbers_")
+        require(free, f"{what} belongs to a generated file of that name: use another")
         return name + ("_full" if self.scale == "full" else "")
 
     def _caption(self, caption: str, published: bool = False, of: str = "") -> str:
@@ -245,11 +243,9 @@ class Store:
             manifest = _read_manifest(path)
             for name in names:
                 owner = manifest["artefacts"].get(name, entry)
-                if any(owner[key] != entry[key] for key in ("notebook", "scale", "kind")):
-                    raise ValueError(
-                        f"{name!r} is already a {owner['kind']} of {owner['notebook']} at {owner['scale']}: use "
-                        "another name"
-                    )
+                said = f"{name!r} is already a {owner['kind']} of {owner['notebook']} at {owner['scale']}"
+                own = all(owner[key] == entry[key] for key in ("notebook", "scale", "kind"))
+                require(own, f"{said}: use another name")
                 manifest["artefacts"][name] = entry | {"records": None if published else self._record_hash}
             manifest["records"][self._record_hash] = self._provenance
             _write_manifest(path, manifest)
@@ -426,17 +422,11 @@ def lost_from_history() -> list[str]:
 
 def _compare(notebook: str, folder: Path) -> list[str]:
     """Return how a notebook's artefacts, just drawn into a folder, differ from the committed ones."""
-    drawn, committed = (
-        _entries(place / "manifest.json", notebook) for place in (folder / "generated", paths.GENERATED)
+    committed, drawn = (
+        _entries(place / "manifest.json", notebook) for place in (paths.GENERATED, folder / "generated")
     )
-    problems = []
-    for name in sorted(drawn.keys() | committed.keys()):
-        if name not in committed:
-            problems.append(f"manifest.json: {name} of {notebook} is missing")
-        elif name not in drawn:
-            problems.append(f"manifest.json: {name} is extra, {notebook} no longer makes it")
-        elif parts := [key for key, value in drawn[name].items() if value != committed[name].get(key)]:
-            problems.append(f"manifest.json: {name} of {notebook} differs in {', '.join(parts)}")
+    difference = rendering.first_difference(*map(rendering.pretty_json, (committed, drawn)))
+    problems = [f"manifest.json, its entries of {notebook}, differs: {difference}"] if difference else []
     return problems + _compare_files(folder, sorted({file for entry in drawn.values() for file in entry["files"]}))
 
 
@@ -450,9 +440,7 @@ def _compare_files(folder: Path, files: Iterable[str]) -> list[str]:
         elif file.endswith(_PICTURES):
             if _sha256(committed) not in (pictures.get(file), _sha256(drawn)):
                 problems.append(f"{file} {_REPLACED}")
-        elif difference := rendering.first_difference(
-            *(each.read_text(encoding="utf-8") for each in (committed, drawn))
-        ):
+        elif difference := rendering.first_difference(*(p.read_text(encoding="utf-8") for p in (committed, drawn))):
             problems.append(f"{file} differs: {difference}")
     return problems
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from evoalign_lib import ledger, models, tiny
 from evoalign_lib.analysis import kl
+from evoalign_lib.checks import require
 from evoalign_lib.engines import open_engine
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.engines.vllm import PushedEngine
@@ -201,8 +202,8 @@ def place_of(digest: str) -> Path:
     if known is None or not Path(known).exists():
         where = "this process was not told where it is" if known is None else f"{known} is gone"
         raise FileNotFoundError(f"SHA-256 {digest}...: {where}. Make the specs again with the path of what has it.")
-    if (now := _digest(Path(known))) != digest:
-        raise ValueError(f"{known} has changed: its SHA-256 is {now}, not {digest}. Restore it, or make new specs.")
+    now = _digest(Path(known))
+    require(now == digest, f"{known} has changed: its SHA-256 is {now}, not {digest}. Restore it, or make new specs.")
     return Path(known)
 
 
@@ -229,8 +230,8 @@ def know_end(path: str | os.PathLike[str]) -> str:
     place = Path(path).expanduser()
     if not place.exists():
         raise FileNotFoundError(f"{str(path)!r} is no model's folder, nor a ledger: give the path of one.")
-    if place.is_file() and not place.name.endswith((".jsonl", ".jsonl.gz")):
-        raise ValueError(f"the end of training {str(path)!r} is no ledger (.jsonl, .jsonl.gz): give one, or a folder.")
+    fits = place.is_dir() or place.name.endswith((".jsonl", ".jsonl.gz"))
+    require(fits, f"the end of training {str(path)!r} is no ledger (.jsonl, .jsonl.gz): give one, or a folder.")
     return _remembered(place)
 
 

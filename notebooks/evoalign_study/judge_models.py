@@ -16,12 +16,13 @@ any.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from evoalign_lib import judges, models, reward_models
-from evoalign_lib.checks import choose
+from evoalign_lib.checks import choose, require
 from evoalign_lib.judges import ChatJudge, Endpoint, EndpointError, Judged, Pair
 from evoalign_lib.reward_models import HTTPScorer, RewardModel, ScorerError, ScorerGone
 from evoalign_lib.rewards import RewardOutage
@@ -78,10 +79,10 @@ def fields(settings: Settings) -> dict[str, Any]:
     names = [name.strip() for name in str(settings.get("held_out") or "").split(",") if name.strip()]
     held = [_judge(name, settings) for name in names]
     for i, one in enumerate(held):
-        if _weights(one) in map(_weights, trains):
-            raise ValueError(f"judge: {one.name!r} trains the run, and is held out of nothing: give another one.")
-        if (one.digest, one.text) in [(other.digest, other.text) for other in held[:i]]:
-            raise ValueError(f"judge: {one.name!r} is given twice.")
+        apart = _weights(one) not in map(_weights, trains)
+        require(apart, f"judge: {one.name!r} trains the run, and is held out of nothing: give another one.")
+        before = [(other.digest, other.text) for other in held[:i]]
+        require((one.digest, one.text) not in before, f"judge: {one.name!r} is given twice.")
     loaded = [one for one in (*trains, *held) if one.loaded]
     _check_read(loaded, settings)
     if loaded and not base_models.is_local(settings):
@@ -120,8 +121,7 @@ def _is_address(name: str) -> bool:
 
 def _scorer(role: str, name: str, settings: Settings) -> Model:
     parameter = "judge" if role == "held_out" else f"{role}_model"
-    if not name:
-        raise ValueError(f"{parameter} is not set: give a folder, a name on the Hub, or the address of a server.")
+    require(name, f"{parameter} is not set: give a folder, a name on the Hub, or the address of a server.")
     try:
         if _is_address(name):
             identity = _identity(name)
@@ -184,8 +184,8 @@ def _check_endpoint(endpoint: Endpoint) -> None:
 def _device(settings: Settings) -> str:
     """The device of what the run loads."""
     device = str(settings.get("scorer_device") or "cpu")
-    if device != "cpu" and not (device.startswith("cuda:") and device[5:].isdecimal()):
-        raise ValueError(f"scorer_device={device!r}: give 'cpu', or a GPU with its number, such as 'cuda:1'.")
+    known = re.fullmatch(r"cpu|cuda:\d+", device)
+    require(known, f"scorer_device={device!r}: give 'cpu', or a GPU with its number, such as 'cuda:1'.")
     return device
 
 
@@ -200,9 +200,9 @@ def _check_read(loaded: Sequence[Model], settings: Settings) -> None:
         choose("scorer_dtype", settings["scorer_dtype"], DTYPES)
     read = {f"{one.role}_text" for one in loaded} | (set(_OF_LOADED) if loaded else set())
     for name in (*_OF_LOADED, *(f"{role}_text" for role in (*SIDES, "held_out"))):
-        if settings.get(name) and name not in read and settings[name] != "cpu":
-            shown = name.replace("held_out", "judge")
-            raise ValueError(f"{shown}={settings[name]!r}: no model that the run loads reads it. Leave it out.")
+        value, shown = settings.get(name), name.replace("held_out", "judge")
+        fits = not value or name in read or value == "cpu"
+        require(fits, f"{shown}={value!r}: no model that the run loads reads it. Leave it out.")
 
 
 # ---- scorers
@@ -272,9 +272,8 @@ def _address(one: Model) -> str:
 
 
 def _check_same(one: Model, digest: str) -> None:
-    if digest != one.digest:
-        now = f"the {one.role} model {one.name!r} is another one now ({digest}, in the spec {one.digest})"
-        raise ValueError(f"{now}: restore it, or make the specs again.")
+    now = f"the {one.role} model {one.name!r} is another one now ({digest}, in the spec {one.digest})"
+    require(digest == one.digest, f"{now}: restore it, or make the specs again.")
 
 
 # ---- chat judges

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evoalign_lib import arms, tiny
-from evoalign_lib.checks import nearest
+from evoalign_lib.checks import nearest, require
 from evoalign_study.kinds.decode import decoding_specs
 from evoalign_study.kinds.train import train_specs
 from evoalign_study.records import Record, Spec, spec_hash
@@ -78,8 +78,8 @@ class Loader:
         """
         self._notebook, self._run, self._groups = notebook, run, groups
         self.records: dict[str, list[Record]] = {}
-        if run.retrain and not run.force:
-            raise ValueError(f"retrain={run.retrain!r} does nothing by itself: set force=True, too.")
+        alone = run.retrain and not run.force
+        require(not alone, f"retrain={run.retrain!r} does nothing by itself: set force=True, too.")
         self.names = tuple(self.specs())
         for name in run.retrain:
             _check_name(f"retrain={run.retrain!r}", name, self.names)
@@ -257,5 +257,5 @@ def _seeds_in_words(specs: Sequence[Spec]) -> str:
 
 
 def _check_name(what: str, name: str, known: Collection[str]) -> None:
-    if name not in known:
-        raise ValueError(f"{what}: there is no group {name!r}.{nearest(name, known)} Known: {', '.join(known)}.")
+    hint = f"{nearest(name, known)} Known: {', '.join(known)}."
+    require(name in known, f"{what}: there is no group {name!r}.{hint}")

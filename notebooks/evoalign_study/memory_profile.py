@@ -12,7 +12,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +41,15 @@ class Allocations(TorchDispatchMode):
         self.at_peak: dict[str, int] = {}
         """component -> bytes at the peak"""
         self._peak = 0
-        self._context = ExitStack()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._saved, lambda tensor: tensor)
 
     def __enter__(self):
-        self._context.enter_context(torch.autograd.graph.saved_tensors_hooks(self._saved, lambda tensor: tensor))
+        self._hooks.__enter__()
         return super().__enter__()
 
     def __exit__(self, *raised):
         super().__exit__(*raised)
-        self._context.close()
+        self._hooks.__exit__(*raised)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]

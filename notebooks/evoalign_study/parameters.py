@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from evoalign_lib.checks import nearest
+from evoalign_lib.checks import nearest, require
 from evoalign_lib.engines import ENGINES
 from evoalign_study import provenance, sweep
 
@@ -51,8 +51,8 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
     if missing := [name for name in PARAMETERS if name not in namespace]:
         raise ValueError(f"parameter {missing[0]!r} is not set: run the parameters cell first.")
     scale = namespace["scale"]
-    if scale not in list(presets):
-        raise ValueError(f"unknown scale={scale!r}: use one of {', '.join(presets)}.{nearest(scale, presets, 0.0)}")
+    hint = f"use one of {', '.join(presets)}.{nearest(scale, presets, 0.0)}"
+    require(scale in list(presets), f"unknown scale={scale!r}: {hint}")
     settings = dict(presets[scale])
     for name, default in (_COMMON | settings).items():  # papermill gives truth values as texts
         if isinstance(default, bool) and namespace.get(name) in ("true", "false"):
@@ -61,10 +61,10 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
     _check(given, presets)
     settings |= {name: value for name, value in given.items() if name in settings}
     engine, gpus, model = (namespace[name] for name in ("engine", "gpus", "model"))
-    if gpus and engine == "local":
-        raise ValueError(f"gpus={gpus!r}: engine 'local' runs on CPU cores only, set gpus=0.")
-    if scale != "full" and (engine != "local" or model):
-        raise ValueError(f"engine={engine!r}, model={model!r}: scale {scale!r} has engine 'local' and its own models.")
+    local = engine == "local"
+    require(not (gpus and local), f"gpus={gpus!r}: engine 'local' runs on CPU cores only, set gpus=0.")
+    own = scale == "full" or (local and not model)
+    require(own, f"engine={engine!r}, model={model!r}: scale {scale!r} has engine 'local' and its own models.")
     aside = scale == "smoke" or any(bool(namespace[name]) for name in ("force", "seeds", "model"))
     aside |= settings != dict(presets[scale])
     namespace["_parameters_checked"] = check_parameters

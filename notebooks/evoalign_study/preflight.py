@@ -14,14 +14,14 @@ assumptions; of hours a plan says nothing: time one step of a run.
 3. The process that drives a run keeps on the CPU the loaded model, the float32 master and a copy of it from the start;
    of a gradient arm each process does.
 4. Every completion is as long as it may be, and a prompt has the tokens that its task says (`Measures.prompt_tokens`).
-5. Of the models beside the policy (`Measures.companions`) the weights are named alone. They are loaded before a run
+5. Of the models beside the policy (`judge_models`) the weights are named alone. They are loaded before a run
    trains: what does not fit fails at once.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, prod
@@ -32,6 +32,7 @@ from evoalign_lib import arms, footprint, tiny
 from evoalign_lib.engines import memory
 from evoalign_lib.engines.memory import CannotCount, Shape
 from evoalign_study import base_models, measures, trainers
+from evoalign_study.records import Spec
 
 GIB = 2**30
 GPU_GIB = 80.0
@@ -43,6 +44,7 @@ CONCURRENT = 256
 """Rows decoded at once by an engine: vLLM's max_num_seqs, and `ESConfig.chunk_rows`."""
 _OF_VLLM = ("rollout copy", "reserve (assumed)", "KV cache")
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ROLES = {"reward": "reward model", "cost": "cost model", "held_out": "judge"}
 
 Memory = dict[str, float]
 """Component -> bytes."""
@@ -117,13 +119,7 @@ def _gib(parts: Memory) -> float:
 
 
 def plan(
-    config: Any,
-    spec: Mapping[str, Any],
-    *,
-    gpus: int = 1,
-    gpu_gib: float = GPU_GIB,
-    host_gib: float | None = None,
-    runs: int = 1,
+    config: Any, spec: Spec, *, gpus: int = 1, gpu_gib: float = GPU_GIB, host_gib: float | None = None, runs: int = 1
 ) -> Plan:
     """Plan one run of training, or of sampling.
 
@@ -162,7 +158,7 @@ def plan(
 
 
 def _place_members(
-    model: Shape, spec: Mapping[str, Any], work: footprint.Work, gpus: int, gpu_gib: float, completions: int
+    model: Shape, spec: Spec, work: footprint.Work, gpus: int, gpu_gib: float, completions: int
 ) -> dict[str, Any]:
     """The smallest tensor parallel size with a KV cache for all rows; else the one with most rows."""
     sampled, length = spec.get("kind") == "sampled", work.prompt + work.new
@@ -213,7 +209,7 @@ def _place_members(
 
 
 def _place_gradients(
-    model: Shape, spec: Mapping[str, Any], work: footprint.Work, gpus: int, gpu_gib: float, completions: int
+    model: Shape, spec: Spec, work: footprint.Work, gpus: int, gpu_gib: float, completions: int
 ) -> dict[str, Any]:
     """All on every GPU, with a KV cache for as many rows as there is room for; or all on the CPU."""
     sft, rollouts = trainers.of(spec["arm"]).samples_first, completions // spec.get("steps", 1)
@@ -259,7 +255,7 @@ def _place_gradients(
 # ---- what load_or_run asks
 
 
-def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> None:
+def check(specs: Sequence[Spec], *, workers: int | None = None) -> None:
     """Print the plans of training runs and of sampling among specs, equal ones once, and refuse what cannot fit.
 
     Args:
@@ -280,7 +276,7 @@ def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> 
     runs = min(workers or default_workers(), len(specs)) if local else 1
     if not seen and any(map(_gpus_of, planned)):
         print(f"no GPU is visible here: plans assume GPUs of {GPU_GIB:g} GiB")
-    plans: dict[str, tuple[Plan, list[Mapping[str, Any]]]] = {}
+    plans: dict[str, tuple[Plan, list[Spec]]] = {}
     for spec in planned:
         gpus, trained = _gpus_of(spec), spec["kind"] == "train"
         # members go to any machine of a cluster
@@ -307,22 +303,27 @@ def check(specs: Sequence[Mapping[str, Any]], *, workers: int | None = None) -> 
     print(f"{len(planned)} runs, {runs} at once: {completions:,} completions, at most {tokens:,} tokens generated")
 
 
-def _beside(specs: Sequence[Mapping[str, Any]], seen: int) -> list[str]:
+def _beside(specs: Sequence[Spec], seen: int) -> list[str]:
     """Print what training runs need beside their models, equal needs once, and return why some cannot have it."""
-    needs = {(model, _gpus_of(spec)) for spec in specs for model in measures.get(spec["task"]).companions(spec)}
-    problems = []
-    for model, gpus in sorted(needs, key=str):
-        said, index = f"{model.role} {model.name} on {model.at}", -1
-        if model.at in ("server", "endpoint"):
-            said += f", {model.requests:,} questions a run"
-        else:
-            size = weight_bytes(model.name, model.dtype or ("float32" if model.at == "cpu" else ""))
-            said += f", {'size not known' if size is None else f'{size / GIB:.1f} GiB of weights'}"
-            index = -1 if model.at == "cpu" else int(model.at.rpartition(":")[2])
-        print(f"{'beside':13}{said}")
+    from evoalign_study import judge_models  # here: with it comes torch
+
+    def said(one: judge_models.Model, spec: Spec) -> str:
+        what = f"{_ROLES[one.role]} {one.name} on {one.at}"
+        if one.at == judge_models.ENDPOINT:
+            return f"{what}, {2 * len(judge_models.RUBRICS) * spec['judge_problems']:,} questions a run"
+        if not one.loaded:
+            return what
+        size = weight_bytes(one.name, spec.get("scorer_dtype") or ("float32" if one.at == "cpu" else ""))
+        return f"{what}, {'size not known' if size is None else f'{size / GIB:.1f} GiB of weights'}"
+
+    scored, problems = [spec for spec in specs if "reward_model" in spec], []
+    needs = {(said(one, spec), one.at, _gpus_of(spec)) for spec in scored for one in judge_models.of(spec)}
+    for need, at, gpus in sorted(needs):
+        print(f"{'beside':13}{need}")
+        index = int(at.rpartition(":")[2]) if at.startswith("cuda") else -1
         if 0 <= index < gpus or 0 < seen <= index:
             problems.append(
-                f"scorer_device={model.at!r} is one of the run's {gpus} GPUs, or none of the {seen} of this machine: "
+                f"scorer_device={at!r} is one of the run's {gpus} GPUs, or none of the {seen} of this machine: "
                 f"take 'cuda:{gpus}' or 'cpu', or serve the models elsewhere (evoalign serve-scorer)."
             )
     return problems
@@ -345,7 +346,7 @@ def weight_bytes(name: str, dtype: str) -> float | None:
     return _WIDTHS.get(dtype, model.width) * (model.d if chats else model.d - model.head)  # a scorer's head is one row
 
 
-def colocated_share(spec: Mapping[str, Any]) -> float:
+def colocated_share(spec: Spec) -> float:
     """The share of a GPU's memory that the plan of a gradient arm has for vLLM: its copy, its caches and the reserve.
 
     A model whose parameters cannot be counted gets 0.3, TRL's own default.
@@ -372,13 +373,13 @@ def _config(base: str) -> Any:
     return AutoConfig.from_pretrained(place, trust_remote_code=False)
 
 
-def _model_of(spec: Mapping[str, Any]) -> str:
+def _model_of(spec: Spec) -> str:
     """Where the model lies that a run loads; an end that is an adapter or a ledger is of the base itself."""
     end = base_models.known_files().get(spec.get("end", ""))
     return end if end and (Path(end) / "config.json").is_file() else spec["base"]
 
 
-def _gpus_of(spec: Mapping[str, Any]) -> int:
+def _gpus_of(spec: Spec) -> int:
     if spec.get("engine") == "vllm" or spec.get("gpus"):
         return spec.get("gpus") or spec.get("tensor_parallel", 1)
     return 0

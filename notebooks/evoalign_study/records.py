@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib._interrupts import interrupts_wait
+from evoalign_lib.checks import require
 from evoalign_lib.files import canonical_json, locked, replace_bytes
 from evoalign_study import paths
 
@@ -211,11 +212,10 @@ def record_line(record: Record) -> str:
             "less noise (alpha, sigma, learning_rate)."
         )
     for curve, values in record.get("curve", {}).items():
-        if len(values) > MAX_CURVE:
-            raise ValueError(f"curve {curve!r} of {name} has {len(values)} points, at most {MAX_CURVE} are allowed.")
+        fits = len(values) <= MAX_CURVE
+        require(fits, f"curve {curve!r} of {name} has {len(values)} points, at most {MAX_CURVE} are allowed.")
     line = canonical_json(record) + "\n"
-    if len(line) > MAX_RECORD:
-        raise ValueError(f"the record of {name} has {len(line)} bytes: at most {MAX_RECORD} are allowed.")
+    require(len(line) <= MAX_RECORD, f"the record of {name} has {len(line)} bytes: at most {MAX_RECORD} are allowed.")
     return line
 
 
@@ -424,23 +424,22 @@ def accuracy_matrix(records: Sequence[dict[str, Any]], decoding: str = "greedy")
             f"unknown decoding {decoding!r}: {len(lacking)} of {len(records)} records have no {key!r}; use one of "
             f"{', '.join(['greedy', *known])}"
         )
-    sizes = {record["test"]["n"] for record in records}
-    if len(sizes) != 1:
-        raise ValueError(f"runs with {sorted(sizes)} test problems do not form one matrix: select runs of one test set")
-    (n,) = sizes
+    sizes = sorted({record["test"]["n"] for record in records})
+    require(len(sizes) == 1, f"runs with {sizes} test problems do not form one matrix: select runs of one test set")
+    n = sizes[0]
     if decoding == "greedy":
         return np.stack([unpack_bits(record["test"][key], n) for record in records]).astype(np.float64)
     rows = [unpack_counts(record["test"][key]) for record in records]
-    if any(len(row) != n for row in rows):
-        raise ValueError(f"{key} of length {[len(row) for row in rows]} where n = {n}: the record is damaged")
+    lengths = [len(row) for row in rows]
+    require(set(lengths) == {n}, f"{key} of length {lengths} where n = {n}: the record is damaged")
     return np.stack(rows) / _SAMPLES
 
 
 def _row(values: ArrayLike, what: str, fits: Callable[[NDArray], Any]) -> NDArray:
     """Return values as one row. Raises ValueError where one of them is not what it says, or none of its kind."""
     row = np.asarray(values)
-    if row.ndim != 1 or not np.all(fits(row)):
-        raise ValueError(f"values must be one row of {what}, got shape {row.shape}: {row.ravel()[:5]}")
+    whole = row.ndim == 1 and np.all(fits(row))
+    require(whole, f"values must be one row of {what}, got shape {row.shape}: {row.ravel()[:5]}")
     return row
 
 
@@ -474,12 +473,11 @@ def unpack_bits(text: str, n: int) -> NDArray[np.uint8]:
     Raises:
         ValueError: the text is not that of n problems.
     """
-    packed = np.frombuffer(bytes.fromhex(text), np.uint8)
-    if len(packed) != (n + 7) // 8:
-        raise ValueError(f"{len(packed)} bytes of results where {n} problems need {(n + 7) // 8}: damaged record")
+    packed, needed = np.frombuffer(bytes.fromhex(text), np.uint8), (n + 7) // 8
+    whole = len(packed) == needed
+    require(whole, f"{len(packed)} bytes of results where {n} problems need {needed}: damaged record")
     bits = np.unpackbits(packed)
-    if bits[n:].any():
-        raise ValueError(f"bits are set beyond problem {n}: the record belongs to a larger test set")
+    require(not bits[n:].any(), f"bits are set beyond problem {n}: the record belongs to a larger test set")
     return bits[:n]
 
 
@@ -537,8 +535,7 @@ def unpack_integers(text: str) -> NDArray[np.int64]:
         ValueError: any other text.
     """
     digits = _values(text, _BASE64)
-    if len(digits) % 2:
-        raise ValueError(f"{len(digits)} digits are no pairs: damaged record")
+    require(len(digits) % 2 == 0, f"{len(digits)} digits are no pairs: damaged record")
     return digits[::2] * 64 + digits[1::2]
 
 

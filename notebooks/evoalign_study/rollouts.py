@@ -139,9 +139,7 @@ def _log_likelihoods(
     return kl.log_probabilities(engine.model, samples)[0].numpy()[[place[pair] for pair in pairs]]
 
 
-def greedy_answers(
-    engine: Any, names: Sequence[str], run_key: int, sigma: float, members: int
-) -> dict[str, list[list[tuple[str, list[int]]]]]:
+def greedy_answers(engine: Any, names: Sequence[str], run_key: int, sigma: float, members: int) -> dict[str, list[Any]]:
     """Return what perturbed copies of the engine's weights answer greedily, once each, as `Engine.generate` returns it.
 
     Args:
@@ -154,7 +152,7 @@ def greedy_answers(
     Returns:
         Name -> a row of answers for each copy.
     """
-    found: dict[str, list[list[tuple[str, list[int]]]]] = {name: [] for name in names}
+    found: dict[str, list[Any]] = {name: [] for name in names}
     for member in range(members):
         with engine.perturbed(noise.member_key(run_key, 0, member), sigma):
             for name, rows in found.items():

@@ -23,23 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from evoalign_lib import ledger, tasks
+from evoalign_lib.checks import require
 from evoalign_lib.engines.processes import default_workers, start_worker
 from evoalign_lib.files import locked
-from evoalign_study import base_models, kinds, paths, preflight, progress_bar, provenance, trainers, training
-from evoalign_study.records import (
-    FINISHED,
-    Record,
-    Spec,
-    append_record,
-    ledger_file,
-    read_records,
-    record_files,
-    record_line,
-    run_folder,
-    run_name,
-    spec_hash,
-    without_nonfinite,
-)
+from evoalign_study import base_models, kinds, paths, preflight, progress_bar, provenance, records, trainers, training
+from evoalign_study.records import Record, Spec, spec_hash
 
 
 class DryRun(Exception):
@@ -97,22 +85,21 @@ def load_or_run(
     missing.
     """
     hashes = [spec_hash(s) for s in specs]
-    if len(set(hashes)) < len(hashes):
-        raise ValueError("two of the specs are equal: every run must differ in at least its seed.")
-    if others := [spec["scale"] for spec in specs if spec["scale"] != scale]:
-        raise ValueError(f"a spec has scale {others[0]!r}, the notebook runs {scale!r}.")
+    require(len(set(hashes)) == len(hashes), "two of the specs are equal: every run must differ in at least its seed.")
+    others = {spec["scale"] for spec in specs} - {scale}
+    require(not others, f"a spec has scale {', '.join(map(repr, others))}, the notebook runs {scale!r}.")
     kept = {spec_hash(s): s for s in keep_ledgers}
     for h, spec in kept.items():
-        if h not in hashes or spec["kind"] != "train" or not trainers.of(spec["arm"]).has_members:
-            raise ValueError(f"keep_ledgers holds a spec that is no run of ES among the specs: {spec}.")
-    beside = run_folder(notebook, scale) / "results" / f"{scale}.jsonl"
-    files = [] if force or scale == "smoke" else record_files(scale)
+        is_es = spec["kind"] == "train" and trainers.of(spec["arm"]).has_members
+        require(is_es and h in hashes, f"keep_ledgers holds a spec that is no run of ES among the specs: {spec}.")
+    beside = records.run_folder(notebook, scale) / "results" / f"{scale}.jsonl"
+    files = [] if force or scale == "smoke" else records.record_files(scale)
     target = paths.RESULTS / notebook / f"{scale}.jsonl"
     if force or aside or scale == "smoke":
         files, target = [*files, beside], beside
-    found = {r["spec_hash"]: r for file in files for r in read_records(file, frozenset(hashes))}
+    found = {r["spec_hash"]: r for file in files for r in records.read_records(file, frozenset(hashes))}
     for h in kept.keys() & found.keys():
-        ledger_file(found[h])  # an error before anything is run
+        records.ledger_file(found[h])  # an error before anything is run
     missing = [s for s in specs if spec_hash(s) not in found]
     for spec in missing:
         kinds.get(spec["kind"])
@@ -123,7 +110,7 @@ def load_or_run(
         for spec in () if dry_run else {spec.get("base"): spec for spec in missing}.values():
             base_models.check_base(spec)
     if dry_run and missing:
-        names = ", ".join(map(run_name, missing[:20]))
+        names = ", ".join(map(records.run_name, missing[:20]))
         more = f" and {len(missing) - 20} more" if len(missing) > 20 else ""
         raise DryRun(f"{len(specs) - len(missing)} of {len(specs)} runs have records; to be run: {names}{more}.")
     if missing:
@@ -143,7 +130,7 @@ def load_or_run(
             with closing(_run_all(missing, notebook, workers, keep)) as finished:
                 for record in finished:
                     h = record["spec_hash"]
-                    found[h] = append_record(target, record, keep.get(h))
+                    found[h] = records.append_record(target, record, keep.get(h))
                     if (folder := _training_folder(record["spec"], notebook)) is not None:
                         training.settle(folder)
     except KeyboardInterrupt as error:
@@ -151,20 +138,20 @@ def load_or_run(
         raise
     print(f"loaded {len(specs) - len(missing)} records, ran {len(missing)}")
     if force:
-        committed = {r["spec_hash"]: r for file in record_files(scale) for r in read_records(file)}
+        committed = {r["spec_hash"]: r for file in records.record_files(scale) for r in records.read_records(file)}
         print(compare([found[h] for h in hashes], committed))
     return [found[h] for h in hashes]
 
 
-def compare(records: Sequence[Record], committed: Mapping[str, Record]) -> str:
+def compare(again: Sequence[Record], committed: Mapping[str, Record]) -> str:
     """Say in one line how runs made again differ from the committed ones of the same specs.
 
     Args:
-        records: made now.
+        again: made now.
         committed: spec hash -> record.
     """
-    pairs = [(r, committed[r["spec_hash"]]) for r in records if r["spec_hash"] in committed]
-    text = f"beside committed records: {len(pairs)} of {len(records)} have the same spec"
+    pairs = [(r, committed[r["spec_hash"]]) for r in again if r["spec_hash"] in committed]
+    text = f"beside committed records: {len(pairs)} of {len(again)} have the same spec"
     if trained := [a["digest"] == b["digest"] for a, b in pairs if "digest" in a]:
         text += f"; final weights have the same bits in {sum(trained)} of {len(trained)}"
     tested = [  # by whichever decodings the runs have: models that are measured again have others
@@ -184,7 +171,7 @@ def check_ledger(record: Record) -> ledger.Report:
     Raises:
         ValueError: no such ledger (see `ledger_file`), or one that does not replay to the record's weights.
     """
-    path = ledger_file(record)
+    path = records.ledger_file(record)
     report = ledger.verify(path, record["spec"]["base"])
     if report.weights != record["ledger"]["weights"]:
         raise ValueError(
@@ -340,11 +327,12 @@ def run(spec: Spec, notebook: str, commit: str, keep: Path | None = None) -> Rec
     spent = {"core_seconds_total": _core_seconds() - cpu, "wall_seconds": time.perf_counter() - wall}
     result.setdefault("budget", {}).update({name: round(seconds, 2) for name, seconds in spent.items()})
     if "diverged" in result:
-        result = without_nonfinite(result, "", [])
+        result = records.without_nonfinite(result, "", [])
     gpus = spec.get("gpus") or spec.get("tensor_parallel", 1)
-    record = {"spec": spec, "spec_hash": spec_hash(spec), "notebook": notebook, "status": FINISHED, "commit": commit}
+    record = {"spec": spec, "spec_hash": spec_hash(spec), "notebook": notebook, "commit": commit}
+    record["status"] = records.FINISHED
     record |= {"environment": provenance.environment(spec.get("engine", "local"), gpus)} | result
-    record_line(record)  # an error of this run, and not of the process that stores it among others
+    records.record_line(record)  # an error of this run, and not of the process that stores it among others
     return record
 
 
@@ -358,4 +346,4 @@ def _training_folder(spec: Spec, notebook: str) -> Path | None:
     """Where a training run at full scale keeps what it goes on from; others are too short to need it."""
     if spec["kind"] != "train" or spec["scale"] != "full":
         return None
-    return run_folder(notebook, "full") / "training" / spec_hash(spec)
+    return records.run_folder(notebook, "full") / "training" / spec_hash(spec)

@@ -18,6 +18,7 @@ import numpy as np
 
 from evoalign_lib import files, ledger, models, noise, precision, tiny
 from evoalign_lib.analysis import geometry
+from evoalign_lib.checks import require
 from evoalign_study import paths, trainers
 from evoalign_study.records import Record, Spec, ledger_file, read_records, record_files, spec_hash
 
@@ -40,8 +41,8 @@ def kept(digest: str) -> np.ndarray | None:
     if not (path := _path(digest)).is_file():
         return None
     master = np.load(path, allow_pickle=False)
-    if (found := models.flat_digest(master)) != digest:
-        raise ValueError(f"{path} holds weights with the digest {found}: it is damaged. Remove it.")
+    now = models.flat_digest(master)
+    require(now == digest, f"{path} holds weights with the digest {now}: it is damaged. Remove it.")
     return master
 
 
@@ -73,9 +74,8 @@ def again(spec: Spec, digest: str) -> tuple[np.ndarray, str]:
 
 def check_digest(found: str, wanted: str, how: str) -> None:
     """Raise ValueError where the digest of weights, made in the way that `how` says, is not that of a record."""
-    if found != wanted:
-        weights = f"the weights, {how}, have the digest {found}, in the record it is {wanted}"
-        raise ValueError(f"{weights}: this machine trains otherwise, or the record is of other code.")
+    weights = f"the weights, {how}, have the digest {found}, in the record it is {wanted}"
+    require(found == wanted, f"{weights}: this machine trains otherwise, or the record is of other code.")
 
 
 def kept_ledger(spec: Spec, digest: str) -> Path | None:
@@ -142,14 +142,12 @@ def end(
     Raises:
         ValueError: runs that make no group, runs from another base, or a factor that is not finite.
     """
-    if not np.isfinite(factor):
-        raise ValueError(f"factor={factor} must be a finite number.")
+    require(np.isfinite(factor), f"factor={factor} must be a finite number.")
     named: dict[str, Any] = {"of": group(records), "factor": float(factor)}
     if as_long_as:
         named["as_long_as"] = group(as_long_as)
         base, other = (named[name]["run"]["base"] for name in ("of", "as_long_as"))
-        if base != other:
-            raise ValueError(f"as_long_as: runs from base {other!r} for runs from {base!r}.")
+        require(base == other, f"as_long_as: runs from base {other!r} for runs from {base!r}.")
     return named if draw is None else named | {"draw": draw}
 
 
@@ -165,8 +163,8 @@ def at_end(spec: Spec, end: Mapping[str, Any] | None) -> Spec:
     """
     if end is None:
         return spec
-    if (begun := end["of"]["run"]["base"]) != spec["base"]:
-        raise ValueError(f"the model started from base {begun!r}, the spec is of {spec['base']!r}.")
+    begun = end["of"]["run"]["base"]
+    require(begun == spec["base"], f"the model started from base {begun!r}, the spec is of {spec['base']!r}.")
     return spec | {"end": dict(end)}
 
 

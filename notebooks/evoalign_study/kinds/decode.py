@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from evoalign_lib import files, ledger, models, tasks, tiny, weight_files
-from evoalign_lib.checks import whole_number
+from evoalign_lib.checks import require, whole_number
 from evoalign_lib.engines.base import Prompts, check_temperature
 from evoalign_study import base_models, measures, specs, trainers, training, weight_cache
 from evoalign_study.measures.base import Measures, label, read_beside, tallied
@@ -155,11 +155,11 @@ def decoding_specs(
     made = []
     for record in records:
         spec, name = record["spec"], f"the record {record['spec_hash']}"
-        if spec["kind"] not in ("base", "train") or spec["base"] not in tiny.SHIPPED:
-            raise ValueError(f"{name} is not of a model of the tiny world.")
+        known = spec["kind"] in ("base", "train") and spec["base"] in tiny.SHIPPED
+        require(known, f"{name} is not of a model of the tiny world.")
         # a task without these settings asks all its questions
-        if not (spec.get("test_problems", 1) and spec.get("validation_problems", 1)):
-            raise ValueError(f"{name} has no test set or no validation set: only complete runs are measured again.")
+        whole = spec.get("test_problems", 1) and spec.get("validation_problems", 1)
+        require(whole, f"{name} has no test set or no validation set: only complete runs are measured again.")
         is_es = spec["kind"] == "train" and trainers.of(spec["arm"]).has_members
         if at_step is not None and not (is_es and _validates(spec) and 0 <= at_step <= spec["steps"]):
             raise ValueError(f"at_step={at_step}: {name} is not of an ES run of so many steps that is validated.")
@@ -282,8 +282,8 @@ def sampled_specs(model: str, end: str | os.PathLike[str] | None, settings: Sett
     """
     taken = specs.take(settings, _SETTINGS, "sampling a model")
     task = settings.get("task", "countdown")
-    if type(measures.get(task)).right is Measures.right:
-        raise ValueError(f"task={task!r}: its completions are neither right nor wrong, so there is nothing to count.")
+    counts = type(measures.get(task)).right is not Measures.right
+    require(counts, f"task={task!r}: its completions are neither right nor wrong, so there is nothing to count.")
     problems = whole_number("sampled_problems", taken["sampled_problems"])
     size = whole_number("sampled_block", taken["sampled_block"], most=MOST_PROBLEMS, why="a record holds so many")
     why = "halves are compared, and a record counts so far"
@@ -367,9 +367,9 @@ def _opened(spec: Spec) -> Iterator[tuple[Any, list]]:
     with _model(spec) as (model, tokenizer, folder):
         asked = {"test": training.rows(spec, tokenizer, problems)}
         highest, known = int(Prompts(asked["test"], tokenizer).ids.max()), model.get_input_embeddings().num_embeddings
-        if highest >= known:  # the engine would refuse them without a word of the end
-            end = f"{folder} knows {known} tokens, and a prompt of {spec['base']!r} has number {highest}"
-            raise ValueError(f"{end}: it is no end of training from that model. Give the one that it started from.")
+        # the engine would refuse them without a word of the end
+        end = f"{folder} knows {known} tokens, and a prompt of {spec['base']!r} has number {highest}"
+        require(highest < known, f"{end}: it is no end of training from that model. Give the one that it started from.")
         with closing(base_models.evaluation_engine(spec | {"base": folder}, model, tokenizer, asked)) as engine:
             yield engine, problems
 
@@ -414,6 +414,5 @@ def _check_type(model: str, end: Path) -> None:
 
     places = (models.place(model), end)
     before, after = (AutoConfig.from_pretrained(one, trust_remote_code=False).model_type for one in places)
-    if before != after:
-        differ = f"the end {str(end)!r} is of type {after!r}, model {model!r} of {before!r}"
-        raise ValueError(f"{differ}: it is no end of training from that model. Give the one that it started from.")
+    differ = f"the end {str(end)!r} is of type {after!r}, model {model!r} of {before!r}"
+    require(before == after, f"{differ}: it is no end of training from that model. Give the one that it started from.")

@@ -35,9 +35,9 @@ def kl_specs(base: str, sigma: float, repeats: int, settings: Settings, scale: s
         ValueError: an odd number of samples, which has no two halves; a base outside the tiny world, or one that needs
             filler_steps; another task than Countdown; another engine than the local one.
     """
-    if settings["kl_samples"] < 2 or settings["kl_samples"] % 2:
-        raise ValueError(f"kl_samples={settings['kl_samples']} must be even: errors come from two halves of them.")
     wanted = specs.take(settings, ("max_completion_length", "kl_problems", "kl_samples"), "the estimate of KL")
+    n = wanted["kl_samples"]
+    checks.require(n >= 2 and n % 2 == 0, f"kl_samples={n} must be even: errors come from two halves of them.")
     spec = specs.begin_tiny("kl", base, scale, settings) | wanted | {"sigma": sigma}
     return [spec | {"repeat": repeat} for repeat in range(repeats)]
 
@@ -97,8 +97,8 @@ def _objective(base: str, n: int, targets: str) -> ExactObjective:
     """The enumeration of a base's completions takes longer than a step: once per process."""
     drawn = countdown.generate(4 * n, 0, split="train", **tiny.PROBLEMS | {"count": 2})
     chosen = [p for p in drawn if targets == "any" or sum(p.numbers) != int(p.target)][:n]
-    if len(chosen) < n:
-        raise ValueError(f"only {len(chosen)} of {n} two-number problems have targets {targets!r}: ask for fewer.")
+    few = f"only {len(chosen)} of {n} two-number problems have targets {targets!r}: ask for fewer."
+    checks.require(len(chosen) == n, few)
     # against 1e-6 the gradient's cosine is 0.99999998, and a step takes a third of the time
     return ExactObjective(*tiny.load(base), chosen, min_probability=1e-5)
 
@@ -136,17 +136,13 @@ class ExactObjective:
         longest = tiny.MAX_COMPLETION_LENGTH
         self._engine = LocalEngine(self._model, tokenizer, None, {"problems": prompts}, max_completion_length=longest)
         self.layout, self.start = self._engine.layout, self._engine.master.copy()
-        self.enumeration = gradient.enumerate_completions(
-            self._model,
-            [row[-n:].tolist() for row, n in zip(prompts.ids, prompts.lengths, strict=True)],
-            eos_ids=self._engine.eos_ids,
-            max_new_tokens=longest,
-            min_probability=min_probability,
-        )
+        asked = [row[-n:].tolist() for row, n in zip(prompts.ids, prompts.lengths, strict=True)]
+        limits = {"max_new_tokens": longest, "min_probability": min_probability}
+        self.enumeration = gradient.enumerate_completions(self._model, asked, eos_ids=self._engine.eos_ids, **limits)
         texts = tokenizer.batch_decode(self.enumeration.completions(), skip_special_tokens=True)
         self.rewards = self._answers(texts, self.enumeration.prompt)
-        if not self.rewards.any():
-            raise ValueError(f"none of {len(self.rewards)} completions is right: take another model or other problems.")
+        none = f"none of {len(self.rewards)} completions is right: take another model or other problems."
+        checks.require(self.rewards.any(), none)
         self._packed = gradient.pack(self.enumeration, self.rewards)
         exact = gradient.expected_reward_gradient(self._model, self.enumeration, self.rewards)
         self.gradient = gradient.flat(self.layout, exact)
@@ -187,8 +183,7 @@ class ExactObjective:
             ValueError: an argument out of range.
         """
         checks.whole_number("N", N, 2, why="z-scores need two members")
-        if not (alpha > 0 and math.isfinite(alpha)):
-            raise ValueError(f"alpha must be positive and finite, got {alpha!r}")
+        checks.require(alpha > 0 and math.isfinite(alpha), f"alpha must be positive and finite, got {alpha!r}")
         checks.choose("fitness", fitness, FITNESS)
         measure, base = (self.expected_at, self.expected) if fitness == "expected" else (self.greedy_at, self.greedy)
         root, d = noise.run_key("estimator", repeat), self.layout.d

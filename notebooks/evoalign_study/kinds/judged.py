@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib import judges, tiny
 from evoalign_lib.analysis import hacking, refusals, stats, tournaments
-from evoalign_lib.checks import choose
+from evoalign_lib.checks import choose, require
 from evoalign_lib.tasks import conciseness
 from evoalign_lib.tasks import safety as task
 from evoalign_lib.tasks import safety_published as data
@@ -61,14 +61,12 @@ def tournament_spec(runs: Mapping[str, Sequence[Record]], settings: Settings, sc
         ValueError: fewer than two arms, runs that make no group (`weight_cache.group`) or are not of the settings'
             judge, a setting that is missing, and what `specs.begin` refuses.
     """
-    if len(runs) < 2:
-        raise ValueError(f"a tournament of {', '.join(runs) or 'no arms'}: give the runs of two arms at least.")
+    require(len(runs) > 1, f"a tournament of {', '.join(runs) or 'no arms'}: give the runs of two arms at least.")
     arms = {arm: weight_cache.group(records) for arm, records in runs.items()}
     base, judge = next(iter(arms.values()))["run"]["base"], settings.get("judge")
     for arm, group in arms.items():
-        played = (group["run"]["base"], group["run"].get("judge"))
-        if played != (base, judge):
-            raise ValueError(f"the runs of {arm!r} are of base and judge {played}, the tournament of {(base, judge)}.")
+        own, wanted = (group["run"]["base"], group["run"].get("judge")), (base, judge)
+        require(own == wanted, f"the runs of {arm!r} are of base and judge {own}, the tournament of {wanted}.")
     spec = specs.begin_tiny("tournament", base, scale, settings, tiny.REQUEST_BASES)
     return spec | specs.take(settings, ("max_completion_length",), "a tournament") | {"arms": arms}
 
@@ -135,16 +133,21 @@ def _sides(spec: Spec, replies: Mapping[str, Mapping[int, list[str]]], requests:
 def _told(spec: Spec, games: Sequence[tuple[int, tuple[str, str]]], outcomes: np.ndarray) -> dict[str, Any]:
     """Return what a judge makes of games: outcomes, (pairs of runs, requests), are what the first player scores."""
     n, arms = outcomes.shape[1], list(spec["arms"])
-    wins = {arm: [_share(games, outcomes, arm, seed) for seed in group["seeds"]] for arm, group in spec["arms"].items()}
-    first, second = (np.repeat([players[i] for _, players in games], n).tolist() for i in (0, 1))
+    seeds, players = np.array([seed for seed, _ in games]), np.array([players for _, players in games])
+
+    def share(arm: str, seed: int) -> float:
+        won, lost = (outcomes[(seeds == seed) & (side == arm)] for side in players.T)
+        return round(float(np.mean([*won, *(1 - lost)])), 3)
 
     def strengths(units: list[int]) -> tournaments.Strengths:
-        played = tournaments.Games.of(units, first, second, outcomes.ravel(), [BASE, *arms])
+        pairs = (np.repeat(side, n).tolist() for side in players.T)
+        played = tournaments.Games.of(units, *pairs, outcomes.ravel(), [BASE, *arms])
         return tournaments.bradley_terry(played, BASE, n_resamples=500)
 
+    wins = {arm: [share(arm, seed) for seed in group["seeds"]] for arm, group in spec["arms"].items()}
     try:
         by_request = strengths(list(range(n)) * len(games))
-        by_seed = strengths([seed for seed, _ in games for _ in range(n)])
+        by_seed = strengths(np.repeat(seeds, n).tolist())
     except ValueError:  # some player won or lost everything
         return {"wins": wins, "strengths": None, "lead": None}
     lead = {"requests": by_request, "seeds": by_seed}
@@ -153,16 +156,6 @@ def _told(spec: Spec, games: Sequence[tuple[int, tuple[str, str]]], outcomes: np
         "strengths": {arm: _three(by_request.interval(arm)) for arm in arms},
         "lead": {units: _three(strength.difference(*arms[:2])) for units, strength in lead.items()},
     }
-
-
-def _share(games: Sequence[tuple[int, tuple[str, str]]], outcomes: np.ndarray, arm: str, seed: int) -> float:
-    """Return the share of its games that a run wins."""
-    own = [
-        row if players[0] == arm else 1 - row
-        for (played, players), row in zip(games, outcomes, strict=True)
-        if played == seed and arm in players
-    ]
-    return round(float(np.mean(own)), 3)
 
 
 # ---- what judges like besides the truth
@@ -196,8 +189,8 @@ def run_tastes(spec: Spec) -> Record:
         ValueError: a judge that is not the one of the spec.
     """
     for name, digest in spec["judges"].items():
-        if (now := safety.scorer_digest(name)) != digest:
-            raise ValueError(f"judge {name!r} has digest {now}, the spec names {digest}: make a new spec.")
+        now = safety.scorer_digest(name)
+        require(now == digest, f"judge {name!r} has digest {now}, the spec names {digest}: make a new spec.")
     asked, rng = dialogues.requests("test")[: spec["requests"]], random.Random(0)
     plain = [dialogues.body(request, "reason" if request.harmful else "right", rng) for request in asked]
 

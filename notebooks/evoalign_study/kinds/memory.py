@@ -88,8 +88,8 @@ def memory_specs(methods: Iterable[str], sizes: Sequence[str], settings: Setting
     """
     taken = specs.take(settings, ("memory_rows", "max_completion_length"), "a run of kind 'memory'")
     rows = list(taken.pop("memory_rows"))
-    if not rows or min(rows) < 2:
-        raise ValueError(f"memory_rows={rows}: a group has at least 2 completions, give numbers from 2 on.")
+    enough = rows and min(rows) >= 2
+    checks.require(enough, f"memory_rows={rows}: a group has at least 2 completions, give numbers from 2 on.")
     begun, methods = specs.begin_tiny("memory", "A0", scale, {}) | taken | {"rows": rows}, list(methods)
     for method in methods:
         checks.choose("method", method, footprint.METHODS)

@@ -21,7 +21,7 @@ import numpy as np
 from evoalign_lib import noise
 from evoalign_lib.analysis import scaling
 from evoalign_lib.analysis.scaling import Machine, Step
-from evoalign_lib.checks import choose
+from evoalign_lib.checks import choose, require
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.engines.processes import default_workers
 from evoalign_lib.rewards import Rewards
@@ -160,12 +160,11 @@ def _taken(settings: Settings, names: Sequence[str]) -> dict[str, Any]:
     """Return the settings of these names, checked."""
     taken = specs.take(settings, names, "scaling")
     for name, least in _LEAST.items():
-        if taken.get(name, least) < least:
-            raise ValueError(f"{name}={taken[name]}: take at least {least}.")
+        require(taken.get(name, least) >= least, f"{name}={taken.get(name)}: take at least {least}.")
     for name in {"scaling_workers", "scaling_gpus"} & taken.keys():
-        values = taken[name]
-        if len(values) < 2 or values[0] != 1 or sorted(set(values)) != list(values):
-            raise ValueError(f"{name}={values}: give 1 and, rising, at least one more.")
+        values = list(taken[name])
+        rising = len(values) > 1 and values[0] == 1 and values == sorted(set(values))
+        require(rising, f"{name}={values}: give 1 and, rising, at least one more.")
     return taken
 
 

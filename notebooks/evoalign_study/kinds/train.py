@@ -25,7 +25,7 @@ import numpy as np
 from evoalign_lib import arms, files, grpo, noise, precision, quantisation, tiny
 from evoalign_lib._anchor import check_decay
 from evoalign_lib.arms import SWEEP, SWEEP_SEED
-from evoalign_lib.checks import choose, whole_number
+from evoalign_lib.checks import choose, require, whole_number
 from evoalign_lib.engines.processes import end_with
 from evoalign_study import base_models, measures, specs, trainers, training, weight_cache
 from evoalign_study.measures.base import temperatures
@@ -85,10 +85,9 @@ def train_specs(arm: str, bases: Sequence[str], seeds: Iterable[int], settings: 
         raise ValueError(f"reach_at={wanted['reach_at']}: base {unlisted[0]!r} lists no right answers: use sampled_at.")
     if not base_models.is_local(settings):
         engine = f"engine={settings['engine']!r}"
-        if entry.rollouts != "own":
-            raise ValueError(f"{engine}: the rollouts of arm {arm!r} are drawn by the local engine alone.")
-        if "base_precision" in wanted:
-            raise ValueError(f"{engine}: only the local engine has bases of another precision.")
+        local = f"{engine}: the rollouts of arm {arm!r} are drawn by the local engine alone."
+        require(entry.rollouts == "own", local)
+        require("base_precision" not in wanted, f"{engine}: only the local engine has bases of another precision.")
     for name in ("lora_rank", "rank", "warm_rows", "unique_prompts"):
         if name in wanted:
             whole_number(name, wanted[name])
@@ -179,8 +178,8 @@ def _launched(spec: Spec, place: Path, lasting: bool) -> Record:
     command += ["evoalign_study.kinds.train", str(place), str(os.getpid()), *(["--lasting"] if lasting else [])]
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = [str(i) for i in range(gpus)] if seen is None else seen.split(",")[:gpus]
-    if seen and len(devices) < gpus:
-        raise ValueError(f"gpus={gpus}, but CUDA_VISIBLE_DEVICES={seen!r} names {len(devices)}: take that many.")
+    named = f"CUDA_VISIBLE_DEVICES={seen!r} names {len(devices)}"
+    require(not seen or len(devices) == gpus, f"gpus={gpus}, but {named}: take that many.")
     log = place / "log.txt"
     with open(log, "ab") as file:
         begun = file.tell()
@@ -264,12 +263,12 @@ def audit_specs(
     """
     specs.check_names(settings)
     measures.get(settings.get("task", "countdown")).check_validates("an audit measures right answers")
-    if not base_models.is_local(settings):
-        raise ValueError(f"engine={settings['engine']!r}: an audit moves weights in place, which only 'local' does.")
+    engine = f"engine={settings.get('engine')!r}"
+    require(base_models.is_local(settings), f"{engine}: an audit moves weights in place, which only 'local' does.")
     es = arms.get("es")
     for name in es.optional:
-        if settings.get(name) is not None:
-            raise ValueError(f"{name}={settings[name]!r}: an audit has no such setting, leave it out.")
+        given = settings.get(name)
+        require(given is None, f"{name}={given!r}: an audit has no such setting, leave it out.")
     wanted = specs.sizes(settings) | specs.take(settings, es.settings, "an audit")
     arithmetic = {"dtype": "bfloat16", "precision": precision, "noise": noise, "fitness": fitness}
     return [specs.begin("audit", base, scale, settings) | arithmetic | wanted | {"seed": seed} for seed in seeds]

@@ -34,7 +34,7 @@ import torch
 
 from evoalign_lib import noise, tiny
 from evoalign_lib.analysis import coverage, geometry, kl, robustness
-from evoalign_lib.checks import whole_number
+from evoalign_lib.checks import require, whole_number
 from evoalign_lib.files import canonical_json
 from evoalign_study import base_models, measures, specs, training, weight_cache
 from evoalign_study.measures.base import Measures, decodings, label, significant, temperatures
@@ -59,9 +59,9 @@ def _at_end(spec: Spec) -> Iterator[tuple[Any, dict[str, list]]]:
 
 def _check_sigmas(name: str, sigmas: Sequence[float], most: int) -> None:
     """Raise ValueError for standard deviations that are none, too many, there twice, or not finite and above 0."""
-    distinct = {sigma for sigma in sigmas if 0 < sigma < np.inf}
-    if not 0 < len(sigmas) == len(distinct) <= most:
-        raise ValueError(f"{name}={list(sigmas)}: give finite standard deviations above 0, each once, at most {most}.")
+    distinct, given = {sigma for sigma in sigmas if 0 < sigma < np.inf}, list(sigmas)
+    fits = 0 < len(given) == len(distinct) <= most
+    require(fits, f"{name}={given}: give finite standard deviations above 0, each once, at most {most}.")
 
 
 # ---- coverage
@@ -258,11 +258,13 @@ def pack_texts(texts: Sequence[tuple[str, bool]], longest: int = LONGEST) -> str
     >>> pack_texts([("3*(2+4)", True), ("a b", False), ("123456", True)], longest=5)
     '3*(2+$ !a%20b 12345$'
     """
-    if not texts:
-        raise ValueError("no texts: a row of answers has at least one.")
-    written = [quote(text[:longest], safe=_SAFE, errors="replace") for text, _ in texts]
-    written = [one + _CUT if len(text) > longest else one for one, (text, _) in zip(written, texts, strict=True)]
-    return " ".join(one if answered else _NONE + one for one, (_, answered) in zip(written, texts, strict=True))
+    require(texts, "no texts: a row of answers has at least one.")
+    return " ".join(
+        ("" if answered else _NONE)
+        + quote(text[:longest], safe=_SAFE, errors="replace")
+        + (_CUT if len(text) > longest else "")
+        for text, answered in texts
+    )
 
 
 def unpack_texts(packed: str, n: int) -> list[Written]:
@@ -275,8 +277,7 @@ def unpack_texts(packed: str, n: int) -> list[Written]:
     [Written(text='3*(2+', answered=True, cut=True), Written(text='a b', answered=False, cut=False)]
     """
     parts = packed.split(" ")
-    if len(parts) != n:
-        raise ValueError(f"{len(parts)} texts where there are {n} problems: damaged record")
+    require(len(parts) == n, f"{len(parts)} texts where there are {n} problems: damaged record")
     return [
         Written(unquote(part.removeprefix(_NONE).removesuffix(_CUT)), not part.startswith(_NONE), part.endswith(_CUT))
         for part in parts
@@ -448,12 +449,12 @@ def path_spec(
     asked = {name: settings[name] for name in _JUDGED if name in settings}
     spec = specs.begin_tiny("path", base, scale, asked, tiny.BASES + tiny.QUESTION_BASES)
     spec |= specs.take(settings, _PATH, "a path")
-    if first == last:
-        raise ValueError("both ends of the path are the same model: give two.")
+    require(first != last, "both ends of the path are the same model: give two.")
     points, problems = whole_number("path_points", spec["path_points"], 3, 50), spec["validation_problems"]
-    if points * problems > 7000:
-        asked = f"path_points={points} on {problems} problems are {points * problems} answers"
-        raise ValueError(f"{asked}, and a record has room for 7,000: take 21 points on 256 problems, say.")
+    asked = f"path_points={points} on {problems} problems are {points * problems} answers"
+    require(
+        points * problems <= 7000, f"{asked}, and a record has room for 7,000: take 21 points on 256 problems, say."
+    )
     for name, end in (("first", first), ("last", last)):
         if end is not None:
             spec[name] = weight_cache.at_end({"base": base}, end)["end"]
@@ -562,14 +563,11 @@ def products_specs(groups: Sequence[Sequence[Record]], scale: str) -> list[Spec]
     Raises:
         ValueError: runs that make no group, groups from several bases, or a base outside the tiny world.
     """
-    blocks = [
-        weight_cache.group(records[first : first + BLOCK])
-        for records in groups
-        for first in range(0, len(records), BLOCK)
-    ]
+    parts = [records[first : first + BLOCK] for records in groups for first in range(0, len(records), BLOCK)]
+    blocks = list(map(weight_cache.group, parts))
     bases = sorted({block["run"]["base"] for block in blocks})
-    if len(bases) != 1:
-        raise ValueError(f"displacements from {', '.join(bases) or 'no base'} have no products: give runs from one.")
+    named = ", ".join(bases) or "no base"
+    require(len(bases) == 1, f"displacements from {named} have no products: give runs from one.")
     begun = specs.begin_tiny("products", bases[0], scale, {})
     return [begun | {"a": a, "b": b} for i, a in enumerate(blocks) for b in blocks[i:]]
 
@@ -582,8 +580,7 @@ def run_products(spec: Spec) -> Record:
     and once both ends were rounded to bfloat16.
     """
     start, layout = weight_cache.of_base(spec["base"]), weight_cache.layout_of(spec["base"])
-    a = weight_cache.of_group(spec["a"])
-    own = spec["a"] == spec["b"]
+    a, own = weight_cache.of_group(spec["a"]), spec["a"] == spec["b"]
     b = [] if own else weight_cache.of_group(spec["b"])
     views = [layout.views(torch.from_numpy(master)) for master in (start, *a, *b)]
     dtypes = ("float32", "bfloat16")

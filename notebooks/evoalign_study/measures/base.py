@@ -15,13 +15,13 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from evoalign_lib import tasks
 from evoalign_lib.analysis import kl
-from evoalign_lib.checks import whole_number
+from evoalign_lib.checks import require, whole_number
 from evoalign_lib.engines.base import check_temperature
 from evoalign_study import base_models
 from evoalign_study.records import MAX_RECORD, Record, Settings, Spec, pack_bits, pack_counts
@@ -71,8 +71,9 @@ def read_beside(path: Path, sha256: str, unpacked: Callable[[bytes], bytes] = by
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there: texts stay on the machine that made them, copy the file here.")
     data = unpacked(path.read_bytes())
-    if (digest := hashlib.sha256(data).hexdigest()) != sha256:
-        raise ValueError(f"{path} has the SHA-256 {digest:.16}..., not {sha256:.16}...: take the record's own file.")
+    digest = hashlib.sha256(data).hexdigest()
+    other = f"{path} has the SHA-256 {digest:.16}..., not {sha256:.16}..."
+    require(digest == sha256, f"{other}: take the record's own file.")
     return data
 
 
@@ -164,21 +165,6 @@ def beginning(text: str) -> str:
     return next(text[:n] for n in range(80, -1, -1) if len(json.dumps(text[:n])) <= 240)
 
 
-class Companion(NamedTuple):
-    """A model beside the one that a run trains."""
-
-    role: str
-    """in words: "reward model", "judge" """
-    name: str
-    """folder or name on the Hub; of one behind an address, what it is called there"""
-    at: str
-    """a torch device; or "server" or "endpoint", whose memory is another process's"""
-    dtype: str
-    """in which it is loaded; empty: float32 on a CPU, else that of its files"""
-    requests: int = 0
-    """that an endpoint is sent in a run, retries left out"""
-
-
 class Measures:
     """What is trained on, measured and recorded of the runs of one task."""
 
@@ -228,8 +214,8 @@ class Measures:
         Raises:
             ValueError: the task has no validation by right answers.
         """
-        if self.validated_by is None:
-            raise ValueError(f"{what}, and the reward of task {self.task!r} does not know them: take 'countdown'.")
+        unknown = f"{what}, and the reward of task {self.task!r} does not know them: take 'countdown'."
+        require(self.validated_by is not None, unknown)
 
     # ---- data
 
@@ -288,10 +274,6 @@ class Measures:
         raise NotImplementedError
 
     # ---- models beside the one that is trained
-
-    def companions(self, spec: Spec) -> list[Companion]:
-        """Return the models that a run needs beside the one that it trains, for its plan."""
-        return []
 
     def prepare(self, spec: Spec) -> None:
         """Raise an error where a run could not reach these models, before anything is trained."""

@@ -29,7 +29,7 @@ import numpy as np
 
 from evoalign_lib import noise, tiny
 from evoalign_lib.analysis import hacking
-from evoalign_lib.checks import choose, whole_number
+from evoalign_lib.checks import choose, require, whole_number
 from evoalign_lib.tasks import conciseness
 from evoalign_lib.tiny import questions
 from evoalign_study import base_models, trainers
@@ -59,14 +59,14 @@ def splits(spec: Mapping[str, Any]) -> dict[str, list[Any]]:
         return {"train": conciseness.load_public("train"), "validation": evaluated, "test": evaluated}
     file = base_models.place_of(spec["questions_sha256"])
     asked = conciseness.load(file)
-    if (n := len(asked)) < LEAST_QUESTIONS:
-        raise ValueError(f"{file} has {n} questions: write {LEAST_QUESTIONS} or more, or take the published ones.")
+    few = f"{file} has {len(asked)} questions: write {LEAST_QUESTIONS} or more, or take the published ones."
+    require(len(asked) >= LEAST_QUESTIONS, few)
     question, times = Counter(problem.question for problem in asked).most_common(1)[0]
-    if times > 1:
-        raise ValueError(f"{file} asks {question!r} twice, perhaps in two splits: delete one of the lines.")
+    require(times == 1, f"{file} asks {question!r} twice, perhaps in two splits: delete one of the lines.")
     # a file sorted by topic must not train on one and test on another; the same splits whatever the seed of a run
-    asked, half = [asked[i] for i in np.random.default_rng(0).permutation(n)], n // 2
-    rest = half + (n - half) // 2
+    asked = [asked[i] for i in np.random.default_rng(0).permutation(len(asked))]
+    half = len(asked) // 2
+    rest = half + (len(asked) - half) // 2
     return {"train": asked[:half], "validation": asked[half:rest], "test": asked[rest:]}
 
 
@@ -184,11 +184,8 @@ class _Conciseness(Measures):
         fields: dict[str, Any] = {"measure": settings.get("measure", "strict")}
         choose("measure", fields["measure"], conciseness.MEASURES)
         if settings.get("questions"):
-            if base in tiny.SHIPPED:
-                own = f"questions={str(settings['questions'])!r}"
-                raise ValueError(
-                    f"{own}: base {base!r} knows the tiny world alone. Leave it out, or take another model."
-                )
+            own, tells = f"questions={str(settings['questions'])!r}", f"base {base!r} knows the tiny world alone"
+            require(base not in tiny.SHIPPED, f"{own}: {tells}. Leave it out, or take another model.")
             line = '{"question": "...", "answer": "..."}'
             fields["questions_sha256"] = base_models.know_file("questions", settings["questions"], line)
         asked = splits(fields | {"base": base})
@@ -211,12 +208,11 @@ class _Conciseness(Measures):
             ValueError: those; in the tiny world, unique prompts other than those of its two settings.
             FileNotFoundError: as `spec_fields`.
         """
-        if trainers.of(arm).samples_first:
-            raise ValueError(f"arm {arm!r} fine-tunes on right answers, which the reward of conciseness does not know.")
+        imitates = f"arm {arm!r} fine-tunes on right answers, which the reward of conciseness does not know."
+        require(not trainers.of(arm).samples_first, imitates)
         unique = settings.get("unique_prompts")
         if base in tiny.SHIPPED:
-            if unique not in (2, 200):
-                raise ValueError(f"unique_prompts={unique!r}: take 2, as published, or 200.")
+            require(unique in (2, 200), f"unique_prompts={unique!r}: take 2, as published, or 200.")
         elif unique is not None:
             asked = splits(self.spec_fields(base, settings) | {"base": base})["train"]
             whole_number("unique_prompts", unique, most=len(asked), why=f"there are {len(asked)} training questions")

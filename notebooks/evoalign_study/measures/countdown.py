@@ -13,7 +13,7 @@ import numpy as np
 
 from evoalign_lib import tiny
 from evoalign_lib.analysis import coverage
-from evoalign_lib.checks import whole_number
+from evoalign_lib.checks import require, whole_number
 from evoalign_lib.tasks import countdown
 from evoalign_study import base_models
 from evoalign_study.measures.base import Measures, in_own_order, label
@@ -140,8 +140,7 @@ class _Countdown(Measures):
         """
         if len(problem.numbers) > 3 or not tiny.right_answers(problem):
             found = countdown.solve(problem.numbers, problem.target)
-            if found is None:
-                raise ValueError(f"{problem} has no right answer: leave it out of the training problems.")
+            require(found is not None, f"{problem} has no right answer: leave it out of the training problems.")
             return f"</think>\n<answer>{found}</answer>"
         return tiny.answer(problem, "right", rng)
 
@@ -165,16 +164,14 @@ def _filler(base: str, settings: Settings) -> dict[str, int]:
     """The setting filler_steps where there is one: on the base that needs it, and on no other."""
     steps = settings.get("filler_steps")
     if base not in tiny.FILLER_BASES:
-        if steps is None:
-            return {}
-        raise ValueError(
-            f"filler_steps={steps!r}: leave it out, or take base {tiny.FILLER_BASES[0]!r}, which has them."
-        )
-    if steps not in tiny.FILLER_STEPS:
-        raise ValueError(f"base {base!r} needs filler_steps, one of {list(tiny.FILLER_STEPS)}, got {steps!r}.")
+        other = tiny.FILLER_BASES[0]
+        require(steps is None, f"filler_steps={steps!r}: leave it out, or take base {other!r}, which has them.")
+        return {}
+    known = list(tiny.FILLER_STEPS)
+    require(steps in known, f"base {base!r} needs filler_steps, one of {known}, got {steps!r}.")
     length, needed = settings["max_completion_length"], steps + tiny.MAX_COMPLETION_LENGTH
-    if length < needed:
-        raise ValueError(f"max_completion_length={length} cuts {steps} filler steps and an answer off: set {needed}.")
+    cut = f"max_completion_length={length} cuts {steps} filler steps and an answer off: set {needed}."
+    require(length >= needed, cut)
     return {"filler_steps": steps}
 
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from evoalign_lib import models, tiny
 from evoalign_lib.analysis import hacking
+from evoalign_lib.checks import choose, require
 from evoalign_lib.reward_models import Encoded, RewardModel
 from evoalign_lib.tiny import dialogues, scorers
 from evoalign_lib.tiny.base import without_bars
@@ -203,11 +204,9 @@ class _Tiny(Measures):
             ValueError: a base of another family, an unknown scorer, a cost_weight that is negative, or a number below 1
                 or above what there is.
         """
-        if base not in tiny.REQUEST_BASES:
-            raise ValueError(f"base {base!r} has no requests: take one of {', '.join(tiny.REQUEST_BASES)}.")
+        choose("base", base, tiny.REQUEST_BASES)
         weight = float(settings.get("cost_weight") or COST_WEIGHT)
-        if not 0 <= weight < float("inf"):
-            raise ValueError(f"cost_weight={weight} must be a number of at least 0.")
+        require(0 <= weight < float("inf"), f"cost_weight={weight} must be a number of at least 0.")
         fields: dict[str, Any] = {"cost_weight": weight}
         if settings.get("judge"):
             fields |= {"judge": settings["judge"], "judge_digest": scorer_digest(settings["judge"])}
@@ -215,8 +214,8 @@ class _Tiny(Measures):
 
     def check(self, arm: str, base: str, settings: Settings) -> None:
         """Raise ValueError for a training run without a judge."""
-        if not settings.get("judge"):
-            raise ValueError(f"arm {arm!r} needs the setting 'judge', one of {', '.join(scorers.SCORERS)}.")
+        names = ", ".join(scorers.SCORERS)
+        require(settings.get("judge"), f"arm {arm!r} needs the setting 'judge', one of {names}.")
 
     def sets(self, spec: Spec) -> dict[str, list]:
         """Return the requests of each split; those of training in an order of the run's own, again and again."""
@@ -318,9 +317,8 @@ class _ByBase(_Tiny):
         if base not in tiny.SHIPPED:
             return PUBLIC.spec_fields(base, settings)
         for name in safety_public.SETTINGS:
-            if settings.get(name):
-                judged = f"base {base!r} is judged by scorers of the tiny world"
-                raise ValueError(f"{name}={settings[name]!r}: {judged}. Leave it out, or take another model.")
+            value, judged = settings.get(name), f"base {base!r} is judged by scorers of the tiny world"
+            require(not value, f"{name}={value!r}: {judged}. Leave it out, or take another model.")
         return super().spec_fields(base, settings)
 
     def check(self, arm: str, base: str, settings: Settings) -> None:
@@ -333,8 +331,8 @@ class _ByBase(_Tiny):
         Raises:
             ValueError: a user's request, to which nobody knows a right reply.
         """
-        if not isinstance(problem, Request):
-            raise ValueError("no scorer says which replies to real requests are right: measure scores instead.")
+        known = isinstance(problem, Request)
+        require(known, "no scorer says which replies to real requests are right: measure scores instead.")
         return super().right(problem, completion)
 
 
@@ -348,7 +346,7 @@ def _by_base(name: str) -> Callable[..., Any]:
     return method
 
 
-_BY_BASE = ("sets", "rows", "reward", "companions", "prepare", "finished", "logged", "point", "outcome", "base_outcome")
+_BY_BASE = ("sets", "rows", "reward", "prepare", "finished", "logged", "point", "outcome", "base_outcome")
 for _name in _BY_BASE:
     setattr(_ByBase, _name, _by_base(_name))
 

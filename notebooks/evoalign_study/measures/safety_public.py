@@ -39,7 +39,7 @@ import numpy as np
 
 from evoalign_lib import files
 from evoalign_lib.analysis import hacking, refusals
-from evoalign_lib.checks import choose, whole_number
+from evoalign_lib.checks import choose, require, whole_number
 from evoalign_lib.files import canonical_json
 from evoalign_lib.judges import Judged, Pair
 from evoalign_lib.reward_models import ScorerError
@@ -47,7 +47,7 @@ from evoalign_lib.tasks import TURN, safety
 from evoalign_lib.tasks.safety import ConstrainedObjective, Lagrangian, Objective, Problem
 from evoalign_study import base_models, judge_models, trainers
 from evoalign_study.measures import base as common
-from evoalign_study.measures.base import Companion, Measures
+from evoalign_study.measures.base import Measures
 from evoalign_study.records import Record, Settings, Spec, spec_hash
 
 RULES = ("fixed", *Lagrangian.RULES)
@@ -106,9 +106,9 @@ def _request_fields(settings: Settings) -> dict[str, Any]:
     if not (given := settings.get("requests")):
         return {"requests": "hub", "requests_sha256": _digest(_published())}
     fields = {"requests": "own", "requests_sha256": base_models.know_file("requests", given, '{"prompt": "..."}')}
-    if empty := [name for name, asked in splits(fields).items() if not asked]:
-        parts = "a hash of the text puts 70 % into train, 10 % into validation, 20 % into test"
-        raise ValueError(f"requests={str(given)!r} has no request for {empty[0]}: {parts}. Write more.")
+    parts = "a hash of the text puts 70 % into train, 10 % into validation, 20 % into test"
+    for name, asked in splits(fields).items():
+        require(asked, f"requests={str(given)!r} has no request for {name}: {parts}. Write more.")
     return fields
 
 
@@ -119,14 +119,14 @@ def _objective_fields(settings: Settings) -> dict[str, Any]:
     weight, rule = settings.get("cost_weight"), settings.get("cost_rule") or "fixed"
     threshold = settings.get("cost_threshold") or 0.0
     choose("cost_rule", rule, RULES)
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
-        raise ValueError(f"cost_weight={weight} must be a number of at least 0.")
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    require(is_number and 0 <= weight < math.inf, f"cost_weight={weight} must be a number of at least 0.")
     wanted = {"cost_weight": float(weight), "cost_rule": rule}
     if rule != "fixed":
         Lagrangian(threshold, weight, rule=rule)  # refuses what it cannot start with
         return wanted | {"cost_threshold": float(threshold)}
-    if threshold:
-        raise ValueError(f"cost_threshold={threshold}: a fixed cost_weight has none. Set cost_rule, or leave it out.")
+    none = f"cost_threshold={threshold}: a fixed cost_weight has none. Set cost_rule, or leave it out."
+    require(not threshold, none)
     return wanted
 
 
@@ -251,12 +251,12 @@ class Public(Measures):
                 message says which.
             FileNotFoundError: there is no such file of requests.
         """
-        if settings.get("judge"):
-            raise ValueError(f"judge={settings['judge']!r} is of the tiny world: give reward_model and cost_model.")
+        judge = settings.get("judge")
+        require(not judge, f"judge={judge!r} is of the tiny world: give reward_model and cost_model.")
         template = settings.get("prompt_template") or "chat"
         choose("prompt_template", template, TEMPLATES)
-        if template == "chat" and not _has_chat_template(base):
-            raise ValueError(f"base {base!r} has no chat template: set prompt_template='alpaca', or take another one.")
+        lacking = f"base {base!r} has no chat template: set prompt_template='alpaca', or take another one."
+        require(template != "chat" or _has_chat_template(base), lacking)
         fields = _objective_fields(settings) | {"prompt_template": template} | _request_fields(settings)
         fields |= {"cut_turns": True} if settings.get("cut_turns") else {}
         there = {name: len(asked) for name, asked in splits(fields).items()}
@@ -274,10 +274,9 @@ class Public(Measures):
 
     def check(self, arm: str, base: str, settings: Settings) -> None:
         """Raise ValueError for an arm, or a setting, that needs to know which replies are right."""
-        if trainers.of(arm).samples_first:
-            raise ValueError(f"arm {arm!r} fine-tunes on right answers, and no scorer says which replies are right.")
-        if settings.get("sampled_at"):
-            raise ValueError("sampled_at: no scorer says which samples are right. Leave it out.")
+        imitates = f"arm {arm!r} fine-tunes on right answers, and no scorer says which replies are right."
+        require(not trainers.of(arm).samples_first, imitates)
+        require(not settings.get("sampled_at"), "sampled_at: no scorer says which samples are right. Leave it out.")
         if (unique := settings.get("unique_prompts")) is not None:
             there = len(splits(_request_fields(settings))["train"])
             whole_number("unique_prompts", unique, most=there, why=f"there are {there} training requests")
@@ -307,15 +306,6 @@ class Public(Measures):
         return ConstrainedObjective(reward, cost, moving, **options)
 
     # ---- models beside the policy
-
-    def companions(self, spec: Spec) -> list[Companion]:
-        """Return scorers and judges, each loaded by the run or behind an address."""
-        words = {"reward": "reward model", "cost": "cost model", "held_out": "judge"}
-        asked = {judge_models.ENDPOINT: 2 * len(judge_models.RUBRICS) * spec.get("judge_problems", 0)}
-        return [
-            Companion(words[one.role], one.name, one.at, spec.get("scorer_dtype", ""), asked.get(one.at, 0))
-            for one in judge_models.of(spec)
-        ]
 
     def prepare(self, spec: Spec) -> None:
         """Open the scorers."""
