@@ -32,8 +32,7 @@ def part(found, what: str) -> dict[str, torch.Tensor]:
 # ---- what moves
 
 
-@pytest.mark.parametrize("arm", ["grpo", "rloo"])
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(("arm", "own"), [("grpo", False), ("rloo", True)])
 def test_the_adapter_alone_moves_and_is_float32(tmp_path, arm, own):
     trainer, _ = made(tmp_path, adapted() if own else None, arm=arm, beta=0.04)
     before = weights(trainer.model)
@@ -53,22 +52,13 @@ def test_a_new_adapter_is_drawn_from_the_seed(tmp_path):
     assert same(start(3), part(weights(_adapters.attach(tiny.load("A0")[0], lora_config(4), 3)), "lora_A"))
 
 
-def merged():
-    """The model of `adapted` without adapter: W + B A."""
-    model, found = tiny.load("A0")[0], _adapters.dense(adapted())
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(found[name])
-    return model
-
-
 # ---- what it is compared with
 
 
 @pytest.mark.parametrize("own", [False, True])
 def test_the_kl_is_against_what_the_run_starts_from(tmp_path, own):
     """Of a new adapter that is the base, with the adapter disabled; of a given one the model with a copy of it."""
-    plain = merged() if own else tiny.load("A0")[0]
+    plain = adapted().merge_and_unload() if own else tiny.load("A0")[0]
     trainer, _ = made(tmp_path, adapted() if own else None, beta=0.04, learning_rate=1e-2)
     assert trainer.ref_model is None and ("ref" in trainer.model.peft_config) == own
     score, errors, moves = trainer._generate_and_score_completions, [], []
@@ -95,8 +85,7 @@ def test_the_kl_is_against_what_the_run_starts_from(tmp_path, own):
 # ---- budget
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize(("own", "beta"), [(False, 0.0), (False, 0.04), (True, 0.04)])
 def test_the_budget_is_what_is_computed(tmp_path, own, beta):
     """Each product of a matrix of n numbers with a token takes 2 n operations, forward and in each kind of gradient."""
     trainer, budget = made(tmp_path, adapted() if own else None, beta=beta)
