@@ -161,22 +161,14 @@ def test_a_run_of_numbers_that_are_not_finite_fails_as_any_run_does():
         sweep.run(spec, "nb", "commit")
 
 
-def _sweep(specs, file, act):
-    """Run specs in two processes; `act` gets their ids as soon as one record more is there than before."""
-    before = len(read_records(file))
+def _after_a_record(patch: pytest.MonkeyPatch, act) -> None:
+    """Let `act` get the processes of a sweep soon after it has stored a record: it waits for the next one then."""
 
-    def wait():
-        try:
-            _await(lambda: len(read_records(file)) > before)
-        finally:  # else the sweep would go on for an hour
-            act(_workers(os.getpid()))
+    def append(*arguments):
+        threading.Timer(0.1, lambda: act(_workers(os.getpid()))).start()
+        return append_record(*arguments)
 
-    thread = threading.Thread(target=wait)
-    thread.start()
-    try:
-        load_or_run(specs, "nb", "smoke", workers=2)
-    finally:
-        thread.join()
+    patch.setattr(sweep, "append_record", append)
 
 
 def _workers(pid: int) -> list[psutil.Process]:
@@ -192,7 +184,7 @@ def _alive(process: psutil.Process) -> bool:
     return False
 
 
-def test_an_interrupt_and_a_killed_process_end_a_sweep_at_once_and_cost_no_finished_run(folders, capfd):
+def test_an_interrupt_and_a_killed_process_end_a_sweep_at_once_and_cost_no_finished_run(folders, capfd, monkeypatch):
     """The first run of each sweep would take an hour."""
     # a shell that starts pytest in the background has interrupts ignored, and its children inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -205,8 +197,9 @@ def test_an_interrupt_and_a_killed_process_end_a_sweep_at_once_and_cost_no_finis
         for process in (*workers, psutil.Process()):
             process.send_signal(signal.SIGINT)
 
+    _after_a_record(monkeypatch, interrupt)
     with pytest.raises(KeyboardInterrupt) as interrupted:
-        _sweep([endless, bases[0]], file, interrupt)
+        load_or_run([endless, bases[0]], "nb", "smoke", workers=2)
     assert "call again" in interrupted.value.__notes__[0]
     assert len(seen) == 2 and not any(map(_alive, seen))
     (first,) = read_records(file)
@@ -217,8 +210,9 @@ def test_an_interrupt_and_a_killed_process_end_a_sweep_at_once_and_cost_no_finis
         seen.extend(workers)
         workers[0].kill()
 
+    _after_a_record(monkeypatch, kill)
     with pytest.raises(RuntimeError, match="was killed.*call again"):
-        _sweep([endless, *bases], file, kill)
+        load_or_run([endless, *bases], "nb", "smoke", workers=2)
     assert len(seen) == 4 and not any(map(_alive, seen))
     records = read_records(file)
     assert [r["spec"] for r in records] == bases and records[0] == first
