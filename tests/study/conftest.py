@@ -32,24 +32,6 @@ def committed_verdicts(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(request):
-    """The parameters and settings, at scale tiny, of the notebook whose module the file of tests calls `study`."""
-    from evoalign_study import parameters
-
-    given = {"scale": "tiny", "model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": True}
-    return parameters.check_parameters(given, request.module.study.presets())
-
-
-@pytest.fixture(scope="module")
-def records(request, run):
-    """Group -> committed records of that notebook."""
-    from evoalign_study.loading import Loader
-
-    load = Loader(request.module.study.NOTEBOOK, run, request.module.study.groups)
-    return load(*load.names)
-
-
-@pytest.fixture(scope="module")
 def es_runs(request, tmp_path_factory):
     """Records of the arms that the file of tests names in `RUNS`, (arm, seeds) each, trained with its `SETTINGS`.
 

@@ -1,17 +1,18 @@
 """Claims as they are declared, locked and judged; verdicts of E1 to E4 from hand-built records."""
 
 import json
-import subprocess
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 from claim_worlds import DECLARED, base_record, runs_of, trained
-from evoalign_study import claims, cli, paths
+from evoalign_study import claims, cli
 from evoalign_study.claims import evaluate
 from evoalign_study.claims.findings import Finding
 from evoalign_study.records import index, spec_hash
+from test_records import git
 from typer.testing import CliRunner
 
 from evoalign_lib.analysis.stats import Interval
@@ -115,14 +116,11 @@ def test_rules_are_the_locked_ones() -> None:
 
 
 @pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def repository(repository: Path) -> Path:
     """A repository of the claims C1 (open here), C10 and E1, locked before any record."""
-    for name, folder in {"ROOT": ".", "PAPER": "paper", "RESULTS": "paper/results"}.items():
-        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-        monkeypatch.setattr(paths, name, tmp_path / folder)
-    _declare(tmp_path)
+    _declare(repository)
     assert [line.split()[:2] for line in claims.lock("2026-01-01")] == [["C10", "2026-01-01"], ["E1", "2026-01-01"]]
-    return tmp_path
+    return repository
 
 
 def _declare(repository: Path, **changes: dict) -> None:
@@ -172,15 +170,10 @@ def test_a_changed_rule_needs_the_log(repository: Path) -> None:
     assert claims.lock_problems() == [changed]
 
 
-def _git(repository: Path, *arguments: str) -> None:
-    user = ("-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
-    subprocess.run(["git", *user, *arguments], cwd=repository, check=True, capture_output=True)
-
-
 def test_a_line_of_the_lock_that_was_replaced_is_found_by_the_history_of_git(repository: Path) -> None:
     lock = repository / "paper/claims.lock"
     assert claims.once_locked() is None
-    _git(repository, "init", "-q"), _git(repository, "add", "."), _git(repository, "commit", "-qm", "Locked")
+    git("init", "-q"), git("add", "."), git("commit", "-qm", "Locked")
     assert [name for name, _ in claims.once_locked()] == ["C10", "E1"]
     old = lock.read_text().split()[5]
     _declare(repository, E1={"margin": 0.01})
@@ -189,7 +182,7 @@ def test_a_line_of_the_lock_that_was_replaced_is_found_by_the_history_of_git(rep
     lost = f"claims.lock has lost the rule {old[:12]} of claim E1, which its history has: restore the line from git, "
     lost += f"or say in LOG.md why it went, and quote {old[:12]}"
     assert claims.lock_problems() == [lost]
-    _git(repository, "commit", "-qam", "Locked otherwise")
+    git("commit", "-qam", "Locked otherwise")
     assert claims.lock_problems() == [lost]
     (repository / "LOG.md").write_text(f"{old[:12]} was a mistake.\n")
     assert claims.lock_problems() == []
@@ -216,22 +209,36 @@ def test_a_rule_is_declared_before_its_runs_or_the_log_says_why(repository: Path
 # ---- the command
 
 
+def said(*arguments: str) -> tuple[int, str]:
+    """Exit code and output of the command."""
+    result = CliRunner().invoke(cli.app, ["claims", *arguments], env={"COLUMNS": "200"})
+    return result.exit_code, result.output
+
+
 def test_the_command_prints_verdicts_and_locks(repository: Path) -> None:
     _record(repository, *_world("A0", "A1", "A2"))
-
-    def said(*arguments: str) -> tuple[int, str]:
-        result = CliRunner().invoke(cli.app, ["claims", *arguments], env={"COLUMNS": "200"})
-        return result.exit_code, result.output
-
     code, output = said()
     assert code == 0 and "E1   supported                   ES learns Countdown on every tiny base" in output
-    assert said("--id", "E1")[1].count("points from 25.0 % (n = 8, detectable") == 3
+    assert said("--id", " e1 ")[1].count("points from 25.0 % (n = 8, detectable") == 3
     code, output = said("--id", "C99")
-    assert code == 2 and "no claim 'C99'." in output
+    assert code == 2 and "no claim 'C99'." in output and "There are: C1, C10, E1" in output
     assert said("--lock") == (0, "every rule is locked\n")
     _declare(repository, E1={"margin": 0.01})
     code, output = said("--lock")
     assert code == 1 and "claim E1 was locked with another rule" in output
+
+
+def test_the_command_prints_json_that_every_parser_reads(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _record(repository, *_world("A0", "A1", "A2"))
+    open_ended = Interval(0.5, math.nan, math.inf, 1)
+    verdicts = [replace(verdict, title="é", intervals={"a": open_ended}) for verdict in claims.evaluate_all()]
+    monkeypatch.setattr(claims, "evaluate_all", lambda: verdicts)
+    code, output = said("--json")
+    found = json.loads(output, parse_constant=pytest.fail)
+    assert code == 0 and [claim["id"] for claim in found] == ["C1", "C10", "E1"] and found[0]["title"] == "é"
+    assert found[0]["intervals"]["a"] == {"value": 0.5, "low": None, "high": None, "n": 1, "level": 0.95}
+    assert [claim["id"] for claim in json.loads(said("--json", "--id", "c10")[1])] == ["C10"]
+    assert said("--json", "--lock")[0] == 2
 
 
 @pytest.mark.parametrize("arguments", [[], ["--lock"]])

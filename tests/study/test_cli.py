@@ -1,20 +1,16 @@
 """The command `evoalign`: spellings, errors without traceback, nothing overwritten."""
 
-import json
-import math
 import shutil
 import subprocess
 import sys
 
 import pytest
-from evoalign_study import artifacts, claims, paths
-from evoalign_study.claims.verdicts import Verdict
+from evoalign_study import artifacts, paths
 from evoalign_study.cli import app as study
 from typer import Typer
 from typer.testing import CliRunner
 
 from evoalign_lib import __version__, comparison, tiny
-from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.cli import app as library
 
 
@@ -52,36 +48,6 @@ def test_unknown_notebooks(given):
         code, said = call(*arguments)
         assert code == 2 and f"no notebook {given!r}." in said and "There are: 01_es_countdown, 02_" in said
     assert "Did you mean '01_es_countdown'" in call("execute", "01_es_cuntdown")[1]
-
-
-def verdict(name: str) -> Verdict:
-    interval = Interval(0.5, math.nan, math.inf, 1)
-    words = dict.fromkeys(("title", "rule", "statement", "text", "key", "placebo", "decodings"), "é")
-    return Verdict(name, verdict="open", findings=(), intervals={"a": interval}, n=1, p=None, rule_hash="0", **words)
-
-
-@pytest.fixture
-def judged(monkeypatch):
-    """Verdicts without the minute that it takes to judge; one has no interval."""
-    monkeypatch.setattr(artifacts, "record_problems", list)
-    monkeypatch.setattr(claims, "load_claims", lambda: [{"id": name} for name in ("E1", "C2b")])
-    monkeypatch.setattr(claims, "evaluate_all", lambda: [verdict("E1"), verdict("C2b")])
-
-
-def test_claims_are_found_in_any_spelling(judged):
-    assert call("claims", "--id", "e1", "--id", " c2B ")[1].startswith("E1 OPEN")
-    code, said = call("claims", "--id", "c2")
-    assert code == 2 and "no claim 'c2'. Did you mean 'C2b'? There are: E1, C2b" in said
-
-
-def test_claims_as_json(judged):
-    code, said = call("claims", "--json")
-    found = json.loads(said, parse_constant=pytest.fail)
-    assert code == 0 and [claim["id"] for claim in found] == ["E1", "C2b"]
-    assert found[0]["intervals"]["a"] == {"value": 0.5, "low": None, "high": None, "n": 1, "level": 0.95}
-    assert found[0]["title"] == "é" and found[0]["p"] is None
-    assert [claim["id"] for claim in json.loads(call("claims", "--json", "--id", "c2b")[1])] == ["C2b"]
-    assert call("claims", "--json", "--lock")[0] == 2
 
 
 # ---- what users do wrong

@@ -7,9 +7,9 @@ import es_runs
 import numpy as np
 import pandas as pd
 import pytest
+import test_weights
 import torch
 from evoalign_study import paths
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from evoalign_lib import cli, comparison, ledger
@@ -31,10 +31,7 @@ def draw(seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
 
 
 def folder(path: Path, tensors: dict) -> str:
-    path.mkdir()
-    (path / "config.json").write_text('{"tie_word_embeddings": false}')
-    save_file(tensors, path / "model.safetensors")
-    return str(path)
+    return test_weights.folder(path, tensors, tie_word_embeddings=False)
 
 
 def plus(start: dict, *displacements: dict) -> dict:

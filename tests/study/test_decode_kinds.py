@@ -6,14 +6,13 @@ import sys
 
 import numpy as np
 import pytest
-import torch
 from evoalign_study import base_models, kinds, measures, paths, sweep, weight_cache
 from evoalign_study.kinds import decode
 from evoalign_study.kinds.train import train_specs
 from evoalign_study.records import append_record, record_line, spec_hash, unpack_counts, unpack_integers
 from evoalign_study.sweep import load_or_run
+from grpo_runs import adapted
 from helpers import each_named, random_model, tokenizer
-from safetensors.torch import save_file
 
 from evoalign_lib import files, ledger, models, tasks, tiny
 from evoalign_lib.engines.local import LocalEngine, Prompts
@@ -251,20 +250,13 @@ def folder(place):
 
 def test_ends_answer_with_their_weights_to_the_prompts_of_the_model(folder, place, trained):
     """A model's folder, a ledger, and an adapter over the model."""
-    replayed, adapted = tiny.load("A0")[0], tiny.load("A0")[0]
+    replayed, over = tiny.load("A0")[0], adapted(0.1)
     (master,) = weight_cache.of_group(weight_cache.group([trained["es"]]))
     copy_to(replayed, weight_cache.layout_of("A0"), master)
-    name, generator = "model.layers.0.mlp.down_proj", torch.Generator().manual_seed(0)
-    weight = adapted.get_submodule(name).weight
-    a, b = (0.1 * torch.randn(*shape, generator=generator) for shape in ((4, weight.shape[1]), (weight.shape[0], 4)))
-    (place / "adapter").mkdir()
-    matrices = {f"base_model.model.{name}.lora_{s}.weight": m for s, m in (("A", a), ("B", b))}
-    save_file(matrices, place / "adapter" / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "base_model_name_or_path": "A0", "r": 4, "lora_alpha": 8}
-    (place / "adapter" / "adapter_config.json").write_text(json.dumps(config))
-    weight.data += 2 * (b @ a)
+    over.peft_config["default"].base_model_name_or_path = "A0"
+    over.save_pretrained(place / "adapter", save_embedding_layers=False)
     ends = {folder: models.load(str(folder), tokenizer())[0], kept_ledger(place, trained): replayed}
-    for end, model in (ends | {place / "adapter": adapted}).items():
+    for end, model in (ends | {place / "adapter": over.merge_and_unload()}).items():
         (record,) = sampled(end, sampled_block=5, sampled_temperatures=[1.0])
         answers, _, engine = drawn(model, 5, 12)
         assert texts([record]) == [[text for text, _ in row] for row in answers]

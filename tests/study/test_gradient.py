@@ -9,14 +9,13 @@ import pytest
 import torch
 from evoalign_study.kinds.exact import ExactObjective
 from helpers import random_model
+from test_kl import END, LENGTH, PROMPTS, SMALL, VOCABULARY
 
 from evoalign_lib import noise, tiny, update_rules
 from evoalign_lib.analysis import gradient as exact
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.tasks import countdown
 
-END, LENGTH, VOCABULARY = 0, 3, 8
-PROMPTS = [[2, 3, 4], [5, 2], [3, 3, 6, 7]]
 # All strings that end with the end token, or reach the length without one.
 STRINGS = [s for n in range(1, LENGTH + 1) for s in itertools.product(range(VOCABULARY), repeat=n)]
 STRINGS = [s for s in STRINGS if END not in s[:-1] and (s[-1] == END or len(s) == LENGTH)]
@@ -24,8 +23,7 @@ STRINGS = [s for s in STRINGS if END not in s[:-1] and (s[-1] == END or len(s) =
 
 @pytest.fixture(scope="module")
 def model():
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-    return random_model(seed=0, spread=0.3, **sizes, num_key_value_heads=1, eos_token_id=END, pad_token_id=None)
+    return random_model(seed=0, **SMALL)
 
 
 @pytest.fixture(scope="module")

@@ -1,20 +1,17 @@
 """GRPO over adapters: what moves, what the KL is against, what it costs, and that nothing is lost on resumption."""
 
-from functools import lru_cache
-
 import numpy as np
 import pytest
 import torch
-from evoalign_study import paths, sweep, weight_cache
+from evoalign_study import paths, weight_cache
 from evoalign_study.kinds import train
-from evoalign_study.kinds.train import train_specs
 from grpo_runs import SETTINGS, adapted, built, length_reward, rows, same, weights
+from test_runs import COLD, spec_of
 
 from evoalign_lib import _adapters, footprint, grpo, models, tiny
-from evoalign_lib.engines.local import LocalEngine, Prompts
+from evoalign_lib.engines.local import LocalEngine
 from evoalign_lib.engines.memory import shape
 from evoalign_lib.essa import lora_config
-from evoalign_lib.tasks import countdown
 
 peft = pytest.importorskip("peft")
 
@@ -32,8 +29,7 @@ def part(found, what: str) -> dict[str, torch.Tensor]:
 # ---- what moves
 
 
-@pytest.mark.parametrize("arm", ["grpo", "rloo"])
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(("arm", "own"), [("grpo", False), ("rloo", True)])
 def test_the_adapter_alone_moves_and_is_float32(tmp_path, arm, own):
     trainer, _ = made(tmp_path, adapted() if own else None, arm=arm, beta=0.04)
     before = weights(trainer.model)
@@ -53,22 +49,13 @@ def test_a_new_adapter_is_drawn_from_the_seed(tmp_path):
     assert same(start(3), part(weights(_adapters.attach(tiny.load("A0")[0], lora_config(4), 3)), "lora_A"))
 
 
-def merged():
-    """The model of `adapted` without adapter: W + B A."""
-    model, found = tiny.load("A0")[0], _adapters.dense(adapted())
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(found[name])
-    return model
-
-
 # ---- what it is compared with
 
 
 @pytest.mark.parametrize("own", [False, True])
 def test_the_kl_is_against_what_the_run_starts_from(tmp_path, own):
     """Of a new adapter that is the base, with the adapter disabled; of a given one the model with a copy of it."""
-    plain = merged() if own else tiny.load("A0")[0]
+    plain = adapted().merge_and_unload() if own else tiny.load("A0")[0]
     trainer, _ = made(tmp_path, adapted() if own else None, beta=0.04, learning_rate=1e-2)
     assert trainer.ref_model is None and ("ref" in trainer.model.peft_config) == own
     score, errors, moves = trainer._generate_and_score_completions, [], []
@@ -95,8 +82,7 @@ def test_the_kl_is_against_what_the_run_starts_from(tmp_path, own):
 # ---- budget
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize(("own", "beta"), [(False, 0.0), (False, 0.04), (True, 0.04)])
 def test_the_budget_is_what_is_computed(tmp_path, own, beta):
     """Each product of a matrix of n numbers with a token takes 2 n operations, forward and in each kind of gradient."""
     trainer, budget = made(tmp_path, adapted() if own else None, beta=beta)
@@ -148,69 +134,15 @@ def test_what_is_refused(tmp_path, monkeypatch, make, given, error, named):
 
 # ---- the study
 
-RUN = {
-    "max_completion_length": 16, "validation_problems": 6, "test_problems": 10, "steps": 3, "prompts_per_step": 4,
-    "curve_points": 4, "curve_spacing": "log", "num_generations": 4, "learning_rate": 1e-3, "beta": 0.0,
-    "lora_rank": 4,
-}  # fmt: skip
 
-
-def spec_of(**changed):
-    (spec,) = train_specs("grpo_lora", ["A0"], [0], RUN | changed, "smoke")
-    return spec
-
-
-def test_what_is_measured_is_the_merged_model(tmp_path):
-    """The same run made by hand: digest, distance and accuracy are those of W + B A."""
-    spec = spec_of(beta=0.04)
-    record = sweep.run(spec, "nb", "commit")
-    names = ("seed", "steps", "prompts_per_step", "num_generations", "max_completion_length", "learning_rate", "beta")
-    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
-    args = grpo.config("grpo_lora", output_dir=str(tmp_path), **{name: spec[name] for name in names}, **quiet)
-    model, tokenizer = tiny.load("A0")
-    base = weights(model)
-    problems = tiny.problems("train", 12, np.random.SeedSequence([0, 1]))
-    rows = countdown.dataset(problems, tokenizer)
-    trainer, budget = grpo.trainer(model, countdown.reward, args, rows, tokenizer, peft_config=lora_config(4))
-    trainer.train()
-    full = trainer.model.merge_and_unload()
-    asked = tiny.problems("validation", 6)
-    prompts = {"validation": Prompts(countdown.dataset(asked, tokenizer), tokenizer)}
-    engine = LocalEngine(full, tokenizer, None, prompts, max_completion_length=16)
-    assert models.flat_digest(engine.master) == record["digest"] and record["d"] == 140_928
-    moved = torch.cat([(p - base[name]).flatten() for name, p in full.named_parameters()])
-    assert record["update_norm"] == pytest.approx(moved.double().norm().item(), rel=1e-5) and moved.norm() > 0.01
-    changed = {name for name, p in full.named_parameters() if not torch.equal(p, base[name])}
-    assert changed == {name for name in base if any(f"{t}_proj.weight" in name and "attn" in name for t in "qkvo")}
-    (greedy,) = engine.generate("validation")
-    right = [countdown.grade(t, p.numbers, p.target).answer for (t, _), p in zip(greedy, asked, strict=True)]
-    assert record["curve"]["validation_greedy"][-1] == pytest.approx(np.mean(right), abs=1e-5)
-    assert record["budget"]["forward_flops"] == budget.spent(140_928)["forward_flops"]
-    assert record["kl_policy_base"]["exact_nats_per_token"] > 0
-
-
-@lru_cache
-def recorded():
-    return sweep.run(spec_of(), "nb", "commit")
-
-
-def test_weights_of_a_record_are_made_again(tmp_path, monkeypatch):
-    record = recorded()
+def test_a_run_leaves_its_adapter_in_its_folder_and_its_weights_are_made_again(tmp_path, monkeypatch):
+    """What a run by hand has of it, `test_runs` says."""
+    spec = spec_of("grpo_lora", **COLD)
+    record = train.run(spec, None, tmp_path / "place")
+    loaded = peft.PeftModel.from_pretrained(tiny.load("A0")[0], str(tmp_path / "place" / "model")).merge_and_unload()
+    engine = LocalEngine(loaded, tiny.tokenizer(), None, {}, max_completion_length=1)
+    assert models.flat_digest(engine.master) == record["digest"]
     monkeypatch.setattr(paths, "RUNS", tmp_path)
-    master, made = weight_cache.again(record["spec"], record["digest"])
+    master, made = weight_cache.again(spec, record["digest"])
     assert made == "trained again" and models.flat_digest(master) == record["digest"]
     assert np.linalg.norm(master - weight_cache.of_base("A0")) == pytest.approx(record["update_norm"], rel=1e-5)
-
-
-def test_a_run_that_keeps_its_folder_leaves_the_adapter_there(tmp_path):
-    train.run(spec_of(), None, tmp_path / "place")
-    base = tiny.load("A0")[0]
-    loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "place" / "model")).merge_and_unload()
-    engine = LocalEngine(loaded, tiny.tokenizer(), None, {}, max_completion_length=1)
-    assert models.flat_digest(engine.master) == recorded()["digest"]
-
-
-@pytest.mark.parametrize("rank", [0, 2.5])
-def test_specs_that_are_refused(rank):
-    with pytest.raises(ValueError, match=f"lora_rank={rank}"):
-        train_specs("grpo_lora", ["A0"], [0], RUN | {"lora_rank": rank}, "smoke")

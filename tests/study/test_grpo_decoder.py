@@ -6,16 +6,15 @@ import grpo_runs
 import pytest
 import torch
 from evoalign_study import sweep
-from evoalign_study.kinds.train import train_specs
 from grpo_runs import weights
 from helpers import PROMPTS, random_model, same_bits, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_runs import spec_of
 from transformers import GenerationConfig
 
-from evoalign_lib import _adapters, grpo, tiny
+from evoalign_lib import grpo, tiny
 from evoalign_lib.engines.decode import _drawn
-from evoalign_lib.essa import lora_config
 
 
 def built(folder, decoder, arm="grpo", **changed):
@@ -81,11 +80,7 @@ def test_the_tokens_of_a_model_with_wide_distributions(kind):
 
 
 def test_an_adapter_is_decoded_merged():
-    model, tok = _adapters.attach(tiny.load("A0")[0], lora_config(4), 1), tiny.tokenizer()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                p.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
+    model, tok = grpo_runs.adapted(0.1), tiny.tokenizer()
     prompts = [row["prompt"] for row in grpo_runs.rows(4) for _ in range(4)]
     expected, after = plain(model, tok, prompts, 16, 0)
     found, ours = by_loop(model, tok, prompts, 16, 0)
@@ -159,15 +154,10 @@ def test_settings_models_and_rollouts_that_are_refused(tmp_path):
 
 # ---- the study
 
-RUN = {
-    "max_completion_length": 16, "validation_problems": 6, "test_problems": 10, "steps": 3, "prompts_per_step": 4,
-    "curve_points": 4, "curve_spacing": "log", "num_generations": 4, "learning_rate": 1e-3, "beta": 0.0,
-}  # fmt: skip
-
 
 @pytest.mark.slow
 def test_a_record_says_who_decoded_and_is_otherwise_the_same():
-    (spec,) = train_specs("grpo", ["A0"], [0], RUN, "smoke")
+    spec = spec_of("grpo")
     plain, loop = (sweep.run(spec | more, "nb", "commit") for more in ({}, {"decoder": "loop"}))
     assert (plain["decoder"], loop["decoder"]) == ("generate", "loop") and plain["digest"] == loop["digest"]
     assert "decoder" not in plain["spec"] and plain["spec_hash"] != loop["spec_hash"]

@@ -78,12 +78,6 @@ class Packed(torch.Tensor):
     """A tensor that says it is float32 and is another thing, as those of torchao."""
 
 
-def quantised():
-    model = random_model()
-    model.config.quantization_config = QUANTISED
-    return model
-
-
 def packed():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch will remove this kind of quantisation
@@ -109,7 +103,7 @@ MODELS = [
     ),
     (lambda: with_weight(lambda w: w.as_subclass(Packed)), f"{UP} is Packed"),
     (packed, "'model.layers.0.self_attn.q_proj'"),
-    (quantised, "'gptq'"),
+    (lambda: changed(config=Qwen2Config(quantization_config=QUANTISED)), "'gptq'"),
     (lambda: AutoModelForCausalLM.from_config(config_of("bert")), "'bert', an encoder"),
     (lambda: AutoModelForSeq2SeqLM.from_config(config_of("t5")), "'t5', an encoder-decoder"),
 ]

@@ -8,8 +8,19 @@ import pytest
 from evoalign_study import collapse, paths
 from evoalign_study import nb03_conciseness as study
 from evoalign_study.rendering import csv_text
+from test_notebooks import loaded
 
 from evoalign_lib.analysis import hacking
+
+
+@pytest.fixture(scope="module")
+def run():
+    return loaded(study)[0]
+
+
+@pytest.fixture(scope="module")
+def records():
+    return loaded(study)[1]
 
 
 @pytest.fixture(scope="module")

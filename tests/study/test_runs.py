@@ -10,11 +10,13 @@ from evoalign_study.kinds.decode import base_specs, best_of_n_specs
 from evoalign_study.kinds.exact import estimator_specs, kl_specs
 from evoalign_study.kinds.train import audit_specs, sweep_specs, train_specs
 from evoalign_study.records import MAX_CURVE, accuracy_matrix, append_record, read_records, spec_hash
+from grpo_runs import QUIET
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evoalign_lib import arms, grpo, ledger, models, tiny
 from evoalign_lib.engines.local import LocalEngine, Prompts
+from evoalign_lib.essa import lora_config
 from evoalign_lib.tasks import countdown
 
 SETTINGS = {
@@ -23,6 +25,7 @@ SETTINGS = {
     "num_generations": 4, "learning_rate": 1e-3, "beta": 0.0, "rank": 1, "leading_share": 1.0, "lora_rank": 2,
     "warm_rows": 8, "warm_epochs": 1, "warm_learning_rate": 1e-3, "prompts": 24, "batch_size": 4, "epochs": 2,
 }  # fmt: skip
+COLD = dict.fromkeys(("warm_rows", "warm_epochs", "warm_learning_rate"))
 AXES = ("completions", "generated_tokens", "forward_flops", "core_seconds")
 
 
@@ -126,28 +129,33 @@ def test_a_run_that_diverges_is_recorded_like_any_other(arm, changed, step, tmp_
         assert r["ledger"]["replay_error"] == 0 and ledger.verify(kept, "A0").weights == r["ledger"]["weights"]
 
 
-def test_a_gradient_run_is_the_one_of_its_spec_and_evaluation_leaves_no_trace_in_it(tmp_path):
-    """The same run made by hand, without a curve, ends with the same weights and the same accuracy."""
-    spec = spec_of("dr_grpo", seed=5, beta=0.04, scale_rewards="group", micro_batch=8)
+@pytest.mark.parametrize(
+    ("arm", "more"), [("dr_grpo", {"scale_rewards": "group", "micro_batch": 8}), ("grpo_lora", {})]
+)
+def test_a_gradient_run_is_the_one_of_its_spec_and_evaluation_leaves_no_trace_in_it(arm, more, tmp_path):
+    """The same run made by hand, without a curve, ends with the same weights (W + B A) and the same accuracy."""
+    spec = spec_of(arm, seed=5, beta=0.04, **COLD, **more)
     record = sweep.run(spec, "nb", "commit")
     model, tokenizer = tiny.load("A0")
     names = ("seed", "steps", "prompts_per_step", "num_generations", "max_completion_length", "learning_rate", "beta")
-    settings = {name: spec[name] for name in names} | {"scale_rewards": "group", "micro_batch": 8}
-    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
-    args = grpo.config("dr_grpo", output_dir=str(tmp_path), **settings, **quiet)
-    problems = tiny.problems("train", 16, np.random.SeedSequence([5, 1]))
-    trainer, budget = grpo.trainer(model, countdown.reward, args, countdown.dataset(problems, tokenizer), tokenizer)
+    args = grpo.config(arm, output_dir=str(tmp_path), **{name: spec[name] for name in names}, **more, **QUIET)
+    rows = countdown.dataset(tiny.problems("train", 16, np.random.SeedSequence([5, 1])), tokenizer)
+    adapter = lora_config(spec["lora_rank"]) if arm == "grpo_lora" else None
+    trainer, budget = grpo.trainer(model, countdown.reward, args, rows, tokenizer, peft_config=adapter)
     trainer.train()
-    prompts = {"validation": Prompts(countdown.dataset(tiny.problems("validation", 6), tokenizer), tokenizer)}
-    engine = LocalEngine(trainer.model, tokenizer, None, prompts, max_completion_length=16)
+    ended = trainer.model.merge_and_unload() if adapter else trainer.model
+    problems = tiny.problems("validation", 6)
+    prompts = {"validation": Prompts(countdown.dataset(problems, tokenizer), tokenizer)}
+    engine = LocalEngine(ended, tokenizer, None, prompts, max_completion_length=16)
     assert record["digest"] == models.flat_digest(engine.master) != spec["base_digest"]
+    moved = np.linalg.norm((engine.master - weight_cache.of_base("A0")).astype(np.float64))
+    assert record["update_norm"] == pytest.approx(moved, rel=1e-5) and moved > 0.01
     (greedy,) = engine.generate("validation")
-    right = [
-        countdown.grade(text, p.numbers, p.target).answer
-        for (text, _), p in zip(greedy, tiny.problems("validation", 6), strict=True)
-    ]
+    answers = zip(greedy, problems, strict=True)
+    right = [countdown.grade(text, p.numbers, p.target).answer for (text, _), p in answers]
     assert record["curve"]["validation_greedy"][-1] == pytest.approx(np.mean(right), abs=1e-5)
     assert all(record["budget"][axis] == budget.spent(140_928)[axis] for axis in AXES[:3])
+    assert record["kl_policy_base"]["exact_nats_per_token"] > 0
 
 
 def test_fine_tuning_keeps_right_answers_alone(monkeypatch):
@@ -192,7 +200,7 @@ VALUES = {  # arm: settings that are refused, named with their values
     "grpo": [("curve_spacing", "linear"), ("curve_points", 51), ("curve_points", 2)],
     "es": [("unique_prompts", 0), ("anchor_decay", 1.5), ("test_problems", 2001), ("test_problems", -1)],
     "es_anchored": [("anchor_decay", 0.0)], "rloo": [("micro_batch", 5)], "es_low_rank": [("rank", 0)],
-    "es_lora": [("lora_rank", 0)], "essa": [("warm_rows", 0)],
+    "es_lora": [("lora_rank", 0)], "grpo_lora": [("lora_rank", 0), ("lora_rank", 2.5)], "essa": [("warm_rows", 0)],
 }  # fmt: skip
 REFUSED = [  # what makes specs, settings (...: missing), what the error names
     *((trains(arm), {k: v}, f"{k}={v!r}") for arm, settings in VALUES.items() for k, v in settings),

@@ -135,7 +135,8 @@ def test_the_texts_are_those_of_the_engine_and_are_graded_whole(end, runs, whose
 @pytest.mark.parametrize("text", ["\ufffd" * 200, '"\\\n' * 60])
 def test_texts_of_any_kind_fit_into_a_record(monkeypatch, text):
     monkeypatch.setattr(weights, "_answered", lambda measure, completion: (text, False))
-    record = run_of(weights.answers_spec("A0", None, SIZES | {"coverage_problems": 256}, "tiny"))
+    sizes = SIZES | {"coverage_problems": 256, "max_completion_length": 1}
+    record = run_of(weights.answers_spec("A0", None, sizes, "tiny"))
     assert len(record_line(record)) <= MAX_RECORD
     (one,) = set(weights.unpack_texts(record["t1"], 256))
     assert one.text == text[: record["longest"]] and one.cut == (len(text) > record["longest"])
@@ -165,44 +166,48 @@ def test_noise_begins_from_the_models_own_weights_and_differs_by_draw(runs, end)
 # ---- lines
 
 
-@pytest.fixture(scope="module", params=["A0", "B0"])
-def line(request, runs):
-    """Base, sizes and two runs of a task, with the line from the base to the first."""
-    base, sizes, own = request.param, SIZES, runs[:2]
-    if base == "B0":
-        sizes = SIZES | {"task": "conciseness", "max_completion_length": 24}
-        more = {"task": "conciseness", "max_completion_length": 24, "unique_prompts": 200}
-        more |= {"noise_draws": 1, "reach_at": None}
-        own = [run_of(spec) for spec in train_specs("es", [base], [0, 1], SETTINGS | more, "tiny")]
-    return base, sizes, own, run_of(weights.path_spec(base, None, weight_cache.end(own[:1]), sizes, "tiny"))
+def line_to(run, sizes):
+    """The line from the base of a run to the run."""
+    return run_of(weights.path_spec(run["spec"]["base"], None, weight_cache.end([run]), sizes, "tiny"))
 
 
-def test_the_ends_are_the_base_and_the_run(line):
-    base, sizes, own, record = line
+@pytest.fixture(scope="module")
+def line(runs):
+    return line_to(runs[0], SIZES)
+
+
+def check_ends(run, record):
+    """The first point is the base and the last one the run; returns the points."""
     spec, points, measure = record["spec"], record["points"], measures.get(record["spec"]["task"])
     assert record["n"] == 20 and points["kl"][0] == 0 < points["kl"][1] < points["kl"][2]
-    assert record["distance"] == pytest.approx(own[0]["update_norm"], rel=1e-6)
+    assert record["distance"] == pytest.approx(run["update_norm"], rel=1e-6)
     with training.opened(spec) as (engine, sets):
         asked = {"validation": sets["validation"]}
-        for i, master in ((0, engine.master.copy()), (-1, weight_cache.of_group(weight_cache.group(own[:1]))[0])):
+        for i, master in ((0, engine.master.copy()), (-1, weight_cache.of_group(weight_cache.group([run]))[0])):
             engine.master[:] = master
             said = measure.sampled(spec, engine, asked, "validation", [0.6, 1.0], 1)
             for name in ("t0.6", "t1"):
                 right = unpack_bits(points[f"{name}_bits"][i], 20)
                 assert right.tolist() == unpack_counts(said[f"{name}_counts"]).tolist()
-        if base == "B0":
-            ends = [points["reward_greedy"][i] for i in (0, -1)]
-            assert ends == pytest.approx([own[0]["curve"]["proxy_greedy"][i] for i in (0, -1)], abs=1e-3)
+    return points
 
 
-def test_the_middle_of_two_runs_is_their_mean_and_lines_have_no_direction(line):
-    base, sizes, own, record = line
-    ends = [weight_cache.end([run]) for run in own]
-    between = run_of(weights.path_spec(base, *ends, sizes, "tiny"))["points"]
-    mean = run_of(weights.path_spec(base, weight_cache.end(own), None, sizes, "tiny"))["points"]
+def test_the_ends_are_the_base_and_the_run(runs, line):
+    check_ends(runs[0], line)
+    asked = {"task": "conciseness", "max_completion_length": 24}
+    more = asked | {"unique_prompts": 200, "noise_draws": 1, "reach_at": None}
+    concise = run_of(train_specs("es", ["B0"], [0], SETTINGS | more, "tiny")[0])
+    rewards = check_ends(concise, line_to(concise, SIZES | asked))["reward_greedy"]
+    assert [rewards[0], rewards[-1]] == pytest.approx([concise["curve"]["proxy_greedy"][i] for i in (0, -1)], abs=1e-3)
+
+
+def test_the_middle_of_two_runs_is_their_mean_and_lines_have_no_direction(runs, line):
+    ends = [weight_cache.end([run]) for run in runs[:2]]
+    between = run_of(weights.path_spec("A0", *ends, SIZES, "tiny"))["points"]
+    mean = run_of(weights.path_spec("A0", weight_cache.end(runs[:2]), None, SIZES, "tiny"))["points"]
     assert {name: values[1] for name, values in between.items()} == {name: v[0] for name, v in mean.items()}
     assert np.ptp(between["nll"]) > 0
-    assert {name: values[0] for name, values in record["points"].items()} == {name: v[2] for name, v in mean.items()}
+    assert {name: values[0] for name, values in line["points"].items()} == {name: v[2] for name, v in mean.items()}
 
 
 def test_right_answers_to_public_problems_are_right_and_end_as_the_model_does(external_data):
