@@ -74,7 +74,6 @@ def test_ways_of_running_the_same_settings_end_with_the_same_bits(tmp_path, monk
             cut(tmp_path / name, 3, model=random_model().to(dtype), **settings | saving)
         assert outcome(run(name, resume=True, **saving)) == expected
         assert read(tmp_path / name).weights.items() >= read(tmp_path / "whole").weights.items()
-    assert outcome(run("elsewhere", resume=str(tmp_path / "checkpoint/checkpoint-2"))) == expected
     if settings.get("precision", "master") == "master":  # chunks change rounding, not tokens, of which rewards are made
         chunks = {} if "perturbation" in settings else {"chunk_rows": 2}
         assert digest(run("workers", workers=2, **chunks)) == expected["weights"]
