@@ -50,12 +50,12 @@ def own(tested: ESTrainer) -> list[list[int]]:
 
 # ---- adapters
 
-MERGED = [{"use_rslora": True}, {"bias": "lora_only"}, {"lora_dropout": 0.5}]
-MERGED += [{"rank_pattern": {"q_proj": 5}, "alpha_pattern": {"up_proj": 2}}]
+MERGED = {"use_rslora": True, "bias": "lora_only", "lora_dropout": 0.5}
+MERGED |= {"rank_pattern": {"q_proj": 5}, "alpha_pattern": {"up_proj": 2}}
 BESIDE = [{"target_modules": ["q_proj", "embed_tokens"]}, {"use_dora": True}, {"modules_to_save": ["norm"]}]
 
 
-@pytest.mark.parametrize("changed", [{}, *MERGED, *BESIDE], ids=str)
+@pytest.mark.parametrize("changed", [{}, MERGED, *BESIDE], ids=str)
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:.*tie_word_embeddings")
 def test_an_adapter_moves_alone_and_decodes_as_peft_does(tmp_path, changed):
     tied = "embed_tokens" not in changed.get("target_modules", ())
