@@ -152,11 +152,11 @@ def test_sigma_and_alpha_of_each_step(tmp_path):
 
 
 def by_inversion(model, prompt: str, uniforms: np.ndarray) -> list[int]:
-    """Sample at temperature 1, one token after the other, from the float64 distribution."""
+    """Sample at temperature 0.6, one token after the other, from the float64 distribution."""
     ids, new = tokenizer()(prompt)["input_ids"], []
     for u in uniforms:
         with torch.inference_mode():
-            p = model(torch.tensor([ids + new])).logits[0, -1].double().softmax(-1)
+            p = model(torch.tensor([ids + new])).logits[0, -1].double().div(0.6).softmax(-1)
         new.append(int((p.cumsum(-1) <= float(u)).sum()))
         if new[-1] == tokenizer().eos_token_id:
             break
@@ -172,6 +172,7 @@ def test_members_sample_with_common_random_numbers(tmp_path):
 
     # so small a sigma that the members are the same model: they must say the same
     settings = {"sampling": "common", "num_generations": 2, "sigma": 1e-9, "alpha": 1e-9, "max_steps": 2}
+    settings |= {"temperature": 0.6}
     tested = trained(tmp_path, noted, **settings)
     assert tested.counts["tied"] == 2 and all(one == seen[0] for one in seen[:6]) and seen[6] == seen[11]
     # by hand: each prompt twice, with other numbers
