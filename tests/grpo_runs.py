@@ -31,17 +31,13 @@ def built(folder, arm="grpo", reward=length_reward, model=None, data=None, callb
     return grpo.trainer(model, reward, args, data, tiny.tokenizer(), callbacks, **given or {})
 
 
-def adapted(spread: float = 0.02):
+def adapted():
     """The base with an adapter whose product is not zero, as fine-tuning leaves one."""
     from evoalign_lib.essa import lora_config
 
-    model = _adapters.attach(tiny.load("A0")[0], lora_config(4), 1)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                p.copy_(spread * torch.randn(p.shape, generator=generator))
-    return model
+    config = lora_config(4)
+    config.init_lora_weights = False
+    return _adapters.attach(tiny.load("A0")[0], config, 1)
 
 
 def weights(model) -> dict[str, torch.Tensor]:

@@ -40,10 +40,10 @@ CONFIG_NAMES = (*CONFIG_NAMES, "vocab_size", "tie_word_embeddings")
 STATE_SHAPES = {"embed.weight": (7, 5), "norm.bias": (6,), "scale": ()}
 
 
-def state(seed: int, spread: float = 1.0) -> dict[str, torch.Tensor]:
-    """A state dict of Gaussian float32 entries, of `STATE_SHAPES`."""
+def state(seed: int, spread: float = 1.0, shapes: Mapping = STATE_SHAPES) -> dict[str, torch.Tensor]:
+    """A state dict of Gaussian float32 entries."""
     rng = np.random.default_rng(seed)
-    drawn = {name: spread * rng.standard_normal(shape) for name, shape in STATE_SHAPES.items()}
+    drawn = {name: spread * rng.standard_normal(shape) for name, shape in shapes.items()}
     return {name: torch.tensor(entries, dtype=torch.float32) for name, entries in drawn.items()}
 
 
@@ -148,6 +148,17 @@ def in_child(function: Callable[[], object]) -> int:
     return wait(fork(function), 190)
 
 
+def bits(values: np.ndarray) -> np.ndarray:
+    """The words of float32 numbers."""
+    return np.ascontiguousarray(values).view(np.uint32)
+
+
+def keys_and_coefficients(n: int) -> tuple[np.ndarray, np.ndarray]:
+    """What an update by n members is given."""
+    keys = np.array([noise.member_key(noise.run_key("test", 1), 0, i) for i in range(n)], np.uint64)
+    return keys, np.random.default_rng(n).normal(0, 1e-4, n).astype(np.float32)
+
+
 def reference_perturb(master, layout, key, sigma, sign=1, distribution="gaussian", rank=0) -> np.ndarray:
     """What `noise.perturb` writes to its first argument, in plain NumPy."""
     out, law = master.copy(), {"distribution": distribution, "backend": "numpy"}
@@ -204,13 +215,19 @@ def short_run(folder, config: type, **changed) -> Any:
     return config(**{"output_dir": str(folder), "save_strategy": "no"} | settings | changed)
 
 
+def saved(folder, model=None) -> str:
+    """A folder with a model and its tokenizer, as a user has one."""
+    for part in (model or random_model(), tokenizer()):
+        part.save_pretrained(folder)
+    return str(folder)
+
+
 def saved_base(folder) -> Any:
     """A plain model from a folder of its own, which is made at the first call."""
     from evoalign_lib import models
 
     if not folder.exists():
-        random_model(intermediate_size=64).save_pretrained(folder)
-        tokenizer().save_pretrained(folder)
+        saved(folder, random_model(intermediate_size=64))
     return models.load(str(folder))[0]
 
 

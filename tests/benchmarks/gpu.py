@@ -113,12 +113,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.toy:
         name, device, models, how, out = "toy (CPU, Triton's interpreter)", "cpu", ["toy"], (1, 1), options.out
     elif torch.cuda.is_available():
-        name, device, models, how = (
-            torch.cuda.get_device_name(0),
-            "cuda",
-            options.models,
-            (options.repeats, options.members),
-        )
+        name, device, models = torch.cuda.get_device_name(0), "cuda", options.models
+        how = options.repeats, options.members
         out = options.out or paths.RESULTS / "bench.json"
     else:
         print("This benchmark needs a GPU that torch sees; --toy shows on a CPU that it runs.", file=sys.stderr)

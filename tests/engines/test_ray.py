@@ -13,16 +13,18 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+import es_runs
 import numpy as np
 import psutil
 import pytest
+from es_runs import ROWS, Lagrangian, digest
 from evoalign_study import paths
-from helpers import PROMPTS, random_model, tokenizer
+from helpers import random_model, tokenizer
 from transformers import TrainerCallback
 
-from evoalign_lib import ledger, precision
+from evoalign_lib import ledger
 from evoalign_lib.engines.local import LocalEngine, Prompts
-from evoalign_lib.es import ESConfig, ESTrainer
+from evoalign_lib.es import ESTrainer
 from evoalign_lib.rewards import RewardError, Rewards
 from evoalign_lib.update_rules import Member
 
@@ -31,10 +33,10 @@ ray = pytest.importorskip("ray")
 from evoalign_lib.engines import ray as engines_ray  # noqa: E402
 from evoalign_lib.engines.ray import RayEngine  # noqa: E402
 
-# Actors get this file's functions by value: as a module it would have to be found there.
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+# Actors get the functions of tests by value: as modules they would have to be found there.
+for module in (sys.modules[__name__], es_runs):
+    ray.cloudpickle.register_pickle_by_value(module)
 
-ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
 KILLS = 10
 
 
@@ -61,21 +63,12 @@ def ordered(completion_ids, number, trainer_state=None, **columns):
     return reward(completion_ids, number)
 
 
-def trainer(folder: Path, score=reward, callbacks=None, **changed) -> ESTrainer:
-    config = {
-        "output_dir": str(folder), "population_size": 6, "sigma": 0.05, "alpha": 0.05, "max_steps": 12,
-        "prompts_per_step": 3, "max_completion_length": 4, "workers": 1, "disable_tqdm": True, "report_to": "none",
-        "save_strategy": "no", "seed": 5,
-    } | changed  # fmt: skip
-    return ESTrainer(random_model(), score, ESConfig(**config), ROWS, ROWS[:2], tokenizer(), callbacks)
+def trainer(folder: Path, score=reward, **changed) -> ESTrainer:
+    return es_runs.trainer(folder, score, eval_dataset=ROWS[:2], **{"max_steps": 12} | changed)
 
 
-def on_ray(folder: Path, score=reward, callbacks=None, **changed) -> ESTrainer:
-    return trainer(folder, score, callbacks, **{"engine": "ray", "workers": 2} | changed)
-
-
-def digest(trainer: ESTrainer) -> str:
-    return precision.digest(trainer.engine.layout, trainer.engine.master)
+def on_ray(folder: Path, score=reward, **changed) -> ESTrainer:
+    return trainer(folder, score, **{"engine": "ray", "workers": 2} | changed)
 
 
 def same_run(one: ESTrainer, other: ESTrainer) -> bool:
@@ -267,27 +260,12 @@ class TestTasks:
 # ---- weights that decay, and a reward with a state
 
 
-class Multiplier:
-    """reward - lambda * cost; after a step ln lambda moves by the mean cost. The rewards of one step are tied."""
-
-    def __init__(self):
-        self.log_lambda = 0.0
+class TiedOnce(Lagrangian):
+    """The rewards of one step are tied."""
 
     def __call__(self, completion_ids, log_metric, trainer_state, **columns):
-        costs = [(sum(ids) % 7 - 2.5) / 4 for ids in completion_ids]
-        log_metric("cost", float(np.mean(costs)))
-        if trainer_state.global_step == 2:
-            return [1.0] * len(costs)
-        return [ids[0] % 5 - np.exp(self.log_lambda) * cost for ids, cost in zip(completion_ids, costs, strict=True)]
-
-    def state(self):
-        return {"log_lambda": self.log_lambda}
-
-    def load_state(self, state):
-        self.log_lambda = state["log_lambda"]
-
-    def end_of_step(self, metrics):
-        self.log_lambda += 0.4 * float(np.mean(metrics["cost"]))
+        rewards = super().__call__(completion_ids, log_metric)
+        return [1.0] * len(rewards) if trainer_state.global_step == 2 else rewards
 
 
 def test_an_actor_that_begins_anew_and_a_resumed_run_have_the_ledger_of_the_local_engine(tmp_path, caplog):
@@ -302,10 +280,10 @@ def test_an_actor_that_begins_anew_and_a_resumed_run_have_the_ledger_of_the_loca
         return found
 
     settings = {"save_strategy": "steps", "save_steps": 4, "anchor_decay": 0.2, "perturbation": "low_rank", "rank": 2}
-    here = trainer(tmp_path / "here", Multiplier(), max_steps=6, **settings)
+    here = trainer(tmp_path / "here", TiedOnce(), max_steps=6, **settings)
     here.train()
     assert here.counts["tied"] == 1
-    there = on_ray(tmp_path / "there", Multiplier(), max_steps=3, **settings)
+    there = on_ray(tmp_path / "there", TiedOnce(), max_steps=3, **settings)
     with closing(there.engine) as engine:
         there.train()
         all_ready(engine)
@@ -318,13 +296,13 @@ def test_an_actor_that_begins_anew_and_a_resumed_run_have_the_ledger_of_the_loca
         all_ready(engine)
         engine.check()
         assert engine.repairs == {"actors/restarted": 0, "actors/rebuilt": 1} and said in caplog.text
-    resumed = on_ray(tmp_path / "there", Multiplier(), max_steps=6, **settings)
+    resumed = on_ray(tmp_path / "there", TiedOnce(), max_steps=6, **settings)
     with closing(resumed.engine) as engine:
         resumed.train(resume_from_checkpoint=True)
         all_ready(engine)
         engine.check()
         assert same_run(here, resumed) and not any(engine.repairs.values())
-    found, states = lines("there"), [line["reward_state"]["Multiplier"]["log_lambda"] for line in lines("here")]
+    found, states = lines("there"), [line["reward_state"]["TiedOnce"]["log_lambda"] for line in lines("here")]
     assert found == lines("here") and len(set(states)) == len(found) == 6  # it moves
 
 

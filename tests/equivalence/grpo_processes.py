@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 import trl
 from es_runs import KEY, Lagrangian
-from helpers import random_model, tokenizer
+from grpo_runs import built
+from helpers import random_model
 from transformers import TrainerCallback
 
-from evoalign_lib import grpo
 from evoalign_lib.engines.processes import rank
 
 GENERATIONS = 4
@@ -53,12 +53,9 @@ def main(path: str) -> None:
 
 def trainer(arm: str, folder: str, reward, callbacks=(), **changed) -> tuple:
     # of three groups each of two processes has one and a half
-    settings = {"steps": 3, "prompts_per_step": 3, "num_generations": GENERATIONS, "learning_rate": 1e-3}
-    settings |= {"max_completion_length": 12, "micro_batch": 3, "use_cpu": True}
-    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
-    args = grpo.config(arm, output_dir=folder, seed=1, **settings | changed, **quiet)
+    settings = {"seed": 1, "steps": 3, "prompts_per_step": 3, "num_generations": GENERATIONS, "micro_batch": 3}
     rows = [{"prompt": p} for p in ("a", "bc d", "Using the numbers", "12")]
-    return grpo.trainer(folder, reward, args, rows, tokenizer(), callbacks=callbacks)
+    return built(folder, arm, reward, folder, rows, callbacks, use_cpu=True, **settings | changed)
 
 
 def train(arm: str, folder: str) -> dict:

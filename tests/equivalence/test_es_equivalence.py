@@ -51,7 +51,7 @@ def models(draw):
     return random_model(kind, seed=draw(st.integers(0, 100)), **config)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     model=models(),
     prompts=st.lists(st.sampled_from(PROMPTS), min_size=1, max_size=24),
@@ -75,13 +75,13 @@ def test_the_loop_is_generate(model, prompts, shared, length, ends, chunk_rows):
 
 
 @settings(max_examples=15)
-@given(model=models(), seed=st.integers(0, 1000), length=st.integers(1, 6))
-def test_sampling_is_the_same_in_loop_and_generate(model, seed, length):
+@given(model=models(), seed=st.integers(0, 1000), length=st.integers(1, 6), temperature=st.sampled_from([0.6, 1.0]))
+def test_sampling_is_the_same_in_loop_and_generate(model, seed, length, temperature):
     samples = []
     for decoder in ("loop", "generate"):
         train = {"train": Prompts(ROWS, tokenizer())}
         engine = LocalEngine(model, tokenizer(), None, train, max_completion_length=length, decoder=decoder)
-        samples.append(engine.generate("train", samples=2, seed=seed))
+        samples.append(engine.generate("train", samples=2, seed=seed, temperature=temperature))
     different = sum(a != b for one, other in zip(*samples, strict=True) for a, b in zip(one, other, strict=True))
     assert different <= 1  # of 16: a number may fall on the edge between two tokens
 

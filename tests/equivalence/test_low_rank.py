@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from es_runs import read, token_sum, trainer
-from helpers import PROMPTS, chained, random_model, tokenizer
+from helpers import PROMPTS, chained, random_model, reference_update, tokenizer
 
 from evoalign_lib import ledger, noise
 from evoalign_lib.engines import local
@@ -118,16 +118,6 @@ def test_a_step_by_hand(tmp_path, scaling):
     rewards = read(tmp_path).steps[0].rewards
     z = (rewards - rewards.mean()) / rewards.std()
     factor = {"mean": 0.2 / 6, "hyperscale": 0.2 * 0.1 / math.sqrt(6)}[scaling]
-    moved, largest = layout.views(replayed - start), 0.0
-    for entry in layout.entries:
-        total = np.zeros(entry.shape)
-        for key, weight in zip(keys, z, strict=True):
-            if len(entry.shape) == 1:
-                eps = noise.normals(key, entry.id, entry.shape)
-            else:
-                a = noise.normals(key, entry.id, (3, entry.rows), stream=1).astype(float)
-                eps = a.T @ noise.normals(key, entry.id, (3, entry.cols), stream=2) / math.sqrt(3)
-            total += factor * weight * eps
-        largest = max(largest, abs(total).max())
-        np.testing.assert_allclose(moved[entry.name], total, atol=1e-6)
-    assert largest > 1e-3
+    expected = reference_update(start, layout, keys, np.float32(factor * z), rank=3)
+    np.testing.assert_allclose(replayed, expected, rtol=0, atol=1e-6)
+    assert np.abs(expected - start).max() > 1e-3

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import reference_perturb, reference_update
+from helpers import bits, reference_perturb, reference_update
+from helpers import keys_and_coefficients as members
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,10 +45,6 @@ LAYOUT = Layout.from_shapes(SHAPES.items())
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def bits(values: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(values).view(np.uint32)
-
-
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal bit for bit."""
     assert a.dtype == b.dtype
@@ -62,11 +59,6 @@ def model(dtype: torch.dtype, seed: int = 0) -> list[Piece]:
         weights.reshape(-1)[::7], weights.reshape(-1)[3::7] = 0.0, -0.0
         pieces.append(Piece(torch.from_numpy(weights).to(DEVICE, dtype), name))
     return pieces
-
-
-def members(n: int) -> tuple[np.ndarray, np.ndarray]:
-    keys = np.array([member_key(run_key("test", 1), 0, i) for i in range(n)], np.uint64)
-    return keys, np.random.default_rng(n).normal(0, 1e-4, n).astype(np.float32)
 
 
 FAST = "known_answers or (members_and_updates and gaussian-0-torch.bfloat16)"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from es_runs import ROWS, Stop, constant, digest, read, stopping, token_sum, trained, trainer
-from helpers import random_model, tokenizer
+from helpers import random_model, saved
 
 from evoalign_lib import ledger, precision
 from evoalign_lib.es import ESTrainer
@@ -43,14 +43,13 @@ def test_each_step_logs_what_it_lost(tmp_path, mode, fitness):
     assert [step.log["restore_changed"] for step in steps] == [log["restore_changed"] for log in logs]
 
 
-@pytest.mark.parametrize("mode", ["inplace", "kahan"])
+@pytest.mark.parametrize("mode", precision.PRECISIONS)
 def test_a_replay_writes_the_folder_that_the_run_saves(tmp_path, mode):
-    random_model().to(torch.bfloat16).save_pretrained(tmp_path / "start")
-    tokenizer().save_pretrained(tmp_path / "start")
+    start = saved(tmp_path / "start", random_model().to(torch.bfloat16))
     settings = SETTINGS | {"precision": mode, "model_init_kwargs": {"dtype": "bfloat16"}}
-    tested = trained(tmp_path / "run", model=str(tmp_path / "start"), **settings)
+    tested = trained(tmp_path / "run", model=start, **settings)
     tested.save_model(tmp_path / "saved")
-    found = ledger.write_model(tmp_path / "run" / ledger.NAME, tmp_path / "written", str(tmp_path / "start"))
+    found = ledger.write_model(tmp_path / "run" / ledger.NAME, tmp_path / "written", start)
     assert found == digest(tested)
     one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("written", "saved"))
     assert one == other

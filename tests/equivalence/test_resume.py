@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from es_runs import ROWS, cut, outcome, read, trained, trainer
+from es_runs import ROWS, Lagrangian, cut, outcome, read, trained, trainer
 from helpers import chained, fork, random_model, wait
 
 from evoalign_lib import _ledger_lines, ledger
@@ -107,10 +107,14 @@ def test_killed_at_random_instants(tmp_path, settings):
     check(folder)
 
 
-@pytest.mark.parametrize("share", [0.5, 1])
-def test_killed_in_every_write(tmp_path, share):
+@pytest.mark.parametrize(
+    ("share", "settings"),
+    [(0.5, {}), (1, {}), (0.5, {"score": Lagrangian(), "workers": 2, **SAVING, **EVALUATING})],
+    ids=["torn", "whole", "a reward with a state"],
+)
+def test_killed_in_every_write(tmp_path, share, settings):
     """Header, each line, and the line that closes the ledger: the run advances by a step a life."""
-    folder, lives, settings = tmp_path / "run", 0, {"max_steps": 4}
+    folder, lives, settings = tmp_path / "run", 0, {"max_steps": 4} | settings
     while (status := wait(fork(work, folder, settings, (1, share)))) == -signal.SIGKILL:
         lives += 1
         if (folder / ledger.NAME).read_bytes().count(b"\n") <= 1:
@@ -119,22 +123,11 @@ def test_killed_in_every_write(tmp_path, share):
             assert wait(fork(work, folder, settings, (2, share))) == -signal.SIGKILL
         assert lives < 10
     assert status == 0
-    assert json.loads((folder / "outcome.json").read_text()) == outcome(run(tmp_path / "whole", **settings))
+    whole = run(tmp_path / "whole", **settings | {"workers": 1})
+    assert json.loads((folder / "outcome.json").read_text()) == outcome(whole)
 
 
 # ---- what a resumed run has of the one before
-
-
-def never(**columns):
-    raise AssertionError("nothing is left to evaluate")
-
-
-def test_recorded_steps_are_not_evaluated_again(whole):
-    folder = Path(whole.args.output_dir)
-    data = (folder / ledger.NAME).read_bytes()
-    again = run(folder, never, resume=True)
-    assert outcome(again) == outcome(whole)
-    assert again.train().global_step == STEPS and (folder / ledger.NAME).read_bytes() == data
 
 
 @pytest.mark.parametrize("when", [3, 8])

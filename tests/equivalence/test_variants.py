@@ -74,7 +74,6 @@ def test_ways_of_running_the_same_settings_end_with_the_same_bits(tmp_path, monk
             cut(tmp_path / name, 3, model=random_model().to(dtype), **settings | saving)
         assert outcome(run(name, resume=True, **saving)) == expected
         assert read(tmp_path / name).weights.items() >= read(tmp_path / "whole").weights.items()
-    assert outcome(run("elsewhere", resume=str(tmp_path / "checkpoint/checkpoint-2"))) == expected
     if settings.get("precision", "master") == "master":  # chunks change rounding, not tokens, of which rewards are made
         chunks = {} if "perturbation" in settings else {"chunk_rows": 2}
         assert digest(run("workers", workers=2, **chunks)) == expected["weights"]
@@ -153,11 +152,11 @@ def test_sigma_and_alpha_of_each_step(tmp_path):
 
 
 def by_inversion(model, prompt: str, uniforms: np.ndarray) -> list[int]:
-    """Sample at temperature 1, one token after the other, from the float64 distribution."""
+    """Sample at temperature 0.6, one token after the other, from the float64 distribution."""
     ids, new = tokenizer()(prompt)["input_ids"], []
     for u in uniforms:
         with torch.inference_mode():
-            p = model(torch.tensor([ids + new])).logits[0, -1].double().softmax(-1)
+            p = model(torch.tensor([ids + new])).logits[0, -1].double().div(0.6).softmax(-1)
         new.append(int((p.cumsum(-1) <= float(u)).sum()))
         if new[-1] == tokenizer().eos_token_id:
             break
@@ -173,6 +172,7 @@ def test_members_sample_with_common_random_numbers(tmp_path):
 
     # so small a sigma that the members are the same model: they must say the same
     settings = {"sampling": "common", "num_generations": 2, "sigma": 1e-9, "alpha": 1e-9, "max_steps": 2}
+    settings |= {"temperature": 0.6}
     tested = trained(tmp_path, noted, **settings)
     assert tested.counts["tied"] == 2 and all(one == seen[0] for one in seen[:6]) and seen[6] == seen[11]
     # by hand: each prompt twice, with other numbers

@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 import transformers
-from helpers import ROWS, base_bits, greedy, in_child, lora, random_model, short_run, token_sum, tokenizer
+from helpers import ROWS, base_bits, greedy, in_child, lora, random_model, saved, short_run, token_sum, tokenizer
 from transformers import AutoModelForCausalLM
 
 from evoalign_lib import _adapters, ledger, models, weight_files
@@ -50,12 +50,12 @@ def own(tested: ESTrainer) -> list[list[int]]:
 
 # ---- adapters
 
-MERGED = [{"use_rslora": True}, {"bias": "lora_only"}, {"lora_dropout": 0.5}]
-MERGED += [{"rank_pattern": {"q_proj": 5}, "alpha_pattern": {"up_proj": 2}}]
+MERGED = {"use_rslora": True, "bias": "lora_only", "lora_dropout": 0.5}
+MERGED |= {"rank_pattern": {"q_proj": 5}, "alpha_pattern": {"up_proj": 2}}
 BESIDE = [{"target_modules": ["q_proj", "embed_tokens"]}, {"use_dora": True}, {"modules_to_save": ["norm"]}]
 
 
-@pytest.mark.parametrize("changed", [{}, *MERGED, *BESIDE], ids=str)
+@pytest.mark.parametrize("changed", [{}, MERGED, *BESIDE], ids=str)
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:.*tie_word_embeddings")
 def test_an_adapter_moves_alone_and_decodes_as_peft_does(tmp_path, changed):
     tied = "embed_tokens" not in changed.get("target_modules", ())
@@ -78,9 +78,7 @@ def test_an_adapter_moves_alone_and_decodes_as_peft_does(tmp_path, changed):
 
 
 def test_replay_of_an_adapters_ledger(tmp_path):
-    random_model().save_pretrained(tmp_path / "base")
-    tokenizer().save_pretrained(tmp_path / "base")
-    tested = trainer(tmp_path / "run", str(tmp_path / "base"), peft_config=lora())
+    tested = trainer(tmp_path / "run", saved(tmp_path / "base"), peft_config=lora())
     tested.train()
     path = tmp_path / "run" / ledger.NAME
     header = json.loads(path.read_bytes().splitlines()[0])
@@ -196,13 +194,11 @@ def test_frozen_weights_stay_where_they_are(tmp_path, decoder, precision):
     assert moved(before, tested.model) == trainable(tested.model) != set(before)
     assert own(tested) == greedy(tested.model)
     tested.save_model(tmp_path / "saved")
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
-    assert named(saved) == named(tested.model)
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert named(kept) == named(tested.model)
     path = tmp_path / "run" / ledger.NAME
     # a folder has no requires_grad: the header says what moved
-    random_model().save_pretrained(tmp_path / "base")
-    tokenizer().save_pretrained(tmp_path / "base")
-    assert (ledger.replay(path, tmp_path / "base") == tested.engine.weights.float32()).all()
+    assert (ledger.replay(path, saved(tmp_path / "base")) == tested.engine.weights.float32()).all()
     assert ledger.write_model(path, tmp_path / "again", str(tmp_path / "base")) == tested.engine.weights.digest()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
     assert named(again) == named(tested.model)
@@ -221,32 +217,16 @@ def test_frozen_weights_stay_where_they_are(tmp_path, decoder, precision):
 # ---- quantised bases
 
 
-def settings_of(package: str, bits: int):
-    """How transformers quantises a base by a package."""
-    pytest.importorskip({"quanto": "optimum.quanto"}.get(package, package))
-    if package == "torchao":
-        from torchao.quantization import Int8WeightOnlyConfig
-
-        return transformers.TorchAoConfig(Int8WeightOnlyConfig())
-    if package == "quanto":
-        return transformers.QuantoConfig(weights=f"int{bits}")
-    if bits == 8:
-        return transformers.BitsAndBytesConfig(load_in_8bit=True)
-    return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
-
-
-# quanto's 4 bits are left out: on a CPU it compiles C++ for minutes when they are first multiplied
-@pytest.mark.parametrize(("package", "bits"), [("bitsandbytes", 4), ("bitsandbytes", 8), ("quanto", 8), ("torchao", 8)])
 @pytest.mark.filterwarnings("ignore")
-def test_an_adapter_over_a_quantised_base(tmp_path, package, bits):
-    random_model(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
-    tokenizer().save_pretrained(tmp_path / "base")
-    loading = {"quantization_config": settings_of(package, bits), "device_map": "cpu"}
+def test_an_adapter_over_a_base_that_transformers_quantises(tmp_path):
+    codes = transformers.TorchAoConfig(pytest.importorskip("torchao.quantization").Int8WeightOnlyConfig())
+    base = saved(tmp_path / "base", random_model(hidden_size=64, intermediate_size=128))
+    loading = {"quantization_config": codes, "device_map": "cpu"}
 
     def run(folder, steps, resume=None):
         """Train over a base that is quantised anew, by its name."""
         given = {"model_init_kwargs": loading, "max_steps": steps, "sigma": 0.2, "alpha": 0.2}
-        tested = trainer(tmp_path / folder, str(tmp_path / "base"), peft_config=lora(), **given)
+        tested = trainer(tmp_path / folder, base, peft_config=lora(), **given)
         before, moving = base_bits(tested.model), named(tested.model, frozen=False)
         tested.train(resume_from_checkpoint=resume)
         after = named(tested.model, frozen=False)
@@ -255,6 +235,6 @@ def test_an_adapter_over_a_quantised_base(tmp_path, package, bits):
 
     tested = run("run", 3)
     tested.save_model()
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32, **loading)
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **loading)
     assert greedy(peft.PeftModel.from_pretrained(plain, tmp_path / "run").eval()) == greedy(tested.model)
     assert run("run", 4, True).engine.weights.digest() == run("whole", 4).engine.weights.digest()

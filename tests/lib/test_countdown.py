@@ -80,7 +80,9 @@ def test_what_is_refused(call, error, named):
 # ------------------------------------------------------------------------------------------------------- public data
 
 
-def test_public_problems_prompts_and_solutions(rows):
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_public_problems_prompts_and_solutions(rows, every):
+    """Of which one in so many is solved."""
     everything = countdown.load_public("all")
     assert [p.id for p in everything] == list(range(2200)) == [row["id"] for row in rows]
     assert countdown.load_public("train") == everything[:200] and countdown.load_public("test") == everything[200:]
@@ -88,13 +90,13 @@ def test_public_problems_prompts_and_solutions(rows):
     keys = [problem_key(p) for p in everything]
     assert not set(keys[:200]) & set(keys[200:])
     assert [countdown.prompt(p, chat_template=False) for p in everything] == [row["context"] for row in rows]
-    found = {row["id"]: solve(row["numbers"], row["target"]) for row in rows}
-    for row in rows:
+    found = {row["id"]: solve(row["numbers"], row["target"]) for row in rows[::every]}
+    for row in rows[::every]:
         scores = [_answer(found[row["id"]], row["numbers"], row["target"], grader) for grader in countdown.GRADERS]
         assert scores == [found[row["id"]] is not None] * 2
     # all in the test part: the attainable ceiling of the published evaluation is 1986 of 2000
     known = [263, 281, 566, 640, 798, 800, 1085, 1178, 1340, 1444, 1560, 1574, 1847, 1984]
-    assert [i for i, text in found.items() if text is None] == known
+    assert [i for i, text in found.items() if text is None] == [i for i in known if i % every == 0]
 
 
 def test_shipped_solutions_get_the_documented_rewards(rows):
@@ -339,16 +341,7 @@ def test_limits_of_length_and_depth():
 
 _RIGHT = ["44 + 19 + 35", " (44+19) +35 ", "35 - -19 - -44", "44+19+35\n"]
 _WRONG = [f"44 + 19 + 35{end}" for end in ("\n\n", " = 98", ".", " + 0")] + ["", "\n44 + 19 + 35", "44 + 19\t+ 35"]
-_WRONG += [
-    "",
-    "44 + 54",
-    "44 + 44 + 19 + 35 - 44",
-    "4419 + 35",
-    "44 + 19 35",
-    "044 + 19 + 35",
-    "44 − 19 + 35",
-    "٤٤+19+35",
-]
+_WRONG += ["44 + 54", "44 + 44 + 19 + 35 - 44", "4419 + 35", "44 + 19 35", "044 + 19 + 35", "44 − 19 + 35", "٤٤+19+35"]
 
 
 @pytest.mark.parametrize(

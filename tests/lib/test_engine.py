@@ -4,8 +4,6 @@ import gc
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -14,8 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from helpers import PROMPTS, random_model, reference_perturb, tokenizer
-from scipy import stats
+from helpers import PROMPTS, ROWS, fork, greedy, random_model, reference_perturb, token_sum, tokenizer, wait
 from tqdm import tqdm
 from tqdm.std import TqdmDefaultWriteLock
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
@@ -26,7 +23,6 @@ from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.rewards import RewardError, Rewards
 from evoalign_lib.update_rules import Member
 
-ROWS = [{"prompt": p, "number": i} for i, p in enumerate(PROMPTS)]
 ALL = np.arange(len(ROWS))
 
 
@@ -41,21 +37,8 @@ def members(n: int) -> list[Member]:
     return [Member(noise.member_key(noise.run_key("test", 0), 0, i)) for i in range(n)]
 
 
-def token_sum(completion_ids, **columns):
-    """Differs between members as soon as one token does."""
-    return [float(sum(ids)) + 1000 * len(ids) for ids in completion_ids]
-
-
 def evaluate(e: LocalEngine, n: int = 5, rows: np.ndarray = ALL) -> np.ndarray:
     return np.array([evaluation.scored.rewards for evaluation in e.evaluate(members(n), 0.05, "train", rows)])
-
-
-def alone(model, prompt: str, n: int) -> list[int]:
-    """Greedy decoding of one prompt by transformers, without padding."""
-    ids = torch.tensor([tokenizer()(prompt)["input_ids"]])
-    with torch.inference_mode():
-        new = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n)
-    return new[0, ids.shape[1] :].tolist()
 
 
 def gpt2() -> GPT2LMHeadModel:
@@ -63,20 +46,6 @@ def gpt2() -> GPT2LMHeadModel:
     sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64, "initializer_range": 0.3}
     tokens = {"eos_token_id": tokenizer().eos_token_id, "bos_token_id": None, "pad_token_id": tokenizer().pad_token_id}
     return GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer()), **sizes, **tokens)).eval()
-
-
-@pytest.fixture
-def two_workers():
-    """Makes engines with two worker processes and ends these after the test."""
-    made = []
-
-    def make(**settings):
-        made.append(engine(workers=2, **settings))
-        return made[-1]
-
-    yield make
-    for e in made:
-        e.close()
 
 
 # ---- prompts, models, settings
@@ -151,7 +120,7 @@ def test_what_the_loop_does_not_cover_falls_back_to_generate(make, reason):
     assert e.plan["decoder"] == e.decoder == "generate"
     if e.model.dtype == torch.float32:
         (completions,) = e.generate("train")
-        assert [ids for _, ids in completions] == [alone(make(), row["prompt"], 8) for row in ROWS]
+        assert [ids for _, ids in completions] == greedy(make(), 8)
 
 
 def test_settings_that_cannot_be_are_refused(monkeypatch):
@@ -221,21 +190,6 @@ def test_samples_depend_on_seed_draw_row_and_temperature_only(decoder):
     assert e.generate("train", temperature=0.7) == [greedy]
 
 
-@pytest.mark.parametrize(("decoder", "temperature"), [("loop", 0.6), ("loop", 1.0), ("generate", 0.6)])
-def test_sampling_has_the_frequencies_of_the_softmax(decoder, temperature):
-    n, model = 1500, random_model(spread=0.1)
-    e = engine(model, [{"prompt": "a"}] * n, max_completion_length=1, decoder=decoder, chunk_rows=500)
-    (draws,) = e.generate("train", samples=1, seed=0, temperature=temperature)
-    with torch.inference_mode():
-        logits = model(torch.tensor([tokenizer()("a")["input_ids"]])).logits[0, -1].double()
-    p = (logits / temperature).softmax(-1).numpy()
-    counts = np.bincount([ids[0] for _, ids in draws], minlength=len(p))
-    # tokens of less than five expected draws are counted together
-    rare = n * p < 5
-    observed, expected = [*counts[~rare], counts[rare].sum()], [*(n * p[~rare]), n * p[rare].sum()]
-    assert len(observed) > 50 and stats.chisquare(observed, expected).pvalue > 0.01
-
-
 # ---- the batch plan
 
 
@@ -284,15 +238,16 @@ def test_a_member_is_the_master_plus_its_noise(decoder, law):
             for name, parameter in model.named_parameters():
                 parameter.copy_(torch.from_numpy(e.layout.views(weights)[name]))
         seen.append(evaluation.scored.rewards.tolist())
-        assert seen[-1] == token_sum([alone(model, row["prompt"], 8) for row in ROWS])
+        assert seen[-1] == token_sum(greedy(model, 8))
     assert seen[0] != seen[1]
 
 
 # ---- worker processes
 
 
-def test_workers_give_what_one_process_gives(two_workers):
-    one, two = engine(rewards=token_sum), two_workers(rewards=lambda completion_ids, **kw: token_sum(completion_ids))
+def test_workers_give_what_one_process_gives():
+    one = engine(rewards=token_sum)
+    two = engine(workers=2, rewards=lambda completion_ids, **columns: token_sum(completion_ids))
     before = one.master.tobytes()
     assert (evaluate(one) == evaluate(two)).all()
     assert one.master.tobytes() == two.master.tobytes() == before
@@ -304,8 +259,8 @@ def test_workers_give_what_one_process_gives(two_workers):
     assert one.generate("train", samples=2, seed=4) == two.generate("train", samples=2, seed=4)
 
 
-def test_a_worker_uses_one_thread_and_ignores_interrupts(two_workers):
-    e = two_workers(rewards=lambda completions, **kw: [torch.get_num_threads()] * len(completions))
+def test_a_worker_uses_one_thread_and_ignores_interrupts():
+    e = engine(workers=2, rewards=lambda completions, **kw: [torch.get_num_threads()] * len(completions))
     e.add_prompts("more", [{"prompt": "z"}])
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -318,22 +273,22 @@ def test_a_worker_uses_one_thread_and_ignores_interrupts(two_workers):
     assert (evaluate(e, 2) == 1).all() and len(e.generate("more")[0]) == 1
 
 
-def test_a_failed_reward_names_member_and_prompt(two_workers):
+def test_a_failed_reward_names_member_and_prompt():
     def fails(prompts, completions, **columns):
         raise ZeroDivisionError("no")
 
-    for e in (engine(rewards=fails), two_workers(rewards=fails)):
+    for e in (engine(rewards=fails), engine(workers=2, rewards=fails)):
         with pytest.raises(RewardError, match=r"member \d: reward function 'fails' gave ZeroDivisionError.*prompt 'a'"):
             evaluate(e)
 
 
 @pytest.mark.parametrize("when", ["during", "between"])
-def test_a_killed_worker_is_an_error_with_a_remedy_and_not_the_end(when, two_workers):
+def test_a_killed_worker_is_an_error_with_a_remedy_and_not_the_end(when):
     def slow(completion_ids, **columns):
         time.sleep(0.05)
         return token_sum(completion_ids)
 
-    e = two_workers(rewards=slow)
+    e = engine(workers=2, rewards=slow)
     evaluate(e, 2)
     victim = next(iter(e._pool._processes.values()))
     if when == "during":
@@ -355,7 +310,7 @@ class Bar(tqdm):
 
 
 @pytest.mark.parametrize("bar", [tqdm, Bar])
-def test_a_worker_killed_inside_a_progress_bar_blocks_no_other(two_workers, bar):
+def test_a_worker_killed_inside_a_progress_bar_blocks_no_other(bar):
     """tqdm's lock is a semaphore that forked processes share, and dies with nobody."""
 
     def dies(completion_ids, **columns):
@@ -364,7 +319,7 @@ def test_a_worker_killed_inside_a_progress_bar_blocks_no_other(two_workers, bar)
 
     ours = bar.get_lock()
     with pytest.raises(RuntimeError, match="a worker process ended unexpectedly"):
-        evaluate(two_workers(rewards=dies), 2)
+        evaluate(engine(workers=2, rewards=dies), 2)
     assert bar.get_lock() is ours
     held = [lock for lock in ours.locks if not lock.acquire(timeout=5)]
     for lock in ours.locks:
@@ -381,25 +336,20 @@ def all_gone(pids: list[int]) -> bool:
     return not left
 
 
-PARENT = """
-import os, time
-from multiprocessing import get_context
-from concurrent.futures import ProcessPoolExecutor
-from evoalign_lib.engines.local import _start_worker
-
-pool = ProcessPoolExecutor(2, get_context("fork"), initializer=_start_worker, initargs=(os.getpid(),))
-pool.submit(time.sleep, 0).result()
-print(*pool._processes, flush=True)
-time.sleep(60)
-"""
-
-
 def test_workers_end_with_a_parent_that_is_killed():
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2 and all(os.path.exists(f"/proc/{pid}") for pid in pids)
-        parent.kill()
-    assert all_gone(pids)
+    heard, said = os.pipe()
+
+    def parent():
+        e = engine(workers=2, rewards=token_sum)
+        evaluate(e, 2)
+        os.write(said, " ".join(map(str, e._pool._processes)).encode())
+        time.sleep(60)
+
+    pid = fork(parent)
+    pids = [int(number) for number in os.read(heard, 100).split()]
+    assert len(pids) == 2 and all(os.path.exists(f"/proc/{worker}") for worker in pids)
+    os.kill(pid, signal.SIGKILL)
+    assert wait(pid) == -signal.SIGKILL and all_gone(pids)
 
 
 def test_an_engine_that_nobody_uses_ends_with_its_workers():

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers import flat, state
 
 from evoalign_lib import noise, update_rules
 from evoalign_lib.analysis import geometry
@@ -18,15 +19,6 @@ SHAPES = {
     "model.norm.weight": (4,),
     "lm_head.weight": (11, 4),
 }
-
-
-def draw(seed: int, shapes: dict = SHAPES, scale: float = 1.0) -> dict[str, torch.Tensor]:
-    rng = np.random.default_rng(seed)
-    return {n: torch.from_numpy((scale * rng.standard_normal(s)).astype(np.float32)) for n, s in shapes.items()}
-
-
-def flat(state: dict, names=SHAPES) -> np.ndarray:
-    return np.concatenate([state[name].double().numpy().ravel() for name in names])
 
 
 # names
@@ -50,7 +42,7 @@ def test_names_of_the_common_families_are_known(name, layer, kind):
 
 def test_a_tied_head_is_the_embedding():
     tied = {name: shape for name, shape in SHAPES.items() if name != "lm_head.weight"}
-    found = geometry.measure(None, [draw(0, tied)])
+    found = geometry.measure(None, [state(0, shapes=tied)])
     assert found.tied and found.by("layer").names == ("embedding (tied)", "layer 0", "layer 1", "final norm")
     layers = found.by("layer")
     assert geometry.head_concentration(found)[0] == layers.shares[0, 0] / layers.size_shares[0]
@@ -64,26 +56,23 @@ def test_a_tied_head_is_the_embedding():
 def test_sums_equal_brute_force_however_tensors_are_cut(monkeypatch, part):
     monkeypatch.setattr(geometry, "_PART", part)
     monkeypatch.setattr(geometry, "_LEAST_PART", 1)
-    start = draw(0)
-    moves = [draw(k, scale=10.0 ** (1 - 2 * k)) for k in (1, 2, 3)]
+    start = state(0, shapes=SHAPES)
+    moves = [state(k, 10.0 ** (1 - 2 * k), SHAPES) for k in (1, 2, 3)]
     ends = [{name: start[name] + move[name] for name in start} for move in moves]
     found = geometry.measure(start, ends)
     vectors = np.stack([flat(end) - flat(start) for end in ends])
     np.testing.assert_allclose(found.total, vectors @ vectors.T, rtol=1e-12, atol=1e-12)
     assert found.d == vectors.shape[1] == 152
     for row, name in enumerate(found.names):
-        own = np.stack([flat(end, [name]) - flat(start, [name]) for end in ends])
+        own = np.stack([flat({0: end[name]}) - flat({0: start[name]}) for end in ends])
         np.testing.assert_allclose(found.gram[row], own @ own.T, rtol=1e-12, atol=1e-15)
-        np.testing.assert_allclose(found.start[row], flat(start, [name]) @ flat(start, [name]))
+        np.testing.assert_allclose(found.start[row], flat({0: start[name]}) @ flat({0: start[name]}))
         np.testing.assert_allclose(found.relative_norms[row], np.linalg.norm(own, axis=1) / np.sqrt(found.start[row]))
         for k, end in enumerate(ends):
             for i, limit in enumerate(geometry.THRESHOLDS):
                 assert found.moved["float32"][i, row, k] == (np.abs(own[k]) > limit).sum()
                 rounded = end[name].bfloat16().double() - start[name].bfloat16().double()
                 assert found.moved["bfloat16"][i, row, k] == (rounded.abs() > limit).sum()
-
-
-# shares
 
 
 # the norm of ES
@@ -148,6 +137,3 @@ def test_a_random_direction_has_the_norms_it_was_given():
     assert not torch.equal(alone, geometry.random_like(norms, SHAPES, key=4)["lm_head.weight"])
     unit = geometry.random_like(dict.fromkeys(SHAPES, 1.0), SHAPES, key=3)
     assert not torch.equal(unit["lm_head.weight"], unit["model.embed_tokens.weight"])
-
-
-# a random walk

@@ -195,12 +195,7 @@ def test_the_reference_has_the_weights_that_the_run_starts_from(tmp_path):
             model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
         return model
 
-    args = grpo.config("grpo", output_dir=str(tmp_path), beta=0.04, **SETTINGS | QUIET)
-    alone = trl.GRPOTrainer(
-        changed_model(), length_reward, args, Dataset.from_list(rows()), processing_class=tiny.tokenizer()
-    )
-    named, start = weights(tiny.load("A0")[0]), weights(changed_model())
-    assert same(weights(alone.ref_model), named) and not same(start, named)
+    start = weights(changed_model())
     for arm in ("grpo", "rloo"):
         trainer, _ = built(tmp_path, arm, model=changed_model(), beta=0.04)
         trainer.train()

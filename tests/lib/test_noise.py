@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import reference_perturb, reference_update
+from helpers import bits, reference_perturb, reference_update
+from helpers import keys_and_coefficients as members
 from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
@@ -30,10 +31,6 @@ SHAPES |= {"column": (37, 1), "conv": (6, 3, 5), "block": (16, 64), "wide": (3, 
 LAYOUT = Layout.from_shapes(SHAPES.items())
 
 
-def bits(values: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(values).view(np.uint32)
-
-
 def words(text: str) -> np.ndarray:
     return np.array([int(word, 16) for word in text.split()], np.uint32)
 
@@ -44,11 +41,6 @@ def master_weights(seed: int = 0) -> np.ndarray:
     master[::7], master[3::7] = 0.0, -0.0
     master[LAYOUT.padding] = 5.0
     return master
-
-
-def members(n: int) -> tuple[np.ndarray, np.ndarray]:
-    keys = np.array([member_key(run_key("test", 1), 0, i) for i in range(n)], np.uint64)
-    return keys, np.random.default_rng(n).normal(0, 1e-4, n).astype(np.float32)
 
 
 def drawn(case: dict, backend: str) -> np.ndarray:

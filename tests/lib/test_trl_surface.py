@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from helpers import PROMPTS, random_model, tokenizer
+from helpers import ROWS, random_model, token_sum, tokenizer
 from transformers import TrainingArguments
 
 from evoalign_lib.es import SURFACE, ESConfig, ESTrainer
@@ -125,18 +125,15 @@ def test_every_setting_that_is_accepted_is_read(tmp_path):
             read.add(name)
             return super().__getattribute__(name)
 
-    def lengths(completions, **columns):
-        return [float(len(c)) for c in completions]
-
     # by the classes' name: ESConfig reads every setting when it is made
     settings = {"population_size": 2, "max_completion_length": 2, "workers": 1, "report_to": "none"}
     settings |= {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
-    args = Watched(output_dir=str(tmp_path), max_steps=1, **settings)
-    rows = [{"prompt": prompt} for prompt in PROMPTS[:2]]
+    sizes = {"max_steps": 1}, {"num_train_epochs": 2}
+    first, again = (Watched(output_dir=str(tmp_path), **settings | size) for size in sizes)
     read.clear()
-    ESTrainer(random_model(), lengths, args, rows, rows, tokenizer()).train()
-    epochs = Watched(output_dir=str(tmp_path), num_train_epochs=2, **settings)
-    ESTrainer(random_model(), lengths, epochs, rows, rows, tokenizer()).train(resume_from_checkpoint=True)
+    for args, resume in ((first, None), (again, True)):
+        tested = ESTrainer(random_model(), token_sum, args, ROWS[:2], ROWS[:2], tokenizer())
+        tested.train(resume_from_checkpoint=resume)
     source = inspect.getsource(integration_utils)
     assert all(f"args.{name}" in source for name in TRACKERS)
     for field in dataclasses.fields(TrainingArguments):

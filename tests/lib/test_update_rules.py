@@ -1,4 +1,4 @@
-"""The formulas of a step against their definitions: fitness shaping, coefficients, members, schedules."""
+"""Fitness shaping against its definitions, and what an update draws; `equivalence` has whole steps and schedules."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoalign_lib import noise
-from evoalign_lib.update_rules import at_step, centred_ranks, coefficients, population, standardise, update_of
+from evoalign_lib.update_rules import centred_ranks, population, standardise, update_of
 
 FITNESS = st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=40).map(np.array)
 
@@ -48,46 +48,6 @@ def test_centred_ranks_by_definition(fitness):
     assert abs(ranks.sum()) < 1e-12 and np.abs(ranks).max() <= 0.5
     # any increasing function of the reward gives the same
     assert centred_ranks(np.exp(3 * fitness) - 7).tolist() == ranks.tolist()
-
-
-# ---- coefficients
-
-
-def test_the_update_of_pairs_is_that_of_their_members_apart():
-    """c eps of a pair = c+ eps + c- (-eps): the members' own coefficients, the second with its sign."""
-    fitness = np.array([3.0, 1.0, 2.0, 7.0])
-    own = (0.5 * (fitness - fitness.mean()) / fitness.std() / 4).reshape(2, 2)
-    assert coefficients(fitness, 0.5, antithetic=True) == pytest.approx(own[:, 0] - own[:, 1], rel=1e-6)
-
-
-# ---- members
-
-
-@given(st.integers(1, 20), st.integers(0, 1000))
-def test_members_of_pairs(pairs, step):
-    root = noise.run_key("es", 3)
-    members = population(root, step, 2 * pairs, antithetic=True)
-    assert members == [(noise.member_key(root, step, i), sign) for i in range(pairs) for sign in (1, -1)]
-    assert len(set(members)) == 2 * pairs
-
-
-# ---- schedules
-
-
-def test_schedules_by_definition():
-    for max_steps in (2, 7, 500):
-        t = np.arange(max_steps) / (max_steps - 1)
-        for f in (0.1, 0.5, 1.0):
-            expected = {
-                "constant": np.ones(max_steps),
-                "linear": 1 - t * (1 - f),
-                "cosine": f + (1 - f) * np.cos(np.pi * t / 2) ** 2,
-            }
-            for schedule, curve in expected.items():
-                how = {"sigma_schedule": schedule, "sigma_final_fraction": f, "max_steps": max_steps}
-                found = [at_step({"sigma": 0.02} | how, "sigma", step) for step in range(max_steps)]
-                assert found == pytest.approx(0.02 * curve, rel=1e-9)
-                assert found[0] == 0.02 and found[-1] == (0.02 * f if schedule != "constant" else 0.02)
 
 
 def test_an_update_draws_the_noise_of_a_pair_once_and_of_a_tied_population_never():
