@@ -279,13 +279,11 @@ def mean(of: Records, arm: str, *asked: Any) -> stats.Interval | None:
 def difference(of: Records, quantity: str, decoding: str, gain: float | None, less: str = "") -> stats.Interval | None:
     """Return ES - GRPO in a quantity, or in a quantity less another one, as the claims compare them."""
 
-    def read(arm: str, what: str) -> list[np.ndarray]:
-        return [_read(of, runs, what, decoding, gain) for runs in by_judge(of[arm]).values()]
+    def read(runs: Sequence[Record]) -> np.ndarray:
+        values = _read(of, runs, quantity, decoding, gain)
+        return values - _read(of, runs, less, decoding, gain) if less else values  # who gets to a gain has both
 
-    sides = [read(arm, quantity) for arm in ARMS]
-    if less:  # a run that gets to a gain has both
-        both = zip(sides, ARMS, strict=True)
-        sides = [[x - y for x, y in zip(side, read(arm, less), strict=True)] for side, arm in both]
+    sides = [list(map(read, by_judge(of[arm]).values())) for arm in ARMS]
     few = not all(sides) or min(len(values) for side in sides for values in side) < 2
     return None if few else stats.stratified_bootstrap(*sides)
 
@@ -484,10 +482,9 @@ def along(of: Records, quantity: str, factor: float = 1.0) -> pd.DataFrame:
         for gain in np.linspace(0, 3, 25).tolist():
             if (value := mean(of, arm, quantity, decoding, gain)) is None:
                 break
-            row = {"quantity": quantity, "arm": arm, "decoding": decoding, "gain": round(gain, 4)}
-            row |= {end: round(factor * getattr(value, end), 4) for end in ("value", "low", "high")}
-            rows.append(row | {"seeds": value.n})
-    return pd.DataFrame(rows)
+            row = {"quantity": quantity, "arm": arm, "decoding": decoding, "gain": gain}
+            rows.append(row | plots.ends(value, factor) | {"seeds": value.n})
+    return pd.DataFrame(rows).round(4)
 
 
 def answer_figure(of: Records, found: Results) -> tuple[plt.Figure, pd.DataFrame]:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
     from pandas import DataFrame
 
+Looks = Mapping[Any, Mapping[str, Any]]
+"""Name of a line -> keyword arguments of `Axes.plot`."""
 NULL = {"color": "black", "lw": 0.9, "ls": (0, (1, 2))}
 """How the line is drawn at which a quantity says nothing."""
 BASE = {"color": style.ARMS["base"].color, "lw": 1.0}
@@ -44,9 +46,7 @@ def panels(
     return fig, axes[0], ((ax, name, part) for ax, (name, part) in zip(axes[0], parts, strict=True))
 
 
-def lines(
-    ax: Axes, frame: DataFrame, x: str, y: str, by: Any, looks: Mapping[Any, Mapping[str, Any]], **how: Any
-) -> None:
+def lines(ax: Axes, frame: DataFrame, x: str, y: str, by: Any, looks: Looks, **how: Any) -> None:
     """Draw a line through the points of each name in a column, and a band where the frame has low and high for it.
 
     Args:
@@ -55,7 +55,7 @@ def lines(
         x: column of what is across.
         y: column of what is up.
         by: column of the names, or columns, in the order in which they are drawn.
-        looks: name -> keyword arguments of `Axes.plot`.
+        looks: of the lines.
         **how: the same for all lines, where their own look says nothing else.
     """
     for name, points in frame.groupby(by, sort=False):
@@ -65,14 +65,7 @@ def lines(
 
 
 def grid(
-    points: DataFrame,
-    x: str,
-    y: str,
-    by: str,
-    looks: Mapping[Any, Mapping[str, Any]],
-    height: float,
-    columns: int = 4,
-    **labels: Any,
+    points: DataFrame, x: str, y: str, by: str, looks: Looks, height: float, columns: int = 4, **labels: Any
 ) -> tuple[Figure, list[Axes]]:
     """Return a figure with `lines` in a panel for each value of the column "panel", and one legend below.
 
@@ -179,16 +172,17 @@ def differences(ax: Axes, asked: Mapping[str, Mapping[str, Interval | str]], leg
     Returns:
         A row per interval, from the bottom: its name, decoding, value and ends.
     """
-    rows, names = [], list(asked)[::-1]
-    looks = {d: {"marker": "o", "color": "black", "ms": 4.5, "mfc": fill} for d, fill in _FILLS.items()}
+    from pandas import DataFrame
+
+    rows, names, fills = [], list(asked)[::-1], {"greedy": "black", "t1": "white"}
+    looks = {d: {"marker": "o", "color": "black", "ms": 4.5, "mfc": fill} for d, fill in fills.items()}
     for y, name in enumerate(names):
         for (decoding, each), offset in zip(asked[name].items(), (0.17, -0.17), strict=True):
             if isinstance(each, str):
                 ax.text(0.6, y + offset, each, va="center", fontsize=6, color="#555555")
                 continue
             rows.append({"name": name, "decoding": decoding} | ends(each, 100))
-            value, low, high = list(rows[-1].values())[2:]
-            ax.errorbar(value, y + offset, xerr=[[value - low], [high - value]], capsize=2, lw=1, **looks[decoding])
+            whiskers(ax, DataFrame(rows[-1:]), up=y + offset, capsize=2, lw=1, **looks[decoding])
     for decoding, drawn in looks.items():
         ax.plot([], [], ls="", label=style.STROKES[decoding].label, **drawn)
     ax.axvline(0, color="black", lw=0.8)
@@ -196,9 +190,6 @@ def differences(ax: Axes, asked: Mapping[str, Mapping[str, Interval | str]], leg
     ax.grid(axis="y", visible=False)
     ax.legend(loc=legend, handlelength=1)
     return rows
-
-
-_FILLS = {"greedy": "black", "t1": "white"}
 
 
 def heat(
