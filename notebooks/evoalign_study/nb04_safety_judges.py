@@ -404,13 +404,12 @@ def mean_in_words(of: Records, arm: str, quantity: str, *asked: Any) -> str:
 
 def reached_rows(of: Records, decoding: str, gains: Sequence[float | None]) -> pd.DataFrame:
     """Return a row per gain of the training judge and arm: what the runs are like where they first get there."""
-    rows = []
-    for gain in gains:
-        for arm in [arm for arm in (*ARMS, *(("es_random",) if gain is None else ())) if of[arm]]:
+    rows, asked = [], [name for name in WORDS if name != "template" or decoding == "greedy"]
+    for gain, arm in product(gains, (*ARMS, "es_random")):
+        if of[arm] and (arm in ARMS or gain is None):
             row = {"training judge has gained": "at the end" if gain is None else f"{gain:g} spreads"}
-            asked = [name for name in WORDS if name != "template" or decoding == "greedy"]
-            row |= {"arm": LABELS[arm]} | {WORDS[name]: mean_in_words(of, arm, name, decoding, gain) for name in asked}
-            rows.append(row)
+            row["arm"] = LABELS[arm]
+            rows.append(row | {WORDS[name]: mean_in_words(of, arm, name, decoding, gain) for name in asked})
     return pd.DataFrame(rows)
 
 
@@ -499,7 +498,7 @@ def answer_figure(of: Records, found: Results) -> tuple[plt.Figure, pd.DataFrame
     for what, judge in [("", judge) for judge in JUDGES] + [(" less", judge) for judge in JUDGES[1:]]:
         each = {d: found[f"{judge} {d}{what}, ES - GRPO"] or "too few get there" for d in DECODINGS}
         asked[f"{judge} - training" if what else judge] = each
-    apart = pd.DataFrame(plots.differences(axes[1], asked, "upper left"))
+    apart = plots.differences(axes[1], asked, "upper left")
     axes[1].set(xlabel="wins against the base, ES - GRPO, points", title=f"at {GAIN:g} spreads, by judge")
     style.legend(fig, {arm: len(of[arm]) for arm in ARMS})
     names = {name: f"wins, {name}{' judge' * name.endswith(' - training')}" for name in asked}

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from pandas import DataFrame
 
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study import style
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-    from pandas import DataFrame
 
 Looks = Mapping[Any, Mapping[str, Any]]
 """Name of a line -> keyword arguments of `Axes.plot`."""
@@ -39,8 +40,6 @@ def panels(
         height: inches.
         **how: of `plt.subplots`.
     """
-    from matplotlib import pyplot as plt
-
     parts = list(points.groupby(by, sort=False))
     fig, axes = plt.subplots(1, len(parts), figsize=(style.PAGE, height), squeeze=False, **how)
     return fig, axes[0], ((ax, name, part) for ax, (name, part) in zip(axes[0], parts, strict=True))
@@ -107,8 +106,6 @@ def ends(interval: Interval, scale: float = 1) -> dict[str, float]:
 
 def handle(label: str, **how: Any) -> Line2D:
     """Return an entry of a legend; without line style or width it is a mark alone."""
-    from matplotlib.lines import Line2D
-
     return Line2D([], [], label=label, **({} if "ls" in how or "lw" in how else {"ls": ""}) | how)
 
 
@@ -161,7 +158,7 @@ def strip(ax: Axes, runs: Mapping[str, Sequence[tuple[str, DataFrame]]], column:
     ax.grid(axis="x", visible=False)
 
 
-def differences(ax: Axes, asked: Mapping[str, Mapping[str, Interval | str]], legend: str) -> list[dict[str, Any]]:
+def differences(ax: Axes, asked: Mapping[str, Mapping[str, Interval | str]], legend: str) -> DataFrame:
     """Draw intervals of differences in points, a line per name from the top, by decoding: filled marks are greedy.
 
     Args:
@@ -172,8 +169,6 @@ def differences(ax: Axes, asked: Mapping[str, Mapping[str, Interval | str]], leg
     Returns:
         A row per interval, from the bottom: its name, decoding, value and ends.
     """
-    from pandas import DataFrame
-
     rows, names, fills = [], list(asked)[::-1], {"greedy": "black", "t1": "white"}
     looks = {d: {"marker": "o", "color": "black", "ms": 4.5, "mfc": fill} for d, fill in fills.items()}
     for y, name in enumerate(names):
@@ -189,7 +184,7 @@ def differences(ax: Axes, asked: Mapping[str, Mapping[str, Interval | str]], leg
     ax.set(yticks=range(len(names)), yticklabels=names, ylim=(-0.5, len(names) - 0.5))
     ax.grid(axis="y", visible=False)
     ax.legend(loc=legend, handlelength=1)
-    return rows
+    return DataFrame(rows)
 
 
 def heat(
@@ -220,8 +215,6 @@ def heat(
 
 def framed(ax: Axes, table: DataFrame, setting: Mapping[str, float], color: str) -> None:
     """Draw a frame around the cell of a `heat` map that has a setting, if there is one."""
-    from matplotlib.patches import Rectangle
-
     x, y = setting[table.columns.name], setting[table.index.name]
     if x in table.columns and y in table.index:
         corner = table.columns.get_loc(x) - 0.46, table.index.get_loc(y) - 0.46
