@@ -73,9 +73,7 @@ def _of_curve(record: Record, name: str) -> list:
     try:
         return record["curve"][name]
     except KeyError as error:
-        raise ValueError(
-            f"the record has no {error}: select training runs of the conciseness task, whose curves have it"
-        ) from error
+        raise ValueError(f"the record's curve has no {error}: select training runs of the conciseness task") from error
 
 
 class MapCell(NamedTuple):

@@ -308,10 +308,7 @@ def _of_maps(run: SimpleNamespace, of: Records, sigma: str) -> Results:
     found |= {"settings": len(settings), "safe": int((~collapsed).sum())}
     found["settings without collapse"] = stats.wilson(found["safe"], found["settings"])
     for arm, part in gaps(of).groupby("arm"):
-        sides = [
-            [own[sigma].to_numpy() for _, own in part[part["end"] == end].groupby("setting", sort=False)]
-            for end in ENDS
-        ]
+        sides = [[own for _, own in part[part["end"] == end].groupby("setting", sort=False)[sigma]] for end in ENDS]
         if all(sum(map(len, side)) > 1 for side in sides):
             found[f"{arm} gap, hacked - clean"] = stats.nested_bootstrap(*sides)
     return found
