@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evoalign_lib.analysis import hacking
-from evoalign_study.records import unpack_bits
+from evoalign_study.records import Record, unpack_bits
 
 SAMPLES = 2
 """Samples of each question at a temperature, at each point of a curve."""
 JENSEN_SIGMAS = (0.003, 0.01, 0.03)
 """Sigmas of the noise under which the fall of a tiny model's reward is measured, its Jensen gap."""
 
-_Record = Mapping[str, Any]
 
-
-def end(record: _Record, decoding: str = "greedy") -> str:
+def end(record: Record, decoding: str = "greedy") -> str:
     """Say how a training run ended: compare the last point of its curve with the first, its base.
 
     Returns:
@@ -42,7 +40,7 @@ def end(record: _Record, decoding: str = "greedy") -> str:
 
 
 def right_at(
-    record: _Record, decoding: str, at_proxy: float | None = None, at_kl: float | None = None
+    record: Record, decoding: str, at_proxy: float | None = None, at_kl: float | None = None
 ) -> NDArray[np.float64] | None:
     """Return the right answers on split B at the first point of a run's curve that reaches a level.
 
@@ -71,13 +69,11 @@ def right_at(
     return unpack_bits(bits[reached[0]], draws * n).reshape(draws, n).mean(axis=0)
 
 
-def _of_curve(record: _Record, name: str) -> list:
+def _of_curve(record: Record, name: str) -> list:
     try:
         return record["curve"][name]
     except KeyError as error:
-        raise ValueError(
-            f"the record has no {error}: select training runs of the conciseness task, whose curves have it"
-        ) from error
+        raise ValueError(f"the record's curve has no {error}: select training runs of the conciseness task") from error
 
 
 class MapCell(NamedTuple):
@@ -91,7 +87,7 @@ class MapCell(NamedTuple):
     """Share of its runs whose right answers fell (`hacking.fell`), greedily, from the first point to the last."""
 
 
-def collapse_map(records: Iterable[_Record], base: _Record) -> list[MapCell]:
+def collapse_map(records: Iterable[Record], base: Record) -> list[MapCell]:
     """Return the settings of ES runs on one base, by sigma and alpha, each relative to the sigma that breaks that base.
 
     Args:
@@ -110,7 +106,7 @@ def collapse_map(records: Iterable[_Record], base: _Record) -> list[MapCell]:
     return found
 
 
-def breaking_sigma(base: _Record) -> float:
+def breaking_sigma(base: Record) -> float:
     """Return the sigma at which noise on all weights halves a base's right answers, greedily.
 
     It is interpolated between two measured sigmas, the share of right answers being linear in the logarithm of sigma.

@@ -92,8 +92,7 @@ def _train(
         own = spec["arm"], spec["seed"], spec["sigma"], spec["num_generations"]
         written = rollouts.PerturbedRollouts(engine, *own, take)
     adapter = lora_config(spec["lora_rank"]) if "lora_rank" in spec and "warm_rows" not in spec else None
-    beside = {"rollouts": written, "peft_config": adapter}
-    trainer, budget = grpo.trainer(model, reward, args, rows, tokenizer, [curve], **beside)
+    trainer, budget = grpo.trainer(model, reward, args, rows, tokenizer, [curve], rollouts=written, peft_config=adapter)
     if colocated:
         engine.llm = trainer.vllm_generation.llm
     trainer.remove_callback(PrinterCallback)

@@ -58,7 +58,8 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
     audited = loading.of_runs(exact)
     # random fitness generates nothing in training, so there is no curve to show
     audited_on = {"reward": audited, "random": audited | PUBLISHED | {"curve_points": 2}}
-    seeds = range(exact["audit_seeds"])
+    seeds, sizes = range(exact["audit_seeds"]), exact["populations"]
+    single_steps = [(N, "not the sum") for N in sizes] + [(sizes[len(sizes) // 2], "any")]  # and on which targets
     return {
         "es": Group("es", run.bases, run.n_seeds, settings, ledgers=here),
         "base": base_specs(run.bases, settings, run.scale),
@@ -66,7 +67,7 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
         "es_shuffled": Group("es_shuffled", [b for b in run.bases if b in run.null_bases], run.n_seeds, settings),
         "estimator": [
             spec
-            for N, fitness, targets in _single_steps(exact["populations"])
+            for fitness, (N, targets) in product(("expected", "greedy"), single_steps)
             for spec in estimator_specs(exact["bases"][0], N, exact["repeats"], fitness, targets, exact, scale)
         ],
         "ledger": Group("es", here, [0], settings, [{"steps": run.ledger_steps}], ledgers=here),
@@ -82,13 +83,6 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
 def of_tiny_world(run: SimpleNamespace) -> tuple[str, dict[str, Any]]:
     """Return scale and settings of sections 7 and 9, which only small models allow (`loading.of_tiny_world`)."""
     return loading.of_tiny_world(run, TINY)
-
-
-def _single_steps(populations: Sequence[int]) -> list[tuple[int, str, str]]:
-    """Return members, fitness and targets of each set of single steps."""
-    kinds = ("expected", "greedy")
-    steps = [(N, fitness, "not the sum") for fitness in kinds for N in populations]
-    return steps + [(populations[len(populations) // 2], fitness, "any") for fitness in kinds]
 
 
 # ---- tidy frames

@@ -367,10 +367,7 @@ EFFECTS = {
 
 
 def results(
-    run: SimpleNamespace,
-    records: Records,
-    before: Sequence[Record],
-    decided: Mapping[str, Mapping[str, stats.Interval]],
+    run: SimpleNamespace, records: Records, before: Sequence[Record], decided: Mapping[str, Results]
 ) -> Results:
     """Return what the notebook found, by name; accuracies are shares.
 
@@ -384,9 +381,7 @@ def results(
         decided: claim -> the intervals of its verdict by label.
     """
     here = run.bases[0]
-    values: dict[str, Any] = {
-        f"{claim}: {name}": interval for claim, each in decided.items() for name, interval in each.items()
-    }
+    values: dict[str, Any] = {f"{claim}: {name}": x for claim, each in decided.items() for name, x in each.items()}
     for (name, group, base), decoding in product(cells(run, records), DECODINGS):
         after, untrained = (accuracies(records, each, decoding, base) for each in (group, "base"))
         values[f"{name}, {decoding}"] = stats.crossed_bootstrap(after)

@@ -120,12 +120,6 @@ def untrained(of: Records) -> dict[str, Record]:
     return {r["spec"]["base"]: r for r in of["base"]}
 
 
-def rights_of_base(of: Records) -> dict[str, float]:
-    """Return decoding -> share of right answers of the first untrained base on the test questions."""
-    known = [of["base"][0]["test"], *(r["test"] for r in of["decodings"])]
-    return {name: test[name] for test in known for name in style.STROKES if name in test}
-
-
 def ends(of: Records, *names: str) -> pd.DataFrame:
     """Return a row per run of some groups: how it ended, and where it came to levels on the way.
 
@@ -273,7 +267,8 @@ def results(run: SimpleNamespace, of: Records, published: Sequence[Record] = ())
         found |= {f"{d} Fisher": stats.fisher(*counts), f"{d} Barnard": stats.barnard(*counts)}
         for level in LEVELS:
             found |= {f"{d} {level}: {what}": value for what, value in matched(of, d, level).items()}
-    base = rights_of_base(of)
+    known = [of["base"][0]["test"], *(r["test"] for r in of["decodings"])]  # of the first base, by decoding
+    base = {name: test[name] for test in known for name in style.STROKES if name in test}
     for group, part in ends(of, *REPEATED, *FEW).groupby("group", sort=False):
         found |= {f"{group} runs": len(part), f"{group} hacked": int(part["hacked greedy"].sum())}
         found[f"{group} no signal"] = part["no signal"].mean()
@@ -313,10 +308,7 @@ def _of_maps(run: SimpleNamespace, of: Records, sigma: str) -> Results:
     found |= {"settings": len(settings), "safe": int((~collapsed).sum())}
     found["settings without collapse"] = stats.wilson(found["safe"], found["settings"])
     for arm, part in gaps(of).groupby("arm"):
-        sides = [
-            [own[sigma].to_numpy() for _, own in part[part["end"] == end].groupby("setting", sort=False)]
-            for end in ENDS
-        ]
+        sides = [[own for _, own in part[part["end"] == end].groupby("setting", sort=False)[sigma]] for end in ENDS]
         if all(sum(map(len, side)) > 1 for side in sides):
             found[f"{arm} gap, hacked - clean"] = stats.nested_bootstrap(*sides)
     return found
@@ -378,13 +370,12 @@ def matched_rows(found: Results) -> pd.DataFrame:
 def example_rows(run: SimpleNamespace, of: Records) -> pd.DataFrame:
     """Return a row per question: what the base answers greedily, the declared runs with most and fewest right answers,
     and of each map the run with fewest."""
+    ranked = {name: sorted(of[name], key=lambda r: r["test"]["greedy"]) for name in (*ARMS, "es_map", "grpo_map")}
     columns = {"base": untrained(of)[run.bases[0]]}
     for arm in ARMS:
-        ranked = sorted(of[arm], key=lambda r: r["test"]["greedy"])
-        columns |= {f"{LABELS[arm]}, most right": ranked[-1], f"{LABELS[arm]}, fewest right": ranked[0]}
-    for arm in ARMS:
-        worst = min(of[f"{arm}_map"], key=lambda r: r["test"]["greedy"])
-        columns[f"{LABELS[arm]}, {setting(worst['spec'])}"] = worst
+        columns |= {f"{LABELS[arm]}, {word} right": ranked[arm][i] for word, i in (("most", -1), ("fewest", 0))}
+    worst = {arm: ranked[f"{arm}_map"][0] for arm in ARMS}
+    columns |= {f"{LABELS[arm]}, {setting(r['spec'])}": r for arm, r in worst.items()}
     rows = [{"question": "right, %"} | {name: f"{100 * r['test']['greedy']:.0f}" for name, r in columns.items()}]
     for i, problem in enumerate(measure.splits(columns["base"]["spec"])["test"][: run.questions_shown]):
         rows.append({"question": problem.question} | {name: r["shown"][i] for name, r in columns.items()})
@@ -440,7 +431,7 @@ def answer_figure(run: SimpleNamespace, of: Records, found: Results) -> tuple[pl
     for level, d in product(asked, DECODINGS):
         fewest = min(ARMS, key=lambda arm, at=f"{d} {level}": found[f"{at}: {arm} runs"])
         asked[level][d] = found[f"{d} {level}: first"] or f"{LABELS[fewest]} does not get there"
-    apart = pd.DataFrame(plots.differences(axes[1], asked, "upper right")).rename(columns={"name": "at"})
+    apart = plots.differences(axes[1], asked, "upper right").rename(columns={"name": "at"})
     axes[1].set(title="where a run first comes to a level", xlabel="right answers, ES - GRPO, points")
     plots.key(fig, [*_arms(of), *_hacked(), plots.handle("the base", **plots.BASE), _bound()])
     ends_ = last.assign(panel="end", value=last["right"])[["panel", "decoding", "arm", "value"]]

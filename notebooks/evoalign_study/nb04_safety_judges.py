@@ -279,13 +279,11 @@ def mean(of: Records, arm: str, *asked: Any) -> stats.Interval | None:
 def difference(of: Records, quantity: str, decoding: str, gain: float | None, less: str = "") -> stats.Interval | None:
     """Return ES - GRPO in a quantity, or in a quantity less another one, as the claims compare them."""
 
-    def read(arm: str, what: str) -> list[np.ndarray]:
-        return [_read(of, runs, what, decoding, gain) for runs in by_judge(of[arm]).values()]
+    def read(runs: Sequence[Record]) -> np.ndarray:
+        values = _read(of, runs, quantity, decoding, gain)
+        return values - _read(of, runs, less, decoding, gain) if less else values  # who gets to a gain has both
 
-    sides = [read(arm, quantity) for arm in ARMS]
-    if less:  # a run that gets to a gain has both
-        both = zip(sides, ARMS, strict=True)
-        sides = [[x - y for x, y in zip(side, read(arm, less), strict=True)] for side, arm in both]
+    sides = [list(map(read, by_judge(of[arm]).values())) for arm in ARMS]
     few = not all(sides) or min(len(values) for side in sides for values in side) < 2
     return None if few else stats.stratified_bootstrap(*sides)
 
@@ -406,13 +404,12 @@ def mean_in_words(of: Records, arm: str, quantity: str, *asked: Any) -> str:
 
 def reached_rows(of: Records, decoding: str, gains: Sequence[float | None]) -> pd.DataFrame:
     """Return a row per gain of the training judge and arm: what the runs are like where they first get there."""
-    rows = []
-    for gain in gains:
-        for arm in [arm for arm in (*ARMS, *(("es_random",) if gain is None else ())) if of[arm]]:
+    rows, asked = [], [name for name in WORDS if name != "template" or decoding == "greedy"]
+    for gain, arm in product(gains, (*ARMS, "es_random")):
+        if of[arm] and (arm in ARMS or gain is None):
             row = {"training judge has gained": "at the end" if gain is None else f"{gain:g} spreads"}
-            asked = [name for name in WORDS if name != "template" or decoding == "greedy"]
-            row |= {"arm": LABELS[arm]} | {WORDS[name]: mean_in_words(of, arm, name, decoding, gain) for name in asked}
-            rows.append(row)
+            row["arm"] = LABELS[arm]
+            rows.append(row | {WORDS[name]: mean_in_words(of, arm, name, decoding, gain) for name in asked})
     return pd.DataFrame(rows)
 
 
@@ -484,10 +481,9 @@ def along(of: Records, quantity: str, factor: float = 1.0) -> pd.DataFrame:
         for gain in np.linspace(0, 3, 25).tolist():
             if (value := mean(of, arm, quantity, decoding, gain)) is None:
                 break
-            row = {"quantity": quantity, "arm": arm, "decoding": decoding, "gain": round(gain, 4)}
-            row |= {end: round(factor * getattr(value, end), 4) for end in ("value", "low", "high")}
-            rows.append(row | {"seeds": value.n})
-    return pd.DataFrame(rows)
+            row = {"quantity": quantity, "arm": arm, "decoding": decoding, "gain": gain}
+            rows.append(row | plots.ends(value, factor) | {"seeds": value.n})
+    return pd.DataFrame(rows).round(4)
 
 
 def answer_figure(of: Records, found: Results) -> tuple[plt.Figure, pd.DataFrame]:
@@ -502,7 +498,7 @@ def answer_figure(of: Records, found: Results) -> tuple[plt.Figure, pd.DataFrame
     for what, judge in [("", judge) for judge in JUDGES] + [(" less", judge) for judge in JUDGES[1:]]:
         each = {d: found[f"{judge} {d}{what}, ES - GRPO"] or "too few get there" for d in DECODINGS}
         asked[f"{judge} - training" if what else judge] = each
-    apart = pd.DataFrame(plots.differences(axes[1], asked, "upper left"))
+    apart = plots.differences(axes[1], asked, "upper left")
     axes[1].set(xlabel="wins against the base, ES - GRPO, points", title=f"at {GAIN:g} spreads, by judge")
     style.legend(fig, {arm: len(of[arm]) for arm in ARMS})
     names = {name: f"wins, {name}{' judge' * name.endswith(' - training')}" for name in asked}

@@ -48,11 +48,8 @@ presets, TINY, SMOKE, FULL = scales(
         "map_beta": ([0.0, 0.04], [0.0]),
         "populations": ([8, 30, 128], [2, 4, 8]),  # of section 6
         "transfer_size": (4, 2),  # settings that other bases may choose from in section 7
-        "prompt_counts": (
-            [2, 50, 200, 1000],
-            [2, 8],
-            [2, 50, 200],
-        ),  # of section 8; at scale full those that are public
+        # of section 8; at scale full those that are public
+        "prompt_counts": ([2, 50, 200, 1000], [2, 8], [2, 50, 200]),
         "horizons": ([4, 16, 64], [4, 16], []),  # steps of thinking, of section 9; they need the tiny world
         "horizon_base": "H0",
         "horizon_steps": ({"es": 52, "grpo": 125}, {"es": 2, "grpo": 2}),
@@ -141,14 +138,15 @@ def contenders(run: SimpleNamespace, of: Records, arm: str) -> list[dict[str, fl
     return sorted(list(best.values())[: run.transfer_size], key=lambda setting: tuple(setting.values()))
 
 
+def tries(run: SimpleNamespace, of: Records) -> dict[tuple[str, str], list[tuple[float, dict[str, float]]]]:
+    """Return (arm, other base) -> score and setting of the contenders there, best first, by one short run each."""
+    cells = product(ARMS, run.bases[1:])
+    return {(arm, base): arms.ranked(where(of[f"{arm} transfer"], base=base)) for arm, base in cells}
+
+
 def winners(run: SimpleNamespace, of: Records) -> dict[tuple[str, str], dict[str, float]]:
-    """Return (arm, other base) -> the contender that wins there, by one short run each."""
-    return {(arm, base): arms.ranked(tries(of, arm, base))[0][1] for arm in ARMS for base in run.bases[1:]}
-
-
-def tries(of: Records, arm: str, base: str) -> list[Record]:
-    """Return the runs of an arm's contenders on another base."""
-    return where(of[f"{arm} transfer"], base=base)
+    """Return (arm, other base) -> the contender that wins there."""
+    return {cell: ranked[0][1] for cell, ranked in tries(run, of).items()}
 
 
 def map_seeds(run: SimpleNamespace) -> list[int]:
@@ -289,12 +287,8 @@ def regret(run: SimpleNamespace, of: Records, arm: str, bases: Sequence[str]) ->
 
 def ties(run: SimpleNamespace, of: Records) -> list[tuple[str, str]]:
     """Return (arm, base) where the shared setting scored as much as the winner and lost by the order of settings."""
-    found = []
-    for arm, base in winners(run, of):
-        (best, _), *others = arms.ranked(tries(of, arm, base))
-        if (best, tuned(run, of, arm)) in others:
-            found.append((arm, base))
-    return found
+    own = {arm: tuned(run, of, arm) for arm in ARMS}
+    return [cell for cell, ((best, _), *others) in tries(run, of).items() if (best, own[cell[0]]) in others]
 
 
 def of_sizes(run: SimpleNamespace) -> dict[int, str]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from pandas import DataFrame
 
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study import style
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-    from pandas import DataFrame
-
+Looks = Mapping[Any, Mapping[str, Any]]
+"""Name of a line -> keyword arguments of `Axes.plot`."""
 NULL = {"color": "black", "lw": 0.9, "ls": (0, (1, 2))}
 """How the line is drawn at which a quantity says nothing."""
 BASE = {"color": style.ARMS["base"].color, "lw": 1.0}
@@ -37,16 +40,12 @@ def panels(
         height: inches.
         **how: of `plt.subplots`.
     """
-    from matplotlib import pyplot as plt
-
     parts = list(points.groupby(by, sort=False))
     fig, axes = plt.subplots(1, len(parts), figsize=(style.PAGE, height), squeeze=False, **how)
     return fig, axes[0], ((ax, name, part) for ax, (name, part) in zip(axes[0], parts, strict=True))
 
 
-def lines(
-    ax: Axes, frame: DataFrame, x: str, y: str, by: Any, looks: Mapping[Any, Mapping[str, Any]], **how: Any
-) -> None:
+def lines(ax: Axes, frame: DataFrame, x: str, y: str, by: Any, looks: Looks, **how: Any) -> None:
     """Draw a line through the points of each name in a column, and a band where the frame has low and high for it.
 
     Args:
@@ -55,7 +54,7 @@ def lines(
         x: column of what is across.
         y: column of what is up.
         by: column of the names, or columns, in the order in which they are drawn.
-        looks: name -> keyword arguments of `Axes.plot`.
+        looks: of the lines.
         **how: the same for all lines, where their own look says nothing else.
     """
     for name, points in frame.groupby(by, sort=False):
@@ -65,14 +64,7 @@ def lines(
 
 
 def grid(
-    points: DataFrame,
-    x: str,
-    y: str,
-    by: str,
-    looks: Mapping[Any, Mapping[str, Any]],
-    height: float,
-    columns: int = 4,
-    **labels: Any,
+    points: DataFrame, x: str, y: str, by: str, looks: Looks, height: float, columns: int = 4, **labels: Any
 ) -> tuple[Figure, list[Axes]]:
     """Return a figure with `lines` in a panel for each value of the column "panel", and one legend below.
 
@@ -114,8 +106,6 @@ def ends(interval: Interval, scale: float = 1) -> dict[str, float]:
 
 def handle(label: str, **how: Any) -> Line2D:
     """Return an entry of a legend; without line style or width it is a mark alone."""
-    from matplotlib.lines import Line2D
-
     return Line2D([], [], label=label, **({} if "ls" in how or "lw" in how else {"ls": ""}) | how)
 
 
@@ -168,7 +158,7 @@ def strip(ax: Axes, runs: Mapping[str, Sequence[tuple[str, DataFrame]]], column:
     ax.grid(axis="x", visible=False)
 
 
-def differences(ax: Axes, asked: Mapping[str, Mapping[str, Interval | str]], legend: str) -> list[dict[str, Any]]:
+def differences(ax: Axes, asked: Mapping[str, Mapping[str, Interval | str]], legend: str) -> DataFrame:
     """Draw intervals of differences in points, a line per name from the top, by decoding: filled marks are greedy.
 
     Args:
@@ -179,26 +169,22 @@ def differences(ax: Axes, asked: Mapping[str, Mapping[str, Interval | str]], leg
     Returns:
         A row per interval, from the bottom: its name, decoding, value and ends.
     """
-    rows, names = [], list(asked)[::-1]
-    looks = {d: {"marker": "o", "color": "black", "ms": 4.5, "mfc": fill} for d, fill in _FILLS.items()}
+    rows, names, fills = [], list(asked)[::-1], {"greedy": "black", "t1": "white"}
+    looks = {d: {"marker": "o", "color": "black", "ms": 4.5, "mfc": fill} for d, fill in fills.items()}
     for y, name in enumerate(names):
         for (decoding, each), offset in zip(asked[name].items(), (0.17, -0.17), strict=True):
             if isinstance(each, str):
                 ax.text(0.6, y + offset, each, va="center", fontsize=6, color="#555555")
                 continue
             rows.append({"name": name, "decoding": decoding} | ends(each, 100))
-            value, low, high = list(rows[-1].values())[2:]
-            ax.errorbar(value, y + offset, xerr=[[value - low], [high - value]], capsize=2, lw=1, **looks[decoding])
+            whiskers(ax, DataFrame(rows[-1:]), up=y + offset, capsize=2, lw=1, **looks[decoding])
     for decoding, drawn in looks.items():
         ax.plot([], [], ls="", label=style.STROKES[decoding].label, **drawn)
     ax.axvline(0, color="black", lw=0.8)
     ax.set(yticks=range(len(names)), yticklabels=names, ylim=(-0.5, len(names) - 0.5))
     ax.grid(axis="y", visible=False)
     ax.legend(loc=legend, handlelength=1)
-    return rows
-
-
-_FILLS = {"greedy": "black", "t1": "white"}
+    return DataFrame(rows)
 
 
 def heat(
@@ -229,8 +215,6 @@ def heat(
 
 def framed(ax: Axes, table: DataFrame, setting: Mapping[str, float], color: str) -> None:
     """Draw a frame around the cell of a `heat` map that has a setting, if there is one."""
-    from matplotlib.patches import Rectangle
-
     x, y = setting[table.columns.name], setting[table.index.name]
     if x in table.columns and y in table.index:
         corner = table.columns.get_loc(x) - 0.46, table.index.get_loc(y) - 0.46

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import pandas as pd
 
 from evoalign_lib import arms, tiny
 from evoalign_lib.analysis import stats
@@ -13,9 +16,6 @@ from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.train import sweep_specs
 from evoalign_study.loading import After, Group, Groups, Records
 from evoalign_study.records import Record, Spec
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 TUNED = ("es", "grpo")
 """Arms that a sweep tunes."""
@@ -178,8 +178,7 @@ def countdown(records: Records, scale: str, exact: Mapping[str, Any]) -> dict[st
     seeds |= {"grpo": tune.seeds_match, "dr_grpo": tune.seeds_compare, "grpo_random": tune.seeds_compare}
     groups: dict[str, Any] = sweep(tune, *TUNED)
     for arm, n in (seeds | {"sft": tune.seeds_describe}).items():
-        ledgers = here if arm == "es" else ()
-        groups[arm] = tuned(tune, records, arm, here, n, ledgers)._replace(scale=scale)
+        groups[arm] = tuned(tune, records, arm, here, n, here if arm == "es" else ())._replace(scale=scale)
     groups["es_shuffled"] = Group("es_shuffled", here, shuffled["n_seeds"], loading.of_runs(shuffled), scale=scale)
     return groups | {"base": base_specs(here, loading.of_runs(own), scale)}
 
@@ -202,7 +201,7 @@ def means(records: Sequence[Record], size: int, most: int) -> list[Sequence[Reco
 
 def curve_bands(
     groups: Iterable[tuple[Mapping[str, Any], Sequence[Record]]], axes: Sequence[str], scale: int = 100, first: int = 0
-) -> DataFrame:
+) -> pd.DataFrame:
     """Return validation accuracy along training runs, a row per group, decoding and point.
 
     Args:
@@ -215,9 +214,6 @@ def curve_bands(
         The axes; mean, low and high of accuracy (in %, if `scale` is 100), a 95 % band over seeds; decoding; n, the
         runs; and the columns of the groups.
     """
-    import numpy as np
-    import pandas as pd
-
     bands = []
     for names, records in groups:
         curves = [record["curve"] for record in records]
