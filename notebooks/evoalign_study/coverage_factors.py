@@ -15,9 +15,10 @@ from evoalign_lib.analysis import coverage, stats
 from evoalign_lib.analysis.coverage import SOLVED_WITHIN, Effects
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study import plots, runs, style
+from evoalign_study.claims import quantities
 from evoalign_study.kinds.train import composed_specs, sweep_specs
 from evoalign_study.loading import After, Group, Records
-from evoalign_study.records import Record, Spec, unpack_bits, unpack_probabilities
+from evoalign_study.records import Record, Spec
 from evoalign_study.results import Results, stated
 
 BASE = "base"
@@ -177,17 +178,10 @@ RIGHT, SOLVED, CHANGE = ASKED[0], ASKED[3], ASKED[5]
 def chances(records: Records, group: str, at: str) -> np.ndarray:
     """Return the chance that one answer of each run of a group is right, (runs, problems).
 
-    at: "greedy", or a temperature as records have it, such as "t1"; "own" is that of each model (`own_temperature`).
+    at: "greedy", or a temperature as records have it, such as "t1"; "own" is that of each model, chosen on
+    the validation set.
     """
-    reached = records[reach_name(group)]
-    if at == "greedy":
-        return np.array([unpack_bits(record["greedy_bits"], record["n"]) for record in reached], float)
-    return np.array([unpack_probabilities(r["reach"][own_temperature(r) if at == "own" else at]) for r in reached])
-
-
-def own_temperature(record: Record) -> str:
-    """Return at which temperature a model solves most validation problems within 64 samples, as records have it."""
-    return coverage.own_temperature(record["validation"])
+    return quantities.chances(records[reach_name(group)], "" if at == "own" else at)
 
 
 def value(records: Records, group: str, asked: Measured) -> Interval:
@@ -238,9 +232,7 @@ def spent_table(run: SimpleNamespace, records: Records) -> DataFrame:
         row = {"who writes": who, "update": update, "setting": chosen, "norm": f"{made['update_norm'].mean():.2f}"}
         rollouts = DataFrame([record.get("rollouts", {}) for record in records[group]])
         spent = DataFrame(made["budget"].tolist()).mean()
-        row |= {
-            words: f"{100 * rollouts[what].mean():.1f}" if what in rollouts else "" for what, words in shares.items()
-        }
+        row |= {head: f"{100 * rollouts[what].mean():.1f}" if what in rollouts else "" for what, head in shares.items()}
         row |= {"TFLOP": f"{spent['forward_flops'] / 1e12:.1f}", "core-seconds": f"{spent['core_seconds']:.0f}"}
         rows.append(row)
     return DataFrame(rows)

@@ -21,7 +21,7 @@ from evoalign_lib.analysis import coverage, stats
 from evoalign_lib.analysis.coverage import SOLVED_WITHIN, Support
 from evoalign_study import coverage_factors as factors
 from evoalign_study import loading, plots, runs, style, weight_cache
-from evoalign_study.coverage_factors import BASE, CELLS, COMPOSED, chances, own_temperature, reach_name
+from evoalign_study.coverage_factors import BASE, CELLS, COMPOSED, chances, reach_name
 from evoalign_study.kinds.decode import sampled_specs
 from evoalign_study.kinds.weights import VALIDATED_BY, answers_spec, coverage_spec, perturbed_specs
 from evoalign_study.loading import After, Groups, Records
@@ -183,7 +183,7 @@ def solved(records: Records, model: str, at: str, k: int = SOLVED_WITHIN) -> sta
 
 def own_temperatures(records: Records, model: str) -> str:
     """Return the temperatures that validation chose for the runs of a model, the most frequent first."""
-    own = [own_temperature(record).removeprefix("t") for record in records[reach_name(model)]]
+    own = [coverage.own_temperature(record["validation"]).removeprefix("t") for record in records[reach_name(model)]]
     counted = sorted(dict.fromkeys(own), key=lambda t: (-own.count(t), t))
     return ", ".join(t if len(counted) == 1 else f"{t} ({own.count(t)})" for t in counted)
 
@@ -430,9 +430,8 @@ def results(run: SimpleNamespace, records: Records) -> Results:
     entries |= {"null low": chance.low, "null high": chance.high}
     entries["copies"] = solved_by_copies(records, entries["sigma"])
     for key in ("es change", "es cold", "grpo change", "grpo cold"):  # whether a change is one
-        found = entries[key]
-        said = "a gain" if found.low > 0 else "a loss" if found.high < 0 else "not told from none"
-        entries[f"{key} said"] = said
+        changed = entries[key]
+        entries[f"{key} said"] = "a gain" if changed.low > 0 else "a loss" if changed.high < 0 else "not told from none"
     shown = [f"{name(run, m)} {{{m} at 1}} and {{{m} at own}}" for m in (BASE, "es", "es_sampled", "grpo")]
     entries |= {"heats": told("; ".join(shown), entries), "name of the mean": name(run, MEAN)}
     return entries | factors.results(records) | {"base's own temperature": own_temperatures(records, BASE)}
@@ -452,8 +451,7 @@ def _looks(run: SimpleNamespace) -> dict[str, dict[str, Any]]:
     for model in MODELS:
         arm = "es" if model == MEAN else model
         stroke = "--" if model == MEAN or style.ARMS[arm].null else "-"
-        look = plots.look(arm, markevery=0.2, ms=4, lw=1.2, ls=stroke, label=name(run, model))
-        looks[name(run, model)] = look
+        looks[name(run, model)] = plots.look(arm, markevery=0.2, ms=4, lw=1.2, ls=stroke, label=name(run, model))
     return looks
 
 

@@ -15,6 +15,8 @@ from pandas import DataFrame, concat
 from evoalign_lib import arms, tiny
 from evoalign_lib.analysis import attenuation, curves, geometry, gram_matrix, stats
 from evoalign_study import loading, plots, runs, style, trainers
+from evoalign_study.claims import quantities
+from evoalign_study.claims.quantities import skills
 from evoalign_study.kinds.train import sweep_specs
 from evoalign_study.kinds.weights import merge_specs, products_specs
 from evoalign_study.loading import After, Group, Groups, Records
@@ -210,27 +212,18 @@ def norms(records: Records, arm: str) -> np.ndarray:
 
 def over_walk(records: Records, arm: str) -> np.ndarray:
     """Return the norm of each run of an ES arm that moved over alpha sqrt(d T / N), T without its tied steps."""
-    d, walks = displacements(records, arm).d, []
-    for spec, tied in ((record["spec"], record["counts"]["tied"]) for record in records[arm]):
-        walks.append(geometry.es_norm(spec["alpha"], d, spec["steps"] - tied, spec["population_size"]))
-    moved = np.array(walks) > 0
-    return norms(records, arm)[moved] / np.array(walks)[moved]
+    ratios = quantities.norms_over_walk(displacements(records, arm), records[arm])
+    return ratios[~np.isnan(ratios)]
 
 
 def head_shares(records: Records, arm: str) -> np.ndarray:
-    """Return the head's share of the squared displacement of each run over its share of the weights.
-
-    The head of these models is their embedding.
-    """
-    moved = displacements(records, arm)
-    row = next(i for i, name in enumerate(moved.names) if name in ("head", "embedding (tied)"))
-    return moved.shares[row] / moved.size_shares[row]
+    """Return the head's share of the squared displacement of each run over its share of the weights."""
+    return quantities.head_shares(displacements(records, arm))
 
 
 def stay(records: Records, arm: str, dtype: str = "bfloat16") -> np.ndarray:
     """Return the share of the weights of each run that stay where the base has them, both ends rounded to dtype."""
-    moved = displacements(records, arm)
-    return (moved.unmoved(dtype) * moved.entries[:, None]).sum(0) / moved.d
+    return quantities.unmoved(displacements(records, arm), dtype)
 
 
 def _mean_and_std(values: Sequence[float] | np.ndarray, form: str) -> str:
@@ -244,11 +237,9 @@ def displacement_table(run: SimpleNamespace, records: Records) -> DataFrame:
     """Return a row per arm: norm, norm over the walk's, evenness over layers, the head, and weights that stay."""
     rows = []
     for arm in TRAINED:
-        moved = displacements(records, arm)
-        uneven = [geometry.total_variation(shares, moved.size_shares) for shares in moved.shares.T]
         row = {"arm": label(arm), "runs": len(records[arm]), "norm": _mean_and_std(norms(records, arm), ".2f")}
         row["over a walk's"] = _mean_and_std(over_walk(records, arm), ".4f") if trainers.of(arm).has_members else ""
-        row["distance from even"] = _mean_and_std(uneven, ".3f")
+        row["distance from even"] = _mean_and_std(quantities.unevenness(displacements(records, arm)), ".3f")
         row["head over its size"] = _mean_and_std(head_shares(records, arm), ".2f")
         for dtype in ("float32", "bfloat16"):  # rounding the base moves nearly every weight of it
             counts = dtype == "bfloat16" or style.ARMS[arm].weights == "float32"
@@ -320,11 +311,6 @@ def accuracies(models: Sequence[Record], decoding: str = "greedy") -> np.ndarray
 def accuracy_difference(records: Records, a: str, b: str, decoding: str = "greedy") -> stats.Interval:
     """Return by how much models of one group are more accurate than those of another, fractions."""
     return stats.crossed_bootstrap(accuracy_matrix(records[a], decoding), accuracy_matrix(records[b], decoding))
-
-
-def skills(models: Sequence[Record], what: str) -> np.ndarray:
-    """Return each model's mean over skills that no reward touches: "greedy" accuracy, or "kl" from the base, nats."""
-    return np.array([np.mean([each[what] for each in model["skills"].values()]) for model in models])
 
 
 def drift_ratio(records: Records, a: str, b: str) -> stats.Interval:

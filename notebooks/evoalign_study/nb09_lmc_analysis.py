@@ -182,10 +182,7 @@ def errors(records: Records, first: str, last: str, decoding: str) -> np.ndarray
 
 def barrier(records: Records, first: str, last: str, decoding: str) -> connectivity.BarrierEstimate:
     """Return the height of the mean error over the straight line between the ends' errors, a fraction."""
-    wrong = errors(records, first, last, decoding)
-    outcomes = np.full((len(wrong), *wrong.shape), np.nan)
-    outcomes[np.arange(len(wrong)), np.arange(len(wrong))] = wrong
-    return connectivity.estimate_barrier(outcomes, across="curve", n_resamples=_RESAMPLES)
+    return path_points.mean_barrier(errors(records, first, last, decoding), _RESAMPLES)
 
 
 def half_gain(records: Records, end: str, decoding: str, by: str = "weights") -> stats.Interval:

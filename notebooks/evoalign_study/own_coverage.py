@@ -6,6 +6,7 @@ training from it. All have the same problems and samples. Intervals are over pro
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import cycle, product
 
@@ -61,18 +62,13 @@ def counts(records: Sequence[Record], temperature: float) -> np.ndarray:
     own = sorted(where(records, temperature=temperature), key=lambda r: r["spec"]["block"])
     if len({str(sorted((k, v) for k, v in record["spec"].items() if k != "block")) for record in own}) > 1:
         raise ValueError(f"{len(own)} records differ in more than their blocks: give those of one model and setting.")
-    at = 0
-    for record in own:
-        first, stop = record["spec"]["block"]
-        if first != at:
-            raise ValueError(
-                f"problems from {min(at, first)} to {max(at, first) - 1} at {label(temperature)} are "
-                f"{'missing' if first > at else 'there twice'}: load every block of the model once."
-            )
-        at = stop
-    if not own or at != own[0]["spec"]["test_problems"]:
-        wanted = own[0]["spec"]["test_problems"] if own else "all"
-        raise ValueError(f"{at} of {wanted} problems at {label(temperature)} are there: load every block of the model.")
+    held = Counter(problem for record in own for problem in range(*record["spec"]["block"]))
+    n = own[0]["spec"]["test_problems"] if own else 1
+    wrong, twice = sorted(held.keys() ^ set(range(n))), [i for i in held if held[i] > 1]
+    if wrong or twice:
+        told = f"{wrong[0]} to {wrong[-1]} missing or beyond them" if wrong else f"{twice[0]} to {twice[-1]} twice"
+        counted = f"{len(held)} of {n} problems at {label(temperature)} are there"
+        raise ValueError(f"{counted}, {told}: load every block of the model once.")
     return np.concatenate([unpack_integers(record["right"]) for record in own])
 
 

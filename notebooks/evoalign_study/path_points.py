@@ -56,6 +56,16 @@ def errors(records: Sequence[Record], decoding: str) -> NDArray[np.float64]:
     return 1.0 - np.array(rights, np.float64).transpose(0, 2, 1)
 
 
+def mean_barrier(errors: NDArray[np.float64], n_resamples: int) -> connectivity.BarrierEstimate:
+    """Return the height of the mean curve of some lines over the line between its ends, a fraction.
+
+    errors: as of `errors`. The lines have no run in common, and are resampled with the problems.
+    """
+    outcomes = np.full((len(errors), *errors.shape), np.nan)
+    outcomes[np.arange(len(errors)), np.arange(len(errors))] = errors
+    return connectivity.estimate_barrier(outcomes, across="curve", n_resamples=n_resamples)
+
+
 def curves(records: Sequence[Record], name: str) -> NDArray[np.float64]:
     """Return a number per point of each line, (lines, points).
 

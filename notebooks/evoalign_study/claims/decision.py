@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
-from evoalign_study.claims.findings import Finding, reversals
+from evoalign_study.claims.findings import Finding
 
 
 def decide(
@@ -37,9 +38,13 @@ def decide(
     few = [finding for finding in findings if finding.n < min_seeds]
     if few:
         return "underpowered", f"needs {min_seeds} a cell, has " + "; ".join(finding.have for finding in few)
-    pairs = [pair for pair in reversals([*findings, *elsewhere]) if any(finding in findings for finding in pair)]
-    if reversed_ := list(dict.fromkeys(first.compared for first, _ in pairs)):
-        return "depends on decoding", f"the order of the arms changes with the decoding: {'; '.join(reversed_)}"
+    turned = dict.fromkeys(
+        one.compared
+        for one, other in product(findings, (*findings, *elsewhere))
+        if one.compared and one.compared == other.compared and one.sign() * other.sign() < 0
+    )
+    if turned:
+        return "depends on decoding", f"the order of the arms changes with the decoding: {'; '.join(turned)}"
     outcomes = {finding.label: outcome(finding, margin) for finding in findings}
     for name in ("contradicted", "underpowered", "within margin"):
         labels = [label for label, each in outcomes.items() if each == name]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from statistics import NormalDist
 from typing import Any
 
@@ -183,16 +182,3 @@ def decoding_words(decoding: str) -> str:
     'temperature 0.6'
     """
     return "greedy" if decoding == "greedy" else f"temperature {decoding.removeprefix('t')}"
-
-
-def reversals(findings: Iterable[Finding]) -> list[tuple[Finding, Finding]]:
-    """Return the pairs of findings in which one comparison has opposite signs under two decodings.
-
-    Both intervals exclude 0, on opposite sides.
-    """
-    signed = [finding for finding in findings if finding.compared and finding.sign()]
-    return [
-        (first, second)
-        for first, second in combinations(signed, 2)
-        if first.compared == second.compared and first.sign() == -second.sign()
-    ]

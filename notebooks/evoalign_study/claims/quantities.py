@@ -128,7 +128,8 @@ def _displacements(*sides: Side) -> geometry.Displacements:
     return defined(gram_matrix.gram, sides[0].evidence.having("kind", "products"), runs)
 
 
-def _norms_over_walk(moved: geometry.Displacements, runs: Sequence[Record]) -> Array:
+def norms_over_walk(moved: geometry.Displacements, runs: Sequence[Record]) -> Array:
+    """Return the norm of each run of ES over alpha sqrt(d T / N), T without tied steps; NaN where it stood still."""
     walks = []
     for run in runs:
         spec, tied = run["spec"], run["counts"]["tied"]
@@ -137,19 +138,25 @@ def _norms_over_walk(moved: geometry.Displacements, runs: Sequence[Record]) -> A
         return np.sqrt(np.diagonal(moved.total)) / walks
 
 
-def _head(moved: geometry.Displacements, runs: Sequence[Record]) -> Array:
+def head_shares(moved: geometry.Displacements) -> Array:
+    """Return the head's share of the squared displacement of each run over its share of the weights.
+
+    Where both are tied the head is the embedding. Raises Undecided where there is none.
+    """
     rows = [row for row, name in enumerate(moved.names) if name in ("head", "embedding (tied)")]
     if not rows:
         raise Undecided("there is no head")
     return moved.shares[rows[0]] / moved.size_shares[rows[0]]
 
 
-def _unevenness(moved: geometry.Displacements, runs: Sequence[Record]) -> list[float]:
+def unevenness(moved: geometry.Displacements) -> list[float]:
+    """Return how far the layers' shares of each run's squared displacement are from their shares of the weights."""
     return [geometry.total_variation(shares, moved.size_shares) for shares in moved.shares.T]
 
 
-def _unmoved(dtype: str) -> Callable[[geometry.Displacements, Sequence[Record]], Array]:
-    return lambda moved, runs: (moved.unmoved(dtype) * moved.entries[:, None]).sum(0) / moved.d
+def unmoved(moved: geometry.Displacements, dtype: str) -> Array:
+    """Return the share of the weights of each run that stay where the base has them, both ends rounded to dtype."""
+    return (moved.unmoved(dtype) * moved.entries[:, None]).sum(0) / moved.d
 
 
 def _joint(sides: Sequence[Side]) -> tuple[Array, Array, Array]:
@@ -197,9 +204,7 @@ def _errors(lines: Iterable[tuple[Record, bool]], decoding: str) -> Array:
 def _barrier(sides: Sequence[Side]) -> Interval:
     """Return the height of the mean curve over the line between its ends, its upper end that of `upper_bound`."""
     errors = _errors(_lines(*sides), sides[0].decoding)
-    outcomes = np.full((len(errors), len(errors), *errors.shape[1:]), np.nan)
-    outcomes[np.arange(len(errors)), np.arange(len(errors))] = errors
-    barrier = connectivity.estimate_barrier(outcomes, across="curve", **_resampled(sides, 1000))
+    barrier = path_points.mean_barrier(errors, **_resampled(sides, 1000))
     return replace(barrier.interval, high=max(barrier.interval.high, connectivity.upper_bound(barrier)), n=len(errors))
 
 
@@ -214,8 +219,9 @@ def _half_gain(sides: Sequence[Side]) -> Interval:
 # ---- numbers of merged models, and of models under noise
 
 
-def _skills(name: str) -> _Read:
-    return lambda records, _: np.array([np.mean([skill[name] for skill in r["skills"].values()]) for r in records])
+def skills(models: Sequence[Record], what: str) -> Array:
+    """Return each model's mean over skills that no reward touches: "greedy" accuracy, or "kl" from the base, nats."""
+    return np.array([np.mean([skill[what] for skill in model["skills"].values()]) for model in models])
 
 
 def _kept(part: str) -> _Read:
@@ -363,22 +369,23 @@ _TWO, _POINTS, _RATIO = {"sides": (2,)}, {"unit": "points"}, {"unit": "ratio", "
 _DECODED = {"decoded": True}
 _RIGHT = _DECODED | _POINTS
 _WITHIN = coverage.SOLVED_WITHIN
-_kl = _skills("kl")
 
 QUANTITIES: dict[str, Quantity] = {
     "norm": _of_runs("norm of the displacement", lambda moved, _: np.log(np.diagonal(moved.total)) / 2, **_RATIO),
-    "norm_over_walk": _of_runs("norm over that of a walk", _norms_over_walk),
-    "unevenness": _of_runs("distance of the layers' shares from their sizes'", _unevenness),
-    "head": _of_runs("the head's share over its size's", _head),
-    "unmoved_float32": _of_runs("weights that stay, float32", _unmoved("float32"), **_POINTS),
-    "unmoved_bfloat16": _of_runs("weights that stay, rounded to bfloat16", _unmoved("bfloat16"), **_POINTS),
+    "norm_over_walk": _of_runs("norm over that of a walk", norms_over_walk),
+    "unevenness": _of_runs("distance of the layers' shares from their sizes'", lambda m, _: unevenness(m)),
+    "head": _of_runs("the head's share over its size's", lambda m, _: head_shares(m)),
+    "unmoved_float32": _of_runs("weights that stay, float32", lambda m, _: unmoved(m, "float32"), **_POINTS),
+    "unmoved_bfloat16": _of_runs(
+        "weights that stay, rounded to bfloat16", lambda m, _: unmoved(m, "bfloat16"), **_POINTS
+    ),
     "cosine": Quantity("cosine of two runs", _displaced, _cosine, **_TWO),
     "corrected_cosine": Quantity("cosine of what runs have in common", _displaced, _corrected_cosine, **_TWO),
     "common_share": Quantity("share of a run's squared norm that all have", _displaced, _common_share, (1,)),
     "accuracy": _of_each("test", _merged, accuracy_matrix, **_RIGHT),
-    "skills_accuracy": _of_each("accuracy on other skills", _merged, _skills("greedy"), **_POINTS),
-    "skills_kl": _of_each("KL on other skills", _merged, _kl),
-    "skills_kl_ratio": _of_each("KL on other skills", _merged, lambda *read: np.log(_kl(*read)), **_RATIO),
+    "skills_accuracy": _of_each("accuracy on other skills", _merged, lambda r, _: skills(r, "greedy"), **_POINTS),
+    "skills_kl": _of_each("KL on other skills", _merged, lambda r, _: skills(r, "kl")),
+    "skills_kl_ratio": _of_each("KL on other skills", _merged, lambda r, _: np.log(skills(r, "kl")), **_RATIO),
     "barrier": Quantity("barrier of the error", None, _barrier, **_TWO, **_RIGHT),
     "clean": _of_each("accuracy without noise", _noisy, lambda records, d: [r["clean"][d] for r in records], **_RIGHT),
     "kept_isotropic": _of_each("accuracy kept under isotropic noise", _noisy, _kept("isotropic"), **_RIGHT),

@@ -49,10 +49,6 @@ class Taken(NamedTuple):
         """Return whether a record has what is needed."""
         return self.measure.has(record, self.decoding)
 
-    def read(self, case: Case, arms: _Arms) -> _Arrays:
-        """Return what the measure reads of arms. Raises Undecided where it has no value."""
-        return self.measure.read(case, self, arms)
-
     def words(self, decoding: bool = True) -> str:
         """Return what is taken, with or without its decoding.
 

@@ -114,11 +114,6 @@ class Case:
         """The null in the place of what the rule favours, if there is one."""
         return self.evidence.null
 
-    @property
-    def resampled(self) -> dict[str, int]:
-        """The options of a bootstrap."""
-        return {"n_resamples": self.evidence.resamples}
-
     def name(self, arm: str, favoured: bool = False) -> str:
         """Return what an arm is called in words, or the null that stands in the place of a favoured one."""
         if favoured and self.null:
@@ -239,10 +234,8 @@ def matches(record: Record, wanted: Mapping[str, Any]) -> bool:
 
 
 def _field(spec: Any, name: str) -> Any:
-    if "." not in name:  # nearly all are
-        return spec.get(name)
     for part in name.split("."):
-        spec = spec.get(part) if isinstance(spec, Mapping) else None
+        spec = spec.get(part) if isinstance(spec, dict) else None
     return spec
 
 
@@ -286,8 +279,6 @@ def join_decodings(records: Iterable[Record]) -> list[Record]:
             by_run[_run_of(record)].append(record)
         else:
             models.append(record)
-    if not by_run:
-        return models
     for i, record in enumerate(models):
         if record["spec"]["kind"] in ("train", "base"):
             models[i] = reduce(_joined, sorted(by_run[_run_of(record)], key=lambda r: r["spec_hash"]), record)

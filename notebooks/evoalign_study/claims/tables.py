@@ -44,10 +44,9 @@ def table_of_comparisons(verdicts: Iterable[Verdict]) -> DataFrame:
     from pandas import DataFrame
 
     columns = ["claim", "comparison", "decoding", "estimate [95 %]", "n", "decides", "other decodings"]
-    rows: dict[tuple[str, str, str], list[Any]] = {}
-    again: dict[tuple[str, str, str], dict[str, str]] = {}
+    rows: dict[tuple[str, str, str], list[Any]] = {}  # the last cell: other decoding -> what is found under it
     for verdict in verdicts:
-        first: dict[str, tuple[str, str, str]] = {}  # comparison -> the row that takes it under other decodings
+        first: dict[str, list[Any]] = {}  # comparison -> the row that takes it under other decodings
         for finding in sorted(verdict.findings, key=lambda finding: not finding.decisive):
             what = (finding.compared or finding.label).replace("_", " ")
             words = decoding_words(finding.decoding) if finding.decoding else ""
@@ -56,9 +55,9 @@ def table_of_comparisons(verdicts: Iterable[Verdict]) -> DataFrame:
             if place in rows:  # what a claim reports under another decoding is found again among the other decodings
                 continue
             if finding.decisive or what not in first:
-                rows[place] = [verdict.id, what, words, value, finding.n, "yes" if finding.decisive else "no"]
-                first.setdefault(what, place)
+                rows[place] = [verdict.id, what, words, value, finding.n, "yes" if finding.decisive else "no", {}]
+                first.setdefault(what, rows[place])
             else:
-                again.setdefault(first[what], {}).setdefault(finding.decoding, f"{words}: {value}")
-    others = {place: "; ".join(text for _, text in sorted(again.get(place, {}).items())) for place in rows}
-    return DataFrame([[*row, others[place]] for place, row in rows.items()], columns=columns)
+                first[what][-1].setdefault(finding.decoding, f"{words}: {value}")
+    told = [[*row, "; ".join(text for _, text in sorted(others.items()))] for *row, others in rows.values()]
+    return DataFrame(told, columns=columns)

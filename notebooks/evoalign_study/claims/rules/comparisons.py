@@ -25,6 +25,7 @@ from evoalign_study.claims.findings import Finding, Measured, defined, hold, siz
 from evoalign_study.claims.rules.rule import Asks, Comparison, Rule, asked, declared_comparisons
 from evoalign_study.claims.run_scores import Taken
 from evoalign_study.claims.selection import DECODINGS, Case, Claim, Runs, cells, check_one_base
+from evoalign_study.records import accuracy_matrix
 
 _Arrays = Sequence[NDArray[np.float64]]
 
@@ -91,7 +92,7 @@ def _compare(
 
     def measure(arms: Sequence[Runs]) -> Measured:
         check_one_base(label, [record for runs in arms for record in runs.records])
-        arrays = taken.read(case, [runs.records for runs in arms])
+        arrays = taken.measure.read(case, taken, [runs.records for runs in arms])
         scores = [array.mean(axis=1) if array.ndim == 2 else array for array in arrays]
         if arms[1].fixed and arrays[1].ndim == 2:
             arrays = [arrays[0], arrays[1][0]]
@@ -114,9 +115,10 @@ _Compared = tuple[Interval, str, str, str] | tuple[Interval, str, str, str, floa
 def _difference(case: Case, comparison: Comparison, arrays: _Arrays, scores: _Arrays) -> _Compared:
     """Compare means: over seeds and problems where there are results on each problem, otherwise over seeds."""
     if arrays[0].ndim == 2:
-        interval = stats.crossed_bootstrap(*arrays, **case.resampled)
+        interval = stats.crossed_bootstrap(*arrays, n_resamples=case.evidence.resamples)
     else:
-        interval = defined(stats.stratified_bootstrap, *([each] for each in scores), **case.resampled)
+        strata = [[each] for each in scores]
+        interval = defined(stats.stratified_bootstrap, *strata, n_resamples=case.evidence.resamples)
     drawn = 2 * case.evidence.resamples
     test = defined(stats.mann_whitney, *scores, n_resamples=drawn) if "p" in comparison else None
     return interval, f"{interval.format()} points", *_level(comparison, interval, scores), test
@@ -126,7 +128,7 @@ def _equivalence(case: Case, comparison: Comparison, arrays: _Arrays, scores: _A
     """Compare means by two one-sided tests, within the margin of the claim; seeds and problems as in `_difference`."""
     margin = case.claim["margin"]
     if arrays[0].ndim == 2:
-        test = defined(stats.equivalence, *arrays, margin, **case.resampled)
+        test = defined(stats.equivalence, *arrays, margin, n_resamples=case.evidence.resamples)
     else:
         test = defined(stats.welch_equivalence, *scores, margin)
     value = f"{test.interval.format()} points (90 % interval)"
@@ -175,7 +177,7 @@ def _trend(case: Case, where: Mapping[str, Any]) -> Iterator[Finding]:
     n = min(map(len, arms.values()))
     if n < 2:
         return
-    scores = [matrix.mean(axis=1) for matrix in Taken("test", "greedy", {}).read(case, [*arms.values()])]
+    scores = [accuracy_matrix(records, "greedy").mean(axis=1) for records in arms.values()]
     drawn = 2 * case.evidence.resamples
     rise, fall = (stats.jonckheere(each, n_resamples=drawn) for each in (scores, scores[::-1]))
     means = ", ".join(f"{name} {100 * values.mean():.1f} %" for name, values in zip(arms, scores, strict=True))

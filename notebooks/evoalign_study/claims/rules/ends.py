@@ -73,7 +73,7 @@ def _gap(case: Case, ends: list[list[list[float]]], counts: str, arms: Sequence[
     """Compare gaps of two ends, of so many runs each."""
     if min(sum(map(len, end)) for end in ends) < case.claim["min_seeds"]:
         raise Undecided(f"{counts} end so")
-    interval = stats.nested_bootstrap(*ends, **case.resampled)
+    interval = stats.nested_bootstrap(*ends, n_resamples=case.evidence.resamples)
     context = f"characters ({counts}, detectable {interval.detectable():.2g})"
     return interval, interval.format(percent=False, digits=2), context
 
@@ -126,7 +126,7 @@ def _find_collapse(case: Case) -> list[Finding]:
     def fitted() -> list[Interval]:
         if np.isnan(np.concatenate(predictors)).any():
             raise ValueError("no measured noise halves the right answers of a base")
-        area, slopes = stats.logistic_over_groups(predictors, shares, **case.resampled)
+        area, slopes = stats.logistic_over_groups(predictors, shares, n_resamples=case.evidence.resamples)
         return [area, *slopes]
 
     def measure(place: int, arms: Sequence[Runs]) -> Measured:
@@ -195,32 +195,32 @@ def _of_decoding(case: Case, arms: Sequence[Runs], broken: Collection[str], deco
     except ValueError as error:
         barriers, missing = None, str(error)
 
-    def separate() -> tuple[Interval]:
-        return (regimes.separation(*barriers, regimes.regimes(barriers[0], n_resamples=resamples)),)
+    def separate() -> Interval:
+        return regimes.separation(*barriers, regimes.regimes(barriers[0], n_resamples=resamples))
 
-    def basin() -> tuple[Interval, float]:
-        p = regimes.within_between(barriers[0], list(hacked), only=True, n_resamples=2000).p
-        return regimes.basin(*barriers, hacked), p
+    def agree() -> Interval:
+        return regimes.agreement(*barriers, hacked)
 
-    def near() -> tuple[Interval]:
+    def basin() -> Interval:
+        return regimes.basin(*barriers, hacked)
+
+    def near() -> Interval:
         kl = np.array([run["curve"]["kl"][-1] for run in taken])
-        return (stats.stratified_bootstrap([kl[hacked]], [kl[~hacked]], **case.resampled),)
+        return stats.stratified_bootstrap([kl[hacked]], [kl[~hacked]], n_resamples=case.evidence.resamples)
 
-    def measure(find: Callable[[], tuple[Any, ...]], unit: str, _: Sequence[Runs]) -> Measured:
+    def measure(find: Callable[[], Interval], unit: str, _: Sequence[Runs]) -> Measured:
         if barriers is None:
             raise Undecided(missing)
-        interval, *p = defined(find)
+        test = None
+        if find is basin:
+            test = defined(regimes.within_between, barriers[0], list(hacked), only=True, n_resamples=2000).p
+        interval = defined(find)
         text = interval.format() if unit == " points" else interval.format(percent=False, digits=2)
-        return interval, text + unit, f"(n = {counts[0]} hacked v {counts[1]} unhacked)", *p
+        return interval, text + unit, f"(n = {counts[0]} hacked v {counts[1]} unhacked)", test
 
     for words, bound, unit, find in (
         ("two clusters, silhouette over that of one", 0.0, "", separate),
-        (
-            "two clusters v hacked and unhacked, adjusted Rand index",
-            AGREE,
-            "",
-            lambda: (regimes.agreement(*barriers, hacked),),
-        ),
+        ("two clusters v hacked and unhacked, adjusted Rand index", AGREE, "", agree),
         ("barrier hacked to unhacked - hacked to hacked", 0.0, " points", basin),
         ("KL from the base, hacked - unhacked", 0.0, " nats a completion", near),
     ):

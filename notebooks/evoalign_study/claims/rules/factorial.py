@@ -64,10 +64,10 @@ def _effects(case: Case, arms: dict[str, Runs], quantity: str, decoding: str, de
     def effects() -> tuple[coverage.Effects, str]:
         if quantity == MATCHED:
             cells, context = _matched(arms, decoding, case.claim["min_seeds"])
-            return coverage.effects_of_runs([cells[:2], cells[2:]], **case.resampled), context
+            return coverage.effects_of_runs([cells[:2], cells[2:]], n_resamples=case.evidence.resamples), context
         cells = [chances(covered(side), decoding) for side in chosen]
         base = None if share else base_chances(case.evidence, decoding)
-        return coverage.effects([cells[:2], cells[2:]], base, within, **case.resampled), f"(n = {n})"
+        return coverage.effects([cells[:2], cells[2:]], base, within, n_resamples=case.evidence.resamples), f"(n = {n})"
 
     def measure(read: Callable[[coverage.Effects], Interval], _: Sequence[Runs]) -> Measured:
         both, context = effects()

@@ -77,7 +77,7 @@ def _compare(
         strata = values
         if "contrast" in rule:  # the last cell - the first, twice their mean
             strata = [[2 * of_cells[-1], -2 * of_cells[0]] for of_cells in values]
-        interval = defined(stats.stratified_bootstrap, *strata, **case.resampled)
+        interval = defined(stats.stratified_bootstrap, *strata, n_resamples=case.evidence.resamples)
         text = f"{interval.format()} points" if share else interval.format(percent=False, digits=2)
         counts = " v ".join(str(sum(map(len, each))) for each in values)
         means = [np.mean([x.mean() for x in each]) for each in values]
@@ -141,7 +141,7 @@ def _floor(case: Case) -> Iterator[Finding]:
     def measure(decoding: str, _: Sequence[Runs]) -> Measured:
         start = np.mean([curve(run, f"true_{decoding}")[0] for run in runs])
         gained = _values(case, runs, {"quantity": "true", "gain": rule.get("gain")}, decoding) - start
-        interval = defined(stats.stratified_bootstrap, [gained], **case.resampled)
+        interval = defined(stats.stratified_bootstrap, [gained], n_resamples=case.evidence.resamples)
         return interval, interval.format(percent=False, digits=2), f"(n = {len(gained)})"
 
     for decoding in rule["decodings"]:

@@ -118,7 +118,8 @@ def _sum(case: Case, selected: dict[str, list[Runs]], weights: Weights, decoding
         for cell, records in zip(weights, of_cells, strict=True):
             selection.check_one_base(cell, records)
         right = [_right(arm.records, decoding) for arm in arms]
-        interval = stats.crossed_bootstrap(*(_weighted(weights, each) for each in right), **case.resampled)
+        sums = [_weighted(weights, each) for each in right]
+        interval = stats.crossed_bootstrap(*sums, n_resamples=case.evidence.resamples)
         told = []
         for name, each in zip(names, right, strict=True):
             means = zip(weights, each.mean(axis=(1, 2)), strict=True)
@@ -144,7 +145,7 @@ def _floor(case: Case, name: str, runs: list[Runs], weights: Weights) -> Finding
     def measure(arms: Sequence[Runs]) -> Measured:
         right = _right(arm.records, decoding), _right([bases], decoding)
         summed, (baseline,) = (_weighted(weights, each) for each in right)
-        interval = stats.crossed_bootstrap(summed, baseline, **case.resampled)
+        interval = stats.crossed_bootstrap(summed, baseline, n_resamples=case.evidence.resamples)
         return interval, f"{interval.format()} points", f"from {100 * baseline.mean():.1f} % ({_counted(interval)})"
 
     label = f"gain over {floor['to']}, {case.name(name, name in _winners(case.claim))}"
@@ -220,7 +221,7 @@ def _find_optimum(case: Case) -> list[Finding]:
 
     def learned(arms: Sequence[Runs]) -> Measured:
         gains = [np.array([score[-1] - score[0] for score in level]) for level in scores]
-        gain = stats.stratified_bootstrap(gains, **case.resampled)
+        gain = stats.stratified_bootstrap(gains, n_resamples=case.evidence.resamples)
         return gain, f"{gain.format()} points", f"(n = {n} a level)"
 
     def optimum(arms: Sequence[Runs]) -> Measured:

@@ -53,7 +53,7 @@ def _mean(case: Case, name: str, arms: Sequence[Runs]) -> Measured:
         values = [QUANTITIES[name](record) for record in arms[0].records]
     except KeyError as error:
         raise ValueError(f"a record has no {error}, from which {name!r} is computed") from error
-    interval = stats.bootstrap_mean(values, **case.resampled)
+    interval = stats.bootstrap_mean(values, n_resamples=case.evidence.resamples)
     return interval, significant(interval), f"(n = {interval.n})"
 
 
