@@ -490,27 +490,20 @@ def vote(answers: Iterable[Hashable | None]) -> Hashable | None:
     return ballots.most_common(1)[0][0] if ballots else None
 
 
-def effective_samples(weights: ArrayLike, *, log: bool = False) -> NDArray[np.float64]:
+def effective_samples(weights: ArrayLike) -> NDArray[np.float64]:
     """Return the effective sample size of importance weights, (sum w)^2 / sum w^2: from 1 to the number of samples.
 
-    weights: (..., samples), not negative, of any scale. log: whether they are given as natural logarithms, -inf for 0.
+    weights: (..., samples), not negative, of any scale.
     Returns (...); NaN where all weights are 0.
     Raises ValueError for no samples and for weights that are negative or not finite.
     Source: Kish, Survey Sampling, 1965.
 
-    >>> float(effective_samples([1.0, 1.0, 0.0])), float(effective_samples([-900.0, -900.0], log=True))
-    (2.0, 2.0)
+    >>> float(effective_samples([1.0, 1.0, 0.0]))
+    2.0
     """
-    if log:
-        given = np.asarray(weights, np.float64)
-        finite = given.size and (given < np.inf).all()
-        require(finite, "log weights hold NaN or +inf, or none: check the likelihoods of each sample")
-        largest = given.max(axis=-1, keepdims=True)
-        w = np.exp(given - np.where(np.isneginf(largest), 0.0, largest))
-    else:
-        # a common factor drops out: without it, squares of tiny or huge weights would leave the range of floats
-        w = array("weights", weights, low=0, why="for logarithms say so")
-        w = np.nan_to_num(ratio(w, w.max(axis=-1, keepdims=True)))
+    # a common factor drops out: without it, squares of tiny or huge weights would leave the range of floats
+    w = array("weights", weights, low=0, why="for logarithms, give their exponentials")
+    w = np.nan_to_num(ratio(w, w.max(axis=-1, keepdims=True)))
     return ratio(w.sum(axis=-1) ** 2, (w**2).sum(axis=-1))
 
 
