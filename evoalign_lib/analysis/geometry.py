@@ -476,25 +476,21 @@ class Cosine:
         return NormalDist().inv_cdf((1 + level) / 2) * self.std
 
 
-def cosine(tensors: Displacements, a: int = 0, b: int = 1) -> Cosine:
-    """Return the cosine of two displacements over all tensors. tensors: ungrouped, since each has its own norm.
+def cosine(tensors: Displacements, a: int = 0, b: int = 1, rows: slice | NDArray[np.int64] = slice(None)) -> Cosine:
+    """Return the cosine of two displacements. tensors: ungrouped, since each has its own norm. rows: those that count.
 
     Raises IndexError for a displacement that is not there.
     """
-    return _cosine(tensors, slice(None), a, b)
-
-
-def cosines(tensors: Displacements, key: str | Callable[[str], str], a: int = 0, b: int = 1) -> dict[str, Cosine]:
-    """Return the same by layer or kind, sorted as `Displacements.by`, whose `key` it takes; errors are its own."""
-    return {group: _cosine(tensors, rows, a, b) for group, rows in tensors._members(key).items()}
-
-
-def _cosine(tensors: Displacements, rows: slice | NDArray[np.int64], a: int, b: int) -> Cosine:
     entries, products = tensors.entries[rows], tensors.gram[rows, a, b]
     one, other = tensors.squares[rows, a], tensors.squares[rows, b]
     both, spread = one.sum() * other.sum(), (one * other / entries).sum()
     value = float(products.sum() / math.sqrt(both)) if both > 0 else math.nan
     return Cosine(value, int(entries.sum()), float(both / spread) if spread > 0 else math.nan)
+
+
+def cosines(tensors: Displacements, key: str | Callable[[str], str], a: int = 0, b: int = 1) -> dict[str, Cosine]:
+    """Return the same by layer or kind, sorted as `Displacements.by`, whose `key` it takes; errors are its own."""
+    return {group: cosine(tensors, a, b, rows) for group, rows in tensors._members(key).items()}
 
 
 # ---- a random direction
