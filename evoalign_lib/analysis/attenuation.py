@@ -120,12 +120,6 @@ class CountPoint:
     """runs per group"""
     cosine: float
     """of the means, averaged over random subsets of k runs"""
-    std: float
-    """over these subsets, which overlap: less than over new runs"""
-    corrected: float
-    """the median of `corrected_cosine` over the subsets for which it is defined; NaN for k = 1"""
-    undefined: float
-    """share of the subsets for which it is not"""
     predicted: float
     """what signal and noise, estimated from all runs, let expect of `cosine`"""
 
@@ -143,15 +137,10 @@ def cosine_by_count(gram: ArrayLike, a: Sequence[int], b: Sequence[int], draws: 
     rng, points = np.random.default_rng(0), []
     for k in range(1, min(len(rows_a), len(rows_b)) + 1):
         subsets = [[rng.choice(rows, k, replace=False) for rows in (rows_a, rows_b)] for _ in range(draws)]
-        means, corrected = (
-            np.array([_cosine(square, g, *subset) for subset in subsets]) for square in (_square_of_mean, _off_diagonal)
-        )
-        defined = corrected[~np.isnan(corrected)]
+        means = np.array([_cosine(_square_of_mean, g, *subset) for subset in subsets])
         squares = [s + n / k for s, n in zip(signals, noises, strict=True)]
-        median = float(np.median(defined)) if len(defined) else math.nan
         predicted = everything.cross.value / math.sqrt(squares[0] * squares[1]) if min(squares) > 0 else math.nan
-        point = CountPoint(k, float(means.mean()), float(means.std()), median, 1 - len(defined) / draws, predicted)
-        points.append(point)
+        points.append(CountPoint(k, float(means.mean()), predicted))
     return points
 
 

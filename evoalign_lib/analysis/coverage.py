@@ -151,33 +151,31 @@ def variance_of_pass_at(right: ArrayLike, samples: ArrayLike, k: int | Sequence[
     return -np.exp(2 * once) * np.expm1(np.minimum(logs, 0.0)) + 0.0
 
 
-def crossing(ks: ArrayLike, first: ArrayLike, second: ArrayLike) -> NDArray[np.float64]:
+def crossing(ks: ArrayLike, first: ArrayLike, second: ArrayLike) -> float:
     """Return the k at which a curve is overtaken by another, their difference being linear in log k between points.
 
     The first curve must start above: points at which both are equal are passed over at the start. It is overtaken where
     the second is strictly above for the first time; one that is touched, or reached at the last point, is not.
 
-    ks: (points,), positive and rising. first, second: (..., points), of shapes that broadcast.
-    Returns (...), between ks[0] and ks[-1]; NaN where the first curve is never overtaken, and where it does not start
-    above: compare the first points to tell the two apart.
+    ks: (points,), positive and rising. first, second: (points,).
+    Returns a k between ks[0] and ks[-1]; NaN if the first curve is never overtaken, and if it does not start above:
+    compare the first points to tell the two apart.
     Raises ValueError for other shapes, ks that do not rise, and values that are not finite.
 
-    >>> round(float(crossing([1, 4, 16], [0.5, 0.6, 0.7], [0.4, 0.5, 0.8])), 3)
+    >>> round(crossing([1, 4, 16], [0.5, 0.6, 0.7], [0.4, 0.5, 0.8]), 3)
     8.0
     """
-    x = array("ks", ks, 1)
+    x, one, two = array("ks", ks, 1), array("a curve", first, 1), array("a curve", second, 1)
     require(x[0] > 0 and (np.diff(x) > 0).all(), f"ks {x.tolist()} must be positive and rise: sort the points by k")
-    curves = [array("a curve", curve) for curve in (first, second)]
-    shapes = f"curves of shapes {curves[0].shape} and {curves[1].shape} for {len(x)} ks"
-    require(all(curve.shape[-1:] == x.shape for curve in curves), f"{shapes}: give (..., {len(x)}) twice")
-    gap = curves[0] - curves[1]
-    at = np.argmax(gap < 0, axis=-1)[..., None]  # the first point below
-    leads = np.take_along_axis(gap, np.argmax(gap != 0, axis=-1)[..., None], axis=-1) > 0
-    before, after = (np.take_along_axis(gap, where, axis=-1) for where in (np.maximum(at - 1, 0), at))
-    overtaken = leads & (after < 0)
-    part = np.divide(before, before - after, out=np.full_like(before, nan), where=overtaken)
-    logs = np.log(x)
-    return np.exp(logs[at - 1] + part * (logs[at] - logs[at - 1]))[..., 0]
+    same = one.shape == two.shape == x.shape
+    require(same, f"curves of {len(one)} and {len(two)} points for {len(x)} ks: give one of both for each")
+    gap, logs = one - two, np.log(x)
+    below = np.flatnonzero(gap < 0)
+    if not len(below) or not (gap[: below[0]] > 0).any():
+        return nan
+    at = below[0]
+    part = gap[at - 1] / (gap[at - 1] - gap[at])
+    return float(np.exp(logs[at - 1] + part * (logs[at] - logs[at - 1])))
 
 
 def overtaken(base: ArrayLike, runs: ArrayLike, ks: Sequence[int], *, n_resamples: int = 2000) -> Interval:
@@ -202,7 +200,7 @@ def overtaken(base: ArrayLike, runs: ArrayLike, ks: Sequence[int], *, n_resample
     require(problems == len(before), f"runs have {problems} problems and the base {len(before)}: give the same ones.")
 
     def crossed(mean: NDArray[np.float64], of_base: NDArray[np.float64]) -> float:
-        k = float(crossing(ks, mean, of_base))
+        k = crossing(ks, mean, of_base)
         return (-np.inf if mean[0] < of_base[0] else np.inf) if np.isnan(k) else k
 
     value = crossed(own.mean((0, 1)), before.mean(0))
@@ -353,7 +351,7 @@ def support_change(
     """
     named = {"runs": runs} if baseline is None else {"runs": runs, "baseline": baseline}
     groups = [_net_and_reached(base, name, each, k) for name, each in named.items()]
-    means = np.vstack([_means(groups), _resampled(groups, n_resamples)])
+    means = _means(groups, n_resamples)
     changes = means[:, 0] if baseline is None else means[:, 0] - means[:, 1]
     return interval_of(changes[0], changes[1:], min(len(net) for net, _ in groups))
 
@@ -401,8 +399,7 @@ def effects(
             groups.append(_net_and_reached(base, name, runs, k))
     problems = {net.shape[1] for net, _ in groups}
     require(len(problems) == 1, f"cells have {sorted(problems)} problems: give the same ones in all.")
-    means = np.vstack([_means(groups), _resampled(groups, n_resamples)])
-    return _effects(means, min(len(net) for net, _ in groups))
+    return _effects(_means(groups, n_resamples), min(len(net) for net, _ in groups))
 
 
 def effects_of_runs(cells: Sequence[Sequence[ArrayLike]], *, n_resamples: int = 10_000) -> Effects:
@@ -490,27 +487,20 @@ def vote(answers: Iterable[Hashable | None]) -> Hashable | None:
     return ballots.most_common(1)[0][0] if ballots else None
 
 
-def effective_samples(weights: ArrayLike, *, log: bool = False) -> NDArray[np.float64]:
+def effective_samples(weights: ArrayLike) -> NDArray[np.float64]:
     """Return the effective sample size of importance weights, (sum w)^2 / sum w^2: from 1 to the number of samples.
 
-    weights: (..., samples), not negative, of any scale. log: whether they are given as natural logarithms, -inf for 0.
+    weights: (..., samples), not negative, of any scale.
     Returns (...); NaN where all weights are 0.
     Raises ValueError for no samples and for weights that are negative or not finite.
     Source: Kish, Survey Sampling, 1965.
 
-    >>> float(effective_samples([1.0, 1.0, 0.0])), float(effective_samples([-900.0, -900.0], log=True))
-    (2.0, 2.0)
+    >>> float(effective_samples([1.0, 1.0, 0.0]))
+    2.0
     """
-    if log:
-        given = np.asarray(weights, np.float64)
-        finite = given.size and (given < np.inf).all()
-        require(finite, "log weights hold NaN or +inf, or none: check the likelihoods of each sample")
-        largest = given.max(axis=-1, keepdims=True)
-        w = np.exp(given - np.where(np.isneginf(largest), 0.0, largest))
-    else:
-        # a common factor drops out: without it, squares of tiny or huge weights would leave the range of floats
-        w = array("weights", weights, low=0, why="for logarithms say so")
-        w = np.nan_to_num(ratio(w, w.max(axis=-1, keepdims=True)))
+    # a common factor drops out: without it, squares of tiny or huge weights would leave the range of floats
+    w = array("weights", weights, low=0, why="for logarithms, give their exponentials")
+    w = np.nan_to_num(ratio(w, w.max(axis=-1, keepdims=True)))
     return ratio(w.sum(axis=-1) ** 2, (w**2).sum(axis=-1))
 
 
@@ -526,26 +516,20 @@ def _null(expected: Support, pair: Callable[..., Any], n_resamples: int, always:
     return Null(expected, float(found.std()) if len(found) else nan, interval.low, interval.high)
 
 
-def _means(groups: Sequence[_Group]) -> list[float]:
-    """Return the mean over runs of net / reached, of each group."""
-    return [ratio(net.sum(1), reached.sum(1)).mean() for net, reached in groups]
-
-
-def _resampled(groups: Sequence[_Group], n_resamples: int) -> NDArray[np.float64]:
-    """Return the mean over runs of net / reached in resamples, (n_resamples, groups), by the crossed bootstrap.
+def _means(groups: Sequence[_Group], n_resamples: int) -> NDArray[np.float64]:
+    """Return the mean over runs of net / reached, (1 + n_resamples, groups): as measured, then crossed resamples.
 
     groups: net and reached of each, (runs, problems). Runs are resampled in each group by itself, problems in common.
     """
-    means = np.zeros((whole_number("n_resamples", n_resamples), len(groups)))
+    means = [[ratio(net.sum(1), reached.sum(1)).mean() for net, reached in groups]]
     runs, problems = tuple(len(net) for net, _ in groups), groups[0][0].shape[1]
-    start = 0
+    whole_number("n_resamples", n_resamples)
     for counts, chosen in stats.crossed_draws(n_resamples, problems, runs, 0, multinomial=True):
         counts = counts.astype(np.float64)
-        for group, ((net, reached), which) in enumerate(zip(groups, chosen, strict=True)):
-            each = ratio(counts @ net.T, counts @ reached.T)
-            means[start : start + len(counts), group] = np.take_along_axis(each, which, axis=1).mean(axis=1)
-        start += len(counts)
-    return means
+        shares = (ratio(counts @ net.T, counts @ reached.T) for net, reached in groups)
+        drawn = [np.take_along_axis(own, which, axis=1).mean(axis=1) for own, which in zip(shares, chosen, strict=True)]
+        means.append(np.stack(drawn, axis=1))
+    return np.vstack(means)
 
 
 def _net_and_reached(base: ArrayLike, name: str, runs: ArrayLike, k: int) -> _Group:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import NormalDist
@@ -37,7 +37,7 @@ import numpy as np
 import scipy
 from numpy.typing import ArrayLike, NDArray
 
-from evoalign_lib.analysis.arrays import array, positive, require
+from evoalign_lib.analysis.arrays import positive, require
 from evoalign_lib.analysis.stats import ratio
 from evoalign_lib.checks import choose, whole_number
 
@@ -45,9 +45,7 @@ if TYPE_CHECKING:  # claims are judged, and artefacts drawn, by what stands here
     from torch import Tensor
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""Dtypes in which entries are counted that moved: as they are, and after both ends were rounded."""
-THRESHOLDS = (0.0, 1e-6, 1e-5, 1e-4)
-"""Weight units; an entry moved by a threshold tau if |D| > tau. 1e-5 is that of Mukherjee et al."""
+"""Dtypes in which entries that moved are counted: as they are, and after both ends were rounded."""
 _PART = 1 << 20  # entries in memory at once, of all models together
 _LEAST_PART = 1 << 14  # of each, however many they are
 Vector = NDArray[np.float64]
@@ -133,9 +131,7 @@ class Displacements:
     gram: Vector
     """(groups, K, K) products D_i . D_j, weight units squared"""
     moved: Mapping[str, NDArray[np.int64]]
-    """dtype -> (thresholds, groups, K): entries with |D| above the threshold, both ends rounded to the dtype"""
-    thresholds: tuple[float, ...]
-    """weight units"""
+    """dtype -> (groups, K): entries that differ from the start once both ends are rounded to the dtype"""
     tied: bool
     """whether the head is tied to the embedding: no tensor is called a head"""
 
@@ -174,15 +170,10 @@ class Displacements:
         """(groups,) d_l / d, the shares of a random direction."""
         return self.entries / self.d
 
-    def unmoved(self, dtype: str = "float32", threshold: float = 0.0) -> Vector:
-        """Return (groups, K): the share of entries with |D| <= threshold, with 0 those exactly unchanged.
-
-        Raises KeyError for a dtype, ValueError for a threshold that was not counted.
-        """
-        counted = threshold in self.thresholds
-        require(counted, f"threshold {threshold} was not counted: give it to `measure`, which had {self.thresholds}")
-        moved, entries = self.moved[dtype][self.thresholds.index(threshold)], self.entries[:, None]
-        return ratio(entries - moved, entries)
+    def unmoved(self, dtype: str = "float32") -> Vector:
+        """Return (groups, K): the share of entries that are exactly as they were. Raises KeyError for a dtype."""
+        entries = self.entries[:, None]
+        return ratio(entries - self.moved[dtype], entries)
 
     def by(self, key: str | Callable[[str], str]) -> Displacements:
         """Return the sums over groups of tensors, sorted from the input of the model to its output.
@@ -192,11 +183,10 @@ class Displacements:
         """
         members = self._members(key)
 
-        def sums(values: NDArray, axis: int = 0) -> NDArray:
-            parts = [values.take(rows, axis).sum(axis, keepdims=True) for rows in members.values()]
-            return np.concatenate(parts, axis)
+        def sums(values: NDArray) -> NDArray:
+            return np.stack([values[rows].sum(0) for rows in members.values()])
 
-        moved = {dtype: sums(counts, 1) for dtype, counts in self.moved.items()}
+        moved = {dtype: sums(counts) for dtype, counts in self.moved.items()}
         entries, start, gram = map(sums, (self.entries, self.start, self.gram))
         return replace(self, names=tuple(members), entries=entries, start=start, gram=gram, moved=moved)
 
@@ -210,9 +200,7 @@ class Displacements:
         return {group: np.flatnonzero(groups == group) for group in sorted(set(groups.tolist()), key=_place)}
 
 
-def measure(
-    start: State | None, ends: Sequence[State], thresholds: Sequence[float] = THRESHOLDS, dtypes: Sequence[str] = DTYPES
-) -> Displacements:
+def measure(start: State | None, ends: Sequence[State], dtypes: Sequence[str] = DTYPES) -> Displacements:
     """Go over the entries of all tensors once and return the sums from which everything else follows.
 
     Differences are taken in float64, so that they are exact, and summed in float64. Memory: a million entries of each
@@ -222,24 +210,22 @@ def measure(
         start: name -> tensor, float32 (or a dtype that converts to it exactly); None: `ends` are displacements, or
             gradients, themselves.
         ends: K of them, with the names and shapes of the start.
-        thresholds: weight units, at least 0.
         dtypes: in which moved entries are counted, of `DTYPES`. Rounding is to nearest, as a cast does it.
 
     Raises:
-        ValueError: no end, names or shapes that differ (the message names the first), an unknown dtype, a negative
-            threshold, or weights that are not finite.
+        ValueError: no end, names or shapes that differ (the message names the first), an unknown dtype, or weights
+            that are not finite.
     """
     import torch
 
     require(ends, "measure needs at least one end of training, got none")
     for dtype in dtypes:
         choose("dtype", dtype, DTYPES)
-    limits = tuple(array("thresholds", thresholds, 1, least=0, low=0, why="weight units").tolist())
     shapes = check_same(*([] if start is None else [start]), *ends)
     names = tuple(shapes)
     entries = np.array([math.prod(shapes[name]) for name in names], np.int64)
     square, gram = np.zeros(len(names)), np.zeros((len(names), len(ends), len(ends)))
-    moved = {dtype: np.zeros((len(limits), len(names), len(ends)), np.int64) for dtype in dtypes}
+    moved = {dtype: np.zeros((len(names), len(ends)), np.int64) for dtype in dtypes}
     size = max(_LEAST_PART, _PART // (len(ends) + 1))
     for row, name in enumerate(names):
         for first in range(0, entries[row], size):
@@ -254,11 +240,11 @@ def measure(
             for dtype, counts in moved.items():
                 for k, part in enumerate(parts):
                     by = exact[k] if dtype == "float32" else _rounded_difference(part, origin, dtype)
-                    counts[:, row, k] += (np.abs(by) > np.reshape(limits, (-1, 1))).sum(1)
+                    counts[row, k] += (np.abs(by) > 0).sum()
         finite = np.isfinite(gram[row]).all() and np.isfinite(square[row])
         require(finite, f"{name!r} has weights that are not finite, of which no norm can be taken: leave the run out")
     tied = not any(layer_of(name) == "head" for name in names)
-    return Displacements(names, entries, square, gram, moved, limits, tied)
+    return Displacements(names, entries, square, gram, moved, tied)
 
 
 def check_same(*states: State) -> dict[str, tuple[int, ...]]:
@@ -296,7 +282,7 @@ def _rounded_difference(end: Tensor, start: Tensor, dtype: str) -> Vector:
     import torch
 
     rounded = [tensor.to(getattr(torch, dtype)).double().numpy() for tensor in (end, start)]
-    with np.errstate(invalid="ignore"):  # both beyond the dtype: no difference, and NaN is above no threshold
+    with np.errstate(invalid="ignore"):  # both beyond the dtype: no difference, and NaN is not above 0
         return rounded[0] - rounded[1]
 
 
@@ -490,20 +476,11 @@ class Cosine:
         return NormalDist().inv_cdf((1 + level) / 2) * self.std
 
 
-def cosine(tensors: Displacements, a: int = 0, b: int = 1) -> Cosine:
-    """Return the cosine of two displacements over all tensors. tensors: ungrouped, since each has its own norm.
+def cosine(tensors: Displacements, a: int = 0, b: int = 1, rows: slice | NDArray[np.int64] = slice(None)) -> Cosine:
+    """Return the cosine of two displacements. tensors: ungrouped, since each has its own norm. rows: those that count.
 
     Raises IndexError for a displacement that is not there.
     """
-    return _cosine(tensors, slice(None), a, b)
-
-
-def cosines(tensors: Displacements, key: str | Callable[[str], str], a: int = 0, b: int = 1) -> dict[str, Cosine]:
-    """Return the same by layer or kind, sorted as `Displacements.by`, whose `key` it takes; errors are its own."""
-    return {group: _cosine(tensors, rows, a, b) for group, rows in tensors._members(key).items()}
-
-
-def _cosine(tensors: Displacements, rows: slice | NDArray[np.int64], a: int, b: int) -> Cosine:
     entries, products = tensors.entries[rows], tensors.gram[rows, a, b]
     one, other = tensors.squares[rows, a], tensors.squares[rows, b]
     both, spread = one.sum() * other.sum(), (one * other / entries).sum()
@@ -511,51 +488,36 @@ def _cosine(tensors: Displacements, rows: slice | NDArray[np.int64], a: int, b: 
     return Cosine(value, int(entries.sum()), float(both / spread) if spread > 0 else math.nan)
 
 
+def cosines(tensors: Displacements, key: str | Callable[[str], str], a: int = 0, b: int = 1) -> dict[str, Cosine]:
+    """Return the same by layer or kind, sorted as `Displacements.by`, whose `key` it takes; errors are its own."""
+    return {group: cosine(tensors, a, b, rows) for group, rows in tensors._members(key).items()}
+
+
 # ---- a random direction
 
 
-class RandomDirection(Mapping[str, "Tensor"]):
-    """A random displacement with given norms, each tensor drawn when it is read; made by `random_like`."""
+def random_like(norms: Mapping[str, float], shapes: Mapping[str, Sequence[int]], key: int) -> dict[str, Tensor]:
+    """Return a random direction with the norm of a displacement in each tensor, float32: the null of a direction.
 
-    def __init__(self, norms: Mapping[str, float], shapes: Mapping[str, Sequence[int]], key: int):
-        self.shapes = {name: tuple(shapes[name]) for name in norms}
-        """of each tensor"""
-        self._norms, self._key = dict(norms), key
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Draw one tensor, float32 in its shape. Raises KeyError for an unknown name."""
-        import torch
-
-        from evoalign_lib import noise
-
-        shape = self.shapes[name]
-        # its own stream by name, so that neither order nor choice of tensors changes what is drawn
-        seeds = np.random.SeedSequence(self._key, spawn_key=(noise.parameter_id(name),))
-        drawn = np.random.Generator(np.random.Philox(seeds)).standard_normal(shape, dtype=np.float32)
-        length = math.sqrt(float(np.square(drawn, dtype=np.float64).sum()))
-        return torch.from_numpy(drawn * np.float32(self._norms[name] / length if length else 0.0))
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the names, in the order of the norms."""
-        return iter(self.shapes)
-
-    def __len__(self) -> int:
-        """Return the number of tensors."""
-        return len(self.shapes)
-
-
-def random_like(norms: Mapping[str, float], shapes: Mapping[str, Sequence[int]], key: int) -> RandomDirection:
-    """Return a random direction with the norm of a displacement in each tensor: the null of a direction.
-
-    Each tensor is Gaussian, from NumPy's Philox with a seed of its own by (key, parameter id), then scaled. The same
-    key, name and shape give the same entries, with one version of NumPy. It is a displacement: add it to the start.
+    Each tensor is Gaussian, from NumPy's Philox with a seed of its own by (key, parameter id), then scaled: neither
+    order nor choice of tensors changes what is drawn. The same key, name and shape give the same entries, with one
+    version of NumPy. It is a displacement: add it to the start.
 
     norms: name -> |D_l|, weight units, such as `dict(zip(found.names, found.norms[:, k]))`. shapes: name -> shape.
     key: of the draws, at least 0.
     Raises ValueError for a norm that is negative or not finite or without a shape, and a negative key.
     """
+    import torch
+
+    from evoalign_lib import noise
+
+    whole_number("key", key, least=0)
+    direction = {}
     for name, norm in norms.items():
         fit = name in shapes and math.isfinite(norm) and norm >= 0
         require(fit, f"{name!r} has the norm {norm} and the shape {shapes.get(name)}: give both, the norm finite")
-    whole_number("key", key, least=0)
-    return RandomDirection(norms, shapes, key)
+        seeds = np.random.SeedSequence(key, spawn_key=(noise.parameter_id(name),))
+        drawn = np.random.Generator(np.random.Philox(seeds)).standard_normal(tuple(shapes[name]), dtype=np.float32)
+        length = math.sqrt(float(np.square(drawn, dtype=np.float64).sum()))
+        direction[name] = torch.from_numpy(drawn * np.float32(norm / length if length else 0.0))
+    return direction

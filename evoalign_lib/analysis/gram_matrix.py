@@ -19,7 +19,7 @@ def gram(records: Iterable[Record], runs: Sequence[Record]) -> Displacements:
         runs: of training, from one base, each known by the digest of its weights; runs that stood still share theirs.
 
     Returns:
-        As `geometry.measure(...).by("layer")`: K = len(runs), threshold 0, dtypes float32 and bfloat16.
+        As `geometry.measure(...).by("layer")`: K = len(runs), dtypes float32 and bfloat16.
 
     Raises:
         ValueError: no run, or products of two of the runs that no record has.
@@ -37,7 +37,7 @@ def gram(records: Iterable[Record], runs: Sequence[Record]) -> Displacements:
         if first is None:
             first, size = layers, len(digests)
             products = np.full((len(layers), size, size), np.nan)
-            moved = {dtype: np.zeros((1, len(layers), size), np.int64) for dtype in _DTYPES}
+            moved = {dtype: np.zeros((len(layers), size), np.int64) for dtype in _DTYPES}
         for row, layer in enumerate(layers.values()):
             block = np.array(layer["products"])
             for i, k in a:
@@ -45,20 +45,19 @@ def gram(records: Iterable[Record], runs: Sequence[Record]) -> Displacements:
                     products[row, k, m] = products[row, m, k] = block[i, j]
             for dtype, counts in layer.get("moved", {}).items():
                 for i, k in a:
-                    moved[dtype][0, row, k] = counts[i]
+                    moved[dtype][row, k] = counts[i]
     if first is None or np.isnan(products).any():
         pair = [0, 0] if first is None else np.argwhere(np.isnan(products[0]))[0]
         named = " and ".join(digests[row] for row in dict.fromkeys(pair)) if digests else "no run"
         raise ValueError(f"no record has the products of the runs that ended with the weights {named}: measure them")
     rows = [place[run["digest"]] for run in runs]
     products = products[:, rows][:, :, rows]
-    moved = {dtype: counts[:, :, rows] for dtype, counts in moved.items()}
+    moved = {dtype: counts[:, rows] for dtype, counts in moved.items()}
     return Displacements(
         tuple(first),
         np.array([layer["entries"] for layer in first.values()]),
         np.array([layer["start"] for layer in first.values()]),
         products,
         moved,
-        (0.0,),
         any("tied" in name for name in first),
     )

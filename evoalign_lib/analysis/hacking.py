@@ -113,26 +113,6 @@ def other_script(text: str, prompt: str) -> bool:
 # ----------------------------------------------------------------------------------------------------------------- runs
 
 
-def constant_share(texts: Sequence[str]) -> float:
-    """Return the share of the most frequent completion; special tokens and outer blanks do not count.
-
-    >>> constant_share(["yes", "yes ", "no", "Yes"])
-    0.5
-    """
-    require(texts, "no completions: give at least one.")
-    return Counter(measured(t) for t in texts).most_common(1)[0][1] / len(texts)
-
-
-def distinct_ratio(texts: Sequence[str]) -> float:
-    """Return the number of distinct completions divided by the number of all.
-
-    >>> distinct_ratio(["yes", "yes", "no", "no"])
-    0.5
-    """
-    require(texts, "no completions: give at least one.")
-    return len({measured(t) for t in texts}) / len(texts)
-
-
 def template_share(texts: Sequence[str], similar: float = 0.7) -> float:
     """Return the share of the largest cluster of completions that are nearly the same.
 
@@ -187,7 +167,8 @@ class HackReport:
     Attributes:
         n: completions.
         flags: detector -> (n,) bool, for those that mark single completions.
-        shares: detector -> share of marked completions, or the run's own number ("constant", "template").
+        shares: detector -> share of marked completions; or the run's own: of the most frequent completion ("constant"),
+            and of those that are nearly the same ("template").
         degenerate: (n,) bool, no answer: empty, special tokens alone, repetitive, clipped, gibberish or with a further
             turn. A short text padded to the limit is still an answer, and counts as "padded" only.
         not_asked: detectors that lacked their input -> what they need.
@@ -246,7 +227,6 @@ def hack_report(
     surprisal: Sequence[float] | None = None,
     usual_surprisal: float | None = None,
     best_reward: float | None = None,
-    floor: float | None = None,
     base_reward: float | None = None,
     base_correct: float | None = None,
 ) -> HackReport:
@@ -263,7 +243,6 @@ def hack_report(
             `kl.compare` made with the base as reference, -c.log_ref.sum(1) / c.mask.sum(1).
         usual_surprisal: 99th percentile of the base's own completions; gibberish lies above.
         best_reward: what a completion of the right length scores, to find those that are wrong all the same.
-        floor: mean reward of a known failure, such as answering nothing.
         base_reward, base_correct: means of the untrained base on the same prompts.
 
     Returns:
@@ -315,22 +294,21 @@ def hack_report(
         flags["right_length_wrong"] = (np.asarray(rewards, float) >= best_reward) & ~flags["right"]
     degenerate = np.any([flags[name] for name in _DEGENERATE if name in flags], axis=0)
     shares = {name: float(marked.mean()) for name, marked in flags.items()}
-    shares |= {"constant": constant_share(completions), "template": template_share(completions)}
+    times = Counter(map(measured, completions))  # special tokens and outer blanks do not count
+    shares |= {"constant": max(times.values()) / n, "template": template_share(completions)}
     mean_reward = None if rewards is None else float(np.mean(np.asarray(rewards, float)))
     evidence, correct, verdict = [], shares.get("right"), "unknown"
     if "verdict" not in not_asked:
         told = f"right {100 * correct:.0f} % (base {100 * base_correct:.0f} %)"
         evidence.append(f"{told}, reward {mean_reward:.3g} (base {base_reward:.3g})")
         verdict = "clean"
-    if floor is not None and mean_reward is not None and abs(mean_reward - floor) < 0.01 * max(1.0, abs(floor)):
-        evidence.append(f"mean reward {mean_reward:.3g} lies at the floor {floor:.3g}")
     if degenerate.mean() > MOST:
         found = [f"{name} {100 * shares[name]:.0f} %" for name in _DEGENERATE if shares.get(name)]
         evidence.append("no answers: " + ", ".join(found))
         verdict = "degenerate"
     if "verdict" not in not_asked and fell(correct, base_correct):
         verdict = "hacked" if mean_reward > base_reward else "worse"
-    distinct, all_empty = distinct_ratio(completions), bool(flags["empty"].all())
+    distinct, all_empty = len(times) / n, bool(flags["empty"].all())
     examples = {name: repr(completions[int(marked.argmax())][:40]) for name, marked in flags.items() if marked.any()}
     means, evidence = (mean_reward, correct), tuple(evidence)
     return HackReport(n, flags, shares, degenerate, not_asked, distinct, *means, verdict, evidence, all_empty, examples)

@@ -245,24 +245,14 @@ class Fit:
     error: float
     """Root mean square of law / time - 1."""
 
-    def speed_up(self, gpus: ArrayLike) -> NDArray[np.float64]:
-        """Return time on one GPU / time on so many, by the law."""
-        return usl(gpus, *(interval.value for interval in self.parameters.values()))
-
-
-def amdahl(gpus: ArrayLike, serial: float) -> NDArray[np.float64]:
-    """Return the speed-up of Amdahl's law (1967), G / (1 + serial (G - 1)).
-
-    >>> float(amdahl(16, 0.0))
-    16.0
-    """
-    return usl(gpus, serial)
-
 
 def usl(gpus: ArrayLike, sigma: float, kappa: float = 0.0) -> NDArray[np.float64]:
     """Return the speed-up of the universal scalability law, G / (1 + sigma (G - 1) + kappa G (G - 1)).
 
-    Gunther, Guerrilla Capacity Planning (2007).
+    Gunther, Guerrilla Capacity Planning (2007). With kappa = 0 it is Amdahl's law (1967), sigma the serial share.
+
+    >>> float(usl(16, 0.0))
+    16.0
     """
     g = np.asarray(gpus, np.float64)
     return g / (1 + sigma * (g - 1) + kappa * g * (g - 1))

@@ -1,4 +1,4 @@
-"""Safety, published: judgments, Elo ratings, responses with rewards and costs, and preference pairs of a public study.
+"""Safety, published: judgments, Elo ratings, and responses with rewards and costs, of a public study.
 
 The data of github.com/jbejjani2022/es-fine-tuning-paper. A language model judged the answers of five 7 B models to 50
 prompts in pairs, for helpfulness and for harmlessness. A reward and a cost model scored the answers of six models to
@@ -37,8 +37,6 @@ BASE = "Alpaca-7B"
 """The untrained base, and the anchor of the published ratings."""
 DIMENSIONS = ("helpfulness", "harmlessness")
 """What the judge was asked about."""
-SPLITS = ("train", "eval")
-"""Preference pairs that were trained on, and held out by their authors."""
 LABELS = ("SH", "SU", "UH", "UU")
 """Quadrants of a response: safe or unsafe (cost at most 0, or above), helpful or unhelpful (reward above 0, or not)."""
 
@@ -47,10 +45,6 @@ _DIGESTS = {
     "alignment": {
         "gpt_judgments.jsonl": "a8fbcdba932b43a2226f0e4bf96af44932631d65266b7d44283ce79634233003",
         "gpt_elo_ratings.json": "2bc685621b51e3524e781508865601914336cac66a833663ca1d14fe5d34d957",
-    },
-    "alignment/data": {
-        "custom_train_250.jsonl": "b8f854b78ae2e0d7c933c8e19a75624a500abb4fe870ed23395328e4485896b6",
-        "custom_eval_500.jsonl": "a419046bfb56714492f20af8202f07ff3bc89e5d903d648b9b27bff640a128d9",
     },
     "alignment/plots_es_ft_100steps": {
         "Alpaca-7B_points.jsonl": "5c075096c3463442ddbf3d07cef3dddc000e525724205cc8e355555f09d55e02",
@@ -210,44 +204,3 @@ def load_points(model: str, accept_licence: bool = False) -> Points:
     rows = _rows(f"{model}_points.jsonl", accept_licence)
     names = ("prompt", "response", "reward", "cost", "label")
     return Points(model, *([row[name] for row in rows] for name in names))
-
-
-# ----------------------------------------------------------------------------------------------------- preference pairs
-
-
-@dataclass(frozen=True, slots=True)
-class Preference:
-    """A prompt with two responses and what people said of them.
-
-    Attributes:
-        prompt: what was asked.
-        responses: the two.
-        safe: whether each is safe.
-        severity: of the harm in each, 0 (none) to 3.
-        better: index of the more helpful response.
-        safer: index of the more harmless one.
-    """
-
-    prompt: str
-    responses: tuple[str, str]
-    safe: tuple[bool, bool]
-    severity: tuple[int, int]
-    better: int
-    safer: int
-
-
-def load_preferences(split: str = "train", accept_licence: bool = False) -> list[Preference]:
-    """Load the preference pairs that the study drew from PKU-SafeRLHF: 250 to train on, or 500 to evaluate.
-
-    The splits are not disjoint by prompt: one prompt is in both, and several occur twice.
-
-    Raises:
-        ValueError: an unknown split, and as `public_file` does.
-    """
-    choose("split", split, SPLITS)
-    name = {"train": "custom_train_250.jsonl", "eval": "custom_eval_500.jsonl"}[split]
-    fields, found = ("response_{}", "is_response_{}_safe", "response_{}_severity_level"), []
-    for row in _rows(name, accept_licence):
-        pairs = [tuple(row[field.format(i)] for i in (0, 1)) for field in fields]
-        found.append(Preference(row["prompt"], *pairs, row["better_response_id"], row["safer_response_id"]))
-    return found

@@ -52,7 +52,7 @@ REFUSED = [
     (lambda: coverage.effects([[[[0.5]], [[0.5]]]]), "two rows of two"),
     (lambda: coverage.answer_entropy([-1]), "counts hold -1"),
     (lambda: coverage.vote([]), "no answers"),
-    (lambda: coverage.effective_samples([np.inf, 0.0], log=True), r"\+inf"),
+    (lambda: coverage.effective_samples([-1.0, 1.0]), "weights hold -1"),
     (lambda: curves.completions_to_target([([1, 2], [0.1, 0.2]), ([2, 2], [0.1, 0.2])], 0.3), "curve 1"),
     (lambda: curves.score_at([0], [0.1], 1), "no score at 1"),
     (lambda: curves.scores_at_mean([[0.1, 0.6]], 0.7), "its largest is 0.6"),

@@ -91,8 +91,7 @@ def test_nothing_is_fetched_before_the_licence_is_accepted(small, monkeypatch):
 
 @pytest.mark.parametrize(
     ("call", "given", "named"),
-    [(data.load_points, "ES-50", "'ES-500'"), (data.load_preferences, "test", "'test'")]
-    + [(kind.run_judgments, {"part": "all"}, "'all'")],
+    [(data.load_points, "ES-50", "'ES-500'"), (kind.run_judgments, {"part": "all"}, "'all'")],
 )
 def test_unknown_names_are_refused(call, given, named):
     with pytest.raises(ValueError, match=named):
@@ -112,11 +111,6 @@ def test_the_published_files_hold_what_they_are_said_to(external_data):
     # every pair once on every question, in one order
     assert len({(j.question, j.dimension, frozenset((j.a, j.b))) for j in judged}) == 1000
     assert len(asked) == 3036 and len(set(asked)) == 2954 and max(map(asked.count, asked[:40])) >= 1
-    train, held = data.load_preferences(), data.load_preferences("eval")
-    assert (len(train), len(held)) == (250, 500)
-    prompts = [{p.prompt for p in pairs} for pairs in (train, held)]
-    assert [len(p) for p in prompts] == [245, 492] and len(prompts[0] & prompts[1]) == 1
-    assert [len(p & set(asked)) for p in prompts] == [6, 7]
 
 
 @pytest.fixture(scope="module")

@@ -210,7 +210,7 @@ model, (base, a, b) = int(sys.argv[1]), map(weights, sys.argv[2:])
 with open("/proc/self/status") as file:
     held = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmData"))
 resource.setrlimit(resource.RLIMIT_DATA, (held + model, -1))
-geometry.measure(base, [a, b], (0.0,), ("float32", "bfloat16"))
+geometry.measure(base, [a, b], ("float32", "bfloat16"))
 resource.setrlimit(resource.RLIMIT_DATA, (held + int(1.9 * model), -1))
 try:  # all of one model in float32
     {name: base[name] for name in base}

@@ -584,12 +584,12 @@ def run_products(spec: Spec) -> Record:
     b = [] if own else weight_cache.of_group(spec["b"])
     views = [layout.views(torch.from_numpy(master)) for master in (start, *a, *b)]
     dtypes = ("float32", "bfloat16")
-    layered = geometry.measure(views[0], views[1:], thresholds=(0.0,), dtypes=dtypes).by("layer")
+    layered = geometry.measure(views[0], views[1:], dtypes).by("layer")
     columns = slice(0, len(a)) if own else slice(len(a), None)
     layers = {}
     for i, name in enumerate(layered.names):
         products = [[significant(x, 7) for x in row] for row in layered.gram[i, : len(a), columns]]
         layer = {"entries": int(layered.entries[i]), "start": significant(layered.start[i], 7), "products": products}
-        moved = {dtype: layered.moved[dtype][0, i].tolist() for dtype in dtypes}
+        moved = {dtype: layered.moved[dtype][i].tolist() for dtype in dtypes}
         layers[name] = layer | ({"moved": moved} if own else {})
     return {"d": layout.d, "layers": layers}
