@@ -22,7 +22,7 @@ from evoalign_study import measures, paths, progress_bar, sweep, training
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.exact import kl_specs
 from evoalign_study.kinds.train import audit_specs, train_specs
-from evoalign_study.records import append_record, index_problems, read_records, spec_hash
+from evoalign_study.records import append_record, index_problems, ledger_file, read_records, spec_hash
 from evoalign_study.sweep import load_or_run
 from test_records import record
 from typer.testing import CliRunner
@@ -418,7 +418,7 @@ def kept_records(folder: Path) -> list[dict]:
 
 def test_a_record_describes_its_ledger(folder):
     one, other = kept_records(folder)
-    path, kept = sweep.ledger_file(one), one["ledger"]
+    path, kept = ledger_file(one), one["ledger"]
     assert "ledger" not in other and path == folder / f"results/nb/ledgers/{one['spec_hash']}.jsonl.gz"
     packed, plain = path.read_bytes(), gzip.decompress(path.read_bytes())
     assert (kept["bytes"], kept["gzip_bytes"]) == (len(plain), len(packed)) and len(packed) < len(plain)
@@ -440,7 +440,7 @@ def test_a_kept_ledger_is_loaded_with_its_record_and_a_forced_run_keeps_its_own(
         assert load_or_run(kept_specs(), notebook, "tiny", keep_ledgers=kept_specs()[:1]) == kept_records(folder)
     assert capsys.readouterr().out == 2 * "loaded 2 records, ran 0\n" and contents(folder) == before
     (fresh,), (committed, _) = read_records(folder / "run/results/tiny.jsonl"), kept_records(folder)
-    assert sweep.ledger_file(fresh).parent == folder / "run/results/ledgers"
+    assert ledger_file(fresh).parent == folder / "run/results/ledgers"
     assert sweep.check_ledger(fresh).weights == sweep.check_ledger(committed).weights
     assert fresh["ledger"]["sha256"] != committed["ledger"]["sha256"]  # the times of a step differ
 
@@ -460,7 +460,7 @@ def test_what_cannot_be_kept_is_refused_before_any_run(folder):
 def test_a_ledger_that_is_missing_or_another(folder):
     """That a forged chain is found by its digests, the tests of ledgers have."""
     one, _ = kept_records(folder)
-    path = sweep.ledger_file(one)
+    path = ledger_file(one)
     with pytest.raises(ValueError, match="0000000000000000"):
         sweep.check_ledger(one | {"ledger": one["ledger"] | {"weights": "0" * 64}})
     for damage in (lambda: path.write_bytes(path.read_bytes()[:-1] + b"\1"), path.unlink):
@@ -474,7 +474,7 @@ def test_a_ledger_that_is_missing_or_another(folder):
 
 
 def test_a_packed_ledger_depends_on_its_lines_alone(folder, tmp_path, monkeypatch):
-    packed = sweep.ledger_file(kept_records(folder)[0]).read_bytes()
+    packed = ledger_file(kept_records(folder)[0]).read_bytes()
     text, path = gzip.decompress(packed), tmp_path / "other.jsonl"
     path.write_bytes(text)
     assert ledger.pack(path) == packed
@@ -489,7 +489,7 @@ def test_a_packed_ledger_depends_on_its_lines_alone(folder, tmp_path, monkeypatc
             ledger.read(damaged)
     monkeypatch.setattr(ledger, "_MOST_UNPACKED", len(text) - 1)  # some kB can unpack to gigabytes
     with pytest.raises(ledger.LedgerError, match="unpacks to more than"):
-        ledger.read(sweep.ledger_file(kept_records(folder)[0]))
+        ledger.read(ledger_file(kept_records(folder)[0]))
 
 
 # ---- the committed ledgers
@@ -534,7 +534,7 @@ def test_a_replayed_model_answers_as_its_record_says(path):
 def test_committed_ledgers_are_those_of_their_records_and_whole():
     for path in LEDGERS:
         record = record_of(path)
-        assert sweep.ledger_file(record) == path  # by the SHA-256 of the file
+        assert ledger_file(record) == path  # by the SHA-256 of the file
         run, spec = ledger.read(path), record["spec"]
         assert run.ended and len(run.steps) == spec["steps"] and run.header["model"]["name"] == spec["base"]
         told = ("arm", "seed", "population_size", "sigma", "alpha")
