@@ -250,7 +250,7 @@ def folder(place):
 
 def test_ends_answer_with_their_weights_to_the_prompts_of_the_model(folder, place, trained):
     """A model's folder, a ledger, and an adapter over the model."""
-    replayed, over = tiny.load("A0")[0], adapted(0.1)
+    replayed, over = tiny.load("A0")[0], adapted()
     (master,) = weight_cache.of_group(weight_cache.group([trained["es"]]))
     copy_to(replayed, weight_cache.layout_of("A0"), master)
     over.peft_config["default"].base_model_name_or_path = "A0"

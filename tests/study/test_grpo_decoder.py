@@ -80,7 +80,7 @@ def test_the_tokens_of_a_model_with_wide_distributions(kind):
 
 
 def test_an_adapter_is_decoded_merged():
-    model, tok = grpo_runs.adapted(0.1), tiny.tokenizer()
+    model, tok = grpo_runs.adapted(), tiny.tokenizer()
     prompts = [row["prompt"] for row in grpo_runs.rows(4) for _ in range(4)]
     expected, after = plain(model, tok, prompts, 16, 0)
     found, ours = by_loop(model, tok, prompts, 16, 0)

@@ -168,7 +168,7 @@ def _after_a_record(patch: pytest.MonkeyPatch, act) -> None:
         threading.Timer(0.1, lambda: act(_workers(os.getpid()))).start()
         return append_record(*arguments)
 
-    patch.setattr(sweep, "append_record", append)
+    patch.setattr(sweep.records, "append_record", append)
 
 
 def _workers(pid: int) -> list[psutil.Process]:
