@@ -17,7 +17,7 @@ docstring says where the rest of the bias lies.
 
 from dataclasses import dataclass
 from math import nan
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import scipy
@@ -36,33 +36,40 @@ NEAR = 1.5
 # ---- barriers of measured curves
 
 
-def barrier_line(curve: ArrayLike) -> Array:
+class Peak(NamedTuple):
+    """The height of a barrier, or depth of a dip, and its place on the path."""
+
+    height: Array
+    """(...), in the unit of the curve; NaN where the curve has a NaN."""
+    alpha: Array
+    """(...), the first alpha at which the sup lies; 0 or 1 where no inner point exceeds the ends."""
+
+
+def barrier_line(curve: ArrayLike) -> Peak:
     """Return how far the error rises above the line between the ends: sup_a [E(a) - (1 - a) E_A - a E_B] >= 0.
 
     Args:
         curve: (..., points), errors at evenly spaced points, ends included. Not corrected for noise: see
             `estimate_barrier`.
 
-    Returns:
-        Heights (...), in the unit of the curve; NaN where the curve has a NaN.
-
     Raises:
         ValueError: fewer than 3 points.
 
-    >>> round(float(barrier_line([0.1, 0.5, 0.3])), 3)
-    0.3
+    >>> height, alpha = barrier_line([0.1, 0.5, 0.3])
+    >>> round(float(height), 3), float(alpha)
+    (0.3, 0.5)
     """
     errors = _inner(curve)
-    return (errors - _line(errors)).max(-1)
+    return _peak(errors, _line(errors))
 
 
-def barrier_mean(curve: ArrayLike) -> Array:
+def barrier_mean(curve: ArrayLike) -> Peak:
     """Return how far the error rises above the mean of the ends: sup_a E(a) - (E_A + E_B) / 2 >= |E_A - E_B| / 2.
 
-    Argument, result and errors are those of `barrier_line`. Source: Frankle et al. 2020 (arXiv 1912.05671), section 2.
+    Argument and errors are those of `barrier_line`. Source: Frankle et al. 2020 (arXiv 1912.05671), section 2.
     """
     errors = _inner(curve)
-    return (errors - (errors[..., :1] + errors[..., -1:]) / 2).max(-1)
+    return _peak(errors, (errors[..., :1] + errors[..., -1:]) / 2)
 
 
 def _inner(curve: ArrayLike) -> Array:
@@ -70,6 +77,12 @@ def _inner(curve: ArrayLike) -> Array:
     inner = errors.ndim and errors.shape[-1] > 2
     require(inner, f"a curve of shape {errors.shape} has no inner point: give (..., points), 3 at least")
     return errors
+
+
+def _peak(errors: Array, level: Array) -> Peak:
+    excess = errors - level
+    height, alphas = excess.max(-1), np.linspace(0, 1, errors.shape[-1])
+    return Peak(height, np.where(np.isnan(height), nan, alphas[np.nan_to_num(excess, nan=-np.inf).argmax(-1)]))
 
 
 def _line(errors: Array) -> Array:
@@ -90,6 +103,8 @@ class BarrierEstimate:
     """The corrected height; n is the number of runs, of the smaller arm."""
     raw: float
     """The height as measured, in the unit of the outcomes."""
+    alpha: float
+    """Where the mean over pairs of what the height is the sup of is largest."""
     pairs: Array
     """(runs_a, runs_b), corrected height of each pair; NaN where not measured."""
     pair_draws: Array
@@ -158,10 +173,12 @@ def estimate_barrier(
     pair_draws = pairs + centred
     draws, raw_draws = ((weights[1:] * heights).sum((1, 2)) for heights in (pair_draws, sups[0] + centred))
     value, raw = (float((weights[0] * heights).sum()) for heights in (pairs, sups[0]))
+    highest = np.einsum("ij,ijp->p", weights[0], excess[0]).argmax()
     pairs, pair_draws = (np.where(weights[0] > 0, heights, nan) for heights in (pairs, pair_draws))
     return BarrierEstimate(
         interval_of(value, draws, min(mask.shape)),
         raw,
+        float(np.linspace(0, 1, errors.shape[-1])[highest]),
         pairs,
         pair_draws,
         bounds=raw_draws[:, None] if across == "pairs" else excess[1:, 0, 0],
@@ -226,36 +243,51 @@ def _mean_over_problems(errors: Array, counts: Array) -> Array:
 # ---- where a gain sets in
 
 
-def half_gain(curve: ArrayLike, *, monotone: bool = False) -> NDArray[np.float64]:
+def half_gain(
+    curve: ArrayLike, x: ArrayLike | None = None, *, monotone: bool = False, relative: bool = False
+) -> NDArray[np.float64]:
     """Return where a curve from the base to an end has half of the end's gain: the first crossing, linear in between.
 
     A linear climb has it at alpha 0.5, a plateau with a late rise beyond. Noise makes a first crossing too early.
 
-    curve: (..., points), rewards at evenly spaced alphas, the base first (negate errors). monotone: replace the curve
-    by its isotonic regression first, which takes most of the noise out of the crossing.
-    Returns alphas (...); NaN where the end has no gain over the base, and where the curve has a NaN.
-    Raises ValueError for fewer than 2 points.
+    curve: (..., points), rewards, the base first (negate errors). x: (points,) or (..., points), the axis on which the
+    place is read, such as the KL from the base at each point; alphas from 0 to 1 by default. monotone: replace the
+    curve by its isotonic regression first, which takes most of the noise out of the crossing. relative: divide by x at
+    the end, to compare ends of different KL.
+    Returns (...), in the unit of x; NaN where the end has no gain over the base, and where the curve has a NaN.
+    Raises ValueError for fewer than 2 points, and x of another shape.
 
-    >>> round(half_gain([0.0, 0.1, 0.2, 1.0]).item(), 3)
-    0.792
+    >>> round(half_gain([0.0, 0.1, 0.2, 1.0], [0.0, 0.2, 0.5, 0.7]).item(), 3)
+    0.575
     """
     curves = np.asarray(curve, np.float64)
     ends = curves.ndim and curves.shape[-1] > 1
     require(ends, f"a curve of shape {curves.shape} has no ends: give (..., points), 2 at least")
-    alphas = np.linspace(0, 1, curves.shape[-1])
+    n = curves.shape[-1]
+    axis = np.linspace(0, 1, n) if x is None else np.asarray(x, np.float64)
+    fit = axis.shape[-1:] == (n,) and (axis.ndim == 1 or axis.shape == curves.shape)
+    require(fit, f"x has the shape {axis.shape}: give ({n},) or that of the curves, {curves.shape}")
+    axis = np.broadcast_to(axis, curves.shape)
     if monotone:
         curves = _isotonic(curves)
     gain = curves[..., -1] - curves[..., 0]
     with np.errstate(invalid="ignore", divide="ignore"):
-        level = curves[..., 0] + gain / 2
-        after = np.maximum((curves >= level[..., None]).argmax(-1), 1)
-        y0, y1 = (np.take_along_axis(curves, i[..., None], -1)[..., 0] for i in (after - 1, after))
-        place = alphas[after - 1] + (level - y0) / (y1 - y0) * (alphas[after] - alphas[after - 1])
+        level = (curves[..., 0] + gain / 2)[..., None]
+        after = np.maximum((curves >= level).argmax(-1), 1)[..., None]
+        (y0, y1), (x0, x1) = ([np.take_along_axis(v, i, -1) for i in (after - 1, after)] for v in (curves, axis))
+        place = (x0 + (level - y0) / (y1 - y0) * (x1 - x0))[..., 0]
+        place = place / axis[..., -1] if relative else place
     return np.where((gain > 0) & ~np.isnan(curves).any(-1), place, nan)
 
 
 def half_gain_interval(
-    outcomes: ArrayLike, baseline: ArrayLike | None = None, *, monotone: bool = False, n_resamples: int = 1000
+    outcomes: ArrayLike,
+    x: ArrayLike | None = None,
+    baseline: ArrayLike | None = None,
+    *,
+    monotone: bool = False,
+    relative: bool = False,
+    n_resamples: int = 1000,
 ) -> Interval:
     """Return an arm's mean place of the half gain, or its difference from another arm, with an interval.
 
@@ -263,9 +295,11 @@ def half_gain_interval(
     A run without gain has no such place: it is left out, and n tells how many are left. In resamples of the problems a
     run may lose its gain; it is then left out of these.
 
-    outcomes: (runs, problems, points), rewards of each run's path from the base, at evenly spaced alphas. baseline:
-    those of another arm, on the same problems. monotone: as in `half_gain`.
-    Returns the interval, of alphas; n is the number of runs with a gain, of the smaller arm. NaN where an arm has none.
+    outcomes: (runs, problems, points), rewards of each run's path from the base. x: (points,) or (runs, points), the
+    same for all problems; alphas by default. baseline: outcomes of another arm, on the same problems, over alphas.
+    monotone, relative: as in `half_gain`.
+    Returns the interval in the unit of x; n is the number of runs with a gain, of the smaller arm. NaN where an arm has
+    none.
     Raises ValueError for other shapes, other problems and outcomes that are not finite.
     """
     whole_number("n_resamples", n_resamples)
@@ -275,15 +309,22 @@ def half_gain_interval(
         arms.append(array("baseline", baseline, 3, why=wanted))
     sizes = [values.shape[1] for values in arms]
     require(len(set(sizes)) == 1, f"the arms have {sizes} problems: give the same ones in both")
+    axis, shape = None if x is None else array("x", x), arms[0].shape[::2]
+    fit = axis is None or axis.shape in (shape, shape[1:])
+    require(fit, f"x has the shape {np.shape(x)}: give (points,) or (runs, points), {shape}")
     rng = np.random.default_rng(0)
     counts = _counts(rng, n_resamples, sizes[0])
     value, draws, n = 0.0, np.zeros(n_resamples), []
     for sign, values in zip((1, -1), arms, strict=False):
-        places = half_gain(_mean_over_problems(values, counts), monotone=monotone)
+        curves = _mean_over_problems(values, counts)
+        if axis is not None:
+            axis = np.broadcast_to(axis, curves.shape)
+        places = half_gain(curves, axis, monotone=monotone, relative=relative)
         places = places[:, np.isfinite(places[0])]
         n.append(places.shape[1])
         if not n[-1]:
             return Interval(nan, nan, nan, 0)
+        axis = None  # the other arm's is alphas
         weights = _counts(rng, n_resamples, n[-1])[1:] * np.isfinite(places[1:])
         with np.errstate(invalid="ignore"):
             draws += sign * (weights * np.nan_to_num(places[1:])).sum(1) / weights.sum(1)

@@ -203,8 +203,8 @@ def barrier_table(run: SimpleNamespace, records: Records) -> DataFrame:
         greedy = errors(records, *pair, "greedy").mean((0, 1))
         nll = path_points.curves(records[name_of(*pair)], "nll").mean(0)
         row = {f"{style.STROKES[d].label} [95 %]": stated(barrier(records, *pair, d).interval) for d in DECODINGS}
-        row["over the mean of the ends, greedy"] = f"{100 * connectivity.barrier_mean(greedy):.1f}"
-        return row | {"NLL, nats": f"{connectivity.barrier_line(nll):.2f}"}
+        row["over the mean of the ends, greedy"] = f"{100 * connectivity.barrier_mean(greedy).height:.1f}"
+        return row | {"NLL, nats": f"{connectivity.barrier_line(nll).height:.2f}"}
 
     return DataFrame(
         {"line": line_label(*pair), "lines": len(lines), "distance": f"{np.mean([r['distance'] for r in lines]):.2f}"}

@@ -25,6 +25,9 @@ def test_the_half_gain_of_known_climbs() -> None:
     late = np.maximum(0, ALPHAS - 0.8)
     found = lmc.half_gain([ALPHAS, late, -ALPHAS, 0 * ALPHAS])
     assert found[:2] == pytest.approx([0.5, 0.9]) and np.isnan(found[2:]).all()
+    # against a KL that grows with the square of the distance, a linear climb is half done at a quarter
+    assert lmc.half_gain(ALPHAS, 8 * ALPHAS**2, relative=True) == pytest.approx(0.25, abs=0.01)
+    assert lmc.half_gain([ALPHAS, late], [8 * ALPHAS**2, ALPHAS]) == pytest.approx([2.0, 0.9], abs=0.1)
     # isotonic regression: a spike before the rise is no rise
     spiked = np.where(np.arange(POINTS) == 2, 0.15, late)
     assert lmc.half_gain(spiked) < 0.2 < 0.85 < lmc.half_gain(spiked, monotone=True)
@@ -37,13 +40,13 @@ def test_the_half_gain_of_known_climbs() -> None:
 def test_heights_of_curves_by_hand() -> None:
     errors = [0.2, 0.5, 0.1, 0.7, 0.4]
     # above the line 0.2, 0.25, 0.3, 0.35, 0.4; above the mean of the ends, 0.3
-    assert lmc.barrier_line(errors) == pytest.approx(0.35)
-    assert lmc.barrier_mean(errors) == pytest.approx(0.4)
+    assert lmc.barrier_line(errors) == pytest.approx((0.35, 0.75))
+    assert lmc.barrier_mean(errors) == pytest.approx((0.4, 0.75))
     scaled = lmc.barrier_line([[3 + 2 * e for e in errors[::-1]], [0.1, np.nan, 0.3, 0.2, 0.3]])
-    assert scaled[0] == pytest.approx(0.7) and np.isnan(scaled[1])
+    assert scaled.height[0] == pytest.approx(0.7) and scaled.alpha[0] == 0.25 and np.isnan(scaled.height[1])
     straight = 0.1 + ALPHAS
-    assert lmc.barrier_line(straight) == pytest.approx(0, abs=1e-12)
-    assert lmc.barrier_mean(straight) == pytest.approx(0.5)
+    assert lmc.barrier_line(straight).height == pytest.approx(0, abs=1e-12)
+    assert lmc.barrier_mean(straight).height == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(("height", "most_bias", "least_covered"), [(0.0, 0.008, 0.85), (0.2, 0.025, 0.8)])
@@ -54,7 +57,7 @@ def test_what_noise_adds_to_a_sup_is_taken_away(height: float, most_bias: float,
         outcomes = _outcomes(np.random.default_rng(seed), 100, height)
         found = lmc.estimate_barrier(outcomes, n_resamples=150)
         raw = lmc.barrier_line(outcomes.mean(0))
-        assert found.raw == pytest.approx(raw)
+        assert found.raw == pytest.approx(raw.height) and found.alpha == raw.alpha
         missed.append(found.interval.value - height)
         raw_missed.append(found.raw - height)
         covered.append(found.interval.low <= height <= found.interval.high)
@@ -69,7 +72,7 @@ def test_runs_are_resampled_as_pairs_that_share_them() -> None:
     every = [list(r) for r in product(range(3), repeat=3)]
     exact = np.array([heights[np.ix_(rows, columns)].mean() for rows in every for columns in every])
     assert (found.interval.low, found.interval.high) == pytest.approx(np.quantile(exact, [0.025, 0.975]), abs=0.02)
-    assert found.pairs == pytest.approx(heights) and found.interval.n == 3
+    assert found.pairs == pytest.approx(heights) and found.interval.n == 3 and found.alpha == 0.5
     # one arm against itself: pairs i < j; and a pair that is missing is left out
     inside = lmc.estimate_barrier(outcomes, within=True, n_resamples=50)
     assert inside.interval.value == pytest.approx(np.mean([0.3, 0.2, 0.4]))
@@ -111,9 +114,11 @@ def test_the_difference_of_two_arms_in_their_half_gain() -> None:
         np.array([ease + climb + rng.normal(0, 0.1, (problems, POINTS)) for _ in range(runs)])
         for climb in (ALPHAS, 5 * np.maximum(0, ALPHAS - 0.8))
     )
-    both = lmc.half_gain_interval(late, linear, n_resamples=200)
+    both = lmc.half_gain_interval(late, None, linear, n_resamples=200)
     assert both.low < 0.4 < both.high and both.high - both.low < 0.05 and both.n == runs
-    assert lmc.half_gain_interval(linear, monotone=True, n_resamples=50).value == pytest.approx(0.5, abs=0.02)
+    for kl in (4 * ALPHAS**2, np.tile(4 * ALPHAS**2, (runs, 1))):
+        found = lmc.half_gain_interval(linear, kl, relative=True, monotone=True, n_resamples=50)
+        assert found.value == pytest.approx(0.25, abs=0.02)
     linear[0] = 1 - ALPHAS  # a run that gains nothing is left out and not counted
     assert lmc.half_gain_interval(linear, n_resamples=50).n == runs - 1
     assert np.isnan(lmc.half_gain_interval(linear[:1], n_resamples=10).value)
