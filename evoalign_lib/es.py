@@ -569,7 +569,10 @@ class ESTrainer(TrainerSurface):
         ledger.check_quantisation(run, self.model)
         _checkpoints.check_settings(run, self._settings())
         states = [self._first_reward_state, *(step.reward_state for step in run.steps)]
-        self.rewards.load_state(states[-1])  # an error now, if it is one
+        try:
+            self.rewards.load_state(states[-1])
+        except ValueError as error:
+            raise ledger.LedgerError(f"{str(run.path)!r}, step {len(run.steps) - 1}: {error}") from error
         if _adapters.is_adapted(self.model):
             _checkpoints.read_start(run, self.engine.weights)
         ledger.check_start(run, self.engine.weights)  # a checkpoint has the weights, not where they started

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROWS, in_child, random_model, short_run, token_sum, tokenizer
+from helpers import ROWS, SFT_ROWS, in_child, random_model, short_run, token_sum, tokenizer
 
 from evoalign_lib import ledger
 from evoalign_lib.essa import ESSAConfig, ESSATrainer, lora_config
@@ -15,15 +15,15 @@ peft = pytest.importorskip("peft")
 pytest.importorskip("cma")
 
 
-def trainer(folder: Path, kind=ESSATrainer, adapter_seed: int = 1, **changed) -> ESSATrainer:
+def trainer(folder: Path, kind=ESSATrainer, adapter_seed: int = 1, sft=None, **changed) -> ESSATrainer:
     settings = {"population_size": 6, "max_steps": 5, "prompts_per_step": 3, "seed": 5} | changed
     config = lora_config(2)
-    config.init_lora_weights = False
+    config.init_lora_weights = sft is not None
     with torch.random.fork_rng():
         torch.manual_seed(adapter_seed)
         model = peft.get_peft_model(random_model(), config)
     args = short_run(folder, ESSAConfig, **settings)
-    return kind(model, token_sum, args, ROWS, ROWS[:2], tokenizer())
+    return kind(model, token_sum, args, ROWS, ROWS[:2], tokenizer(), sft_dataset=sft)
 
 
 def outcome(tested: ESSATrainer) -> dict:
@@ -72,6 +72,28 @@ def test_killed_resumed_and_replayed(tmp_path, settings):
     assert ledger.verify(folder / ledger.NAME, start).recomputed
     shorter = ledger.replay(folder / ledger.NAME, start, step=3)
     assert shorter.tobytes() != whole.engine.master.tobytes()
+
+
+@pytest.mark.slow
+def test_killed_after_a_warm_start(tmp_path):
+    """What goes on begins with the adapter that was fine-tuned, and knows what it cost."""
+    folder = tmp_path / "run"
+    assert in_child(lambda: trainer(folder, Dying, sft=SFT_ROWS, workers=2).train()) == -signal.SIGKILL
+    again = trainer(folder, adapter_seed=2, sft=SFT_ROWS, workers=2)
+    again.evaluate()  # workers that know the other adapter only
+    again._fine_tune = None
+    again.train(resume_from_checkpoint=True)
+    start = peft.PeftModel.from_pretrained(random_model(), folder / ledger.START, is_trainable=True)
+    run = ledger.read(folder / ledger.NAME)
+    assert ledger.replay(run, start).tobytes() == again.engine.master.tobytes()
+    assert again.budget["sft_tokens"] == run.header["warm_start"]["tokens"] > 0
+    # serial, from the same start: the same rewards of every member
+    serial = trainer(tmp_path / "serial", adapter_seed=3, sft=SFT_ROWS)
+    parameters = dict(start.named_parameters())
+    serial.engine.weights.begin({entry.name: parameters[entry.name].detach() for entry in serial.engine.layout.entries})
+    serial._account(run.header["warm_start"])
+    serial.train()
+    assert [step.rewards.tobytes() for step in serial.ledger.steps] == [step.rewards.tobytes() for step in run.steps]
 
 
 def test_the_same_trainer_goes_on_after_an_interrupt(tmp_path):
