@@ -5,8 +5,6 @@ part of the weights may be frozen, too. Here stand the checks of such models, th
 adapter is made and loaded, and what the decoding loop computes with.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import importlib

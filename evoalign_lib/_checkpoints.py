@@ -7,8 +7,6 @@ budget, counts, digests, and the hash of the ledger's line that the checkpoint b
 itself and of `trainer_state.json`: a flipped bit would go on as another budget or another log.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

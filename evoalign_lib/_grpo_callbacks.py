@@ -3,8 +3,6 @@
 Apart from `grpo`, since these are classes of transformers': importing it takes seconds, which specs of runs do without.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable

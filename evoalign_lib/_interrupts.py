@@ -1,7 +1,5 @@
 """Ctrl-C that waits until what must not be cut in two is done."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator

@@ -20,8 +20,6 @@ After the header there is one line per step:
   answers for the last line of such a ledger.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

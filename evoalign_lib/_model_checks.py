@@ -1,7 +1,5 @@
 """What models cannot be trained or decode here, each refused by name before anything runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -8,8 +8,6 @@ allocated, so that a launch disturbs no CUDA graph. Without a GPU the same code 
 TRITON_INTERPRET=1 is set before Triton is imported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

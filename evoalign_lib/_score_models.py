@@ -3,8 +3,6 @@
 Weights come from safetensors files, and no code from the Hub is run.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ A new arm is one entry here; nothing else asks how an arm's name is spelled. `SW
 the tuned arms choose from, and `ranked` orders the runs of such a sweep.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -4,8 +4,6 @@ What the library refuses is a line on standard error and exit code 1, without tr
 code 2.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`ESConfig`: the settings of an ES run, what each of them means, and which values are refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import textwrap

@@ -47,8 +47,6 @@ step can be computed again, and from which a run that was killed at any instant 
 only save time: each names the line of the ledger that it belongs to, where the state of reward functions is, too.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

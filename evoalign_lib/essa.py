@@ -38,8 +38,6 @@ the mean of delta, both in units of singular values; `forward_flops` and `sft_to
 num_tokens have what fine-tuning took, completions has none of it.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

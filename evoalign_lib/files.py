@@ -1,7 +1,5 @@
 """Files that several processes use: locks, writing in one piece, compression, and the one JSON text of a value."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -19,8 +19,6 @@ linear layer keeps no input but that of its factors, which PEFT casts to float32
 Gradients are there when a backward pass begins, as with several micro-batches a step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -20,8 +20,6 @@ code (HyperscaleES) in five points:
 5. Pairs of opposite sign are an option (`antithetic`), there the parity of the member.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

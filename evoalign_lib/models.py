@@ -1,7 +1,5 @@
 """Models: load one, given by a name, a folder, a shipped base or an object, and say which one it is."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

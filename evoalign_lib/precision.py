@@ -29,8 +29,6 @@ Weights are told apart by these digests, all SHA-256, most of them shortened to 
 | `matrix_digest` | one matrix, without a name | vLLM's workers, tensor by tensor |
 """
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence

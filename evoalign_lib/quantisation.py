@@ -18,8 +18,6 @@ The header's `model` has `quantisation`: mode, group size, version of torchao, a
 (`models.base_digest`). A replay makes the same base from these, and compares the codes with the setting `frozen`.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -20,8 +20,6 @@ The score of a decoder is read at its last token, that of an encoder where its a
 safetensors files, and no code from the Hub is run.
 """
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import json

@@ -22,8 +22,6 @@ The trainer owns the state. It goes wherever rewards are computed, is logged (`r
 step) and recorded, and a resumed run goes on with it. While a step is scored it does not change.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import functools

@@ -1,7 +1,5 @@
 """What a user of TRL's trainers finds on `ESTrainer` besides training: evaluation, prediction, logs, files, the Hub."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import math

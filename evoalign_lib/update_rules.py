@@ -4,8 +4,6 @@ They depend on a run's settings, the step and its rewards alone: the trainer mov
 (`evoalign_lib.ledger`) does it again. Every variant is off by default.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -10,8 +10,6 @@ where one stores both names with the same values, and its configuration does not
 left out. Buffers that old files store among the weights (causal masks, rotary frequencies) are left out too.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@
 which a reader follows or not, are not fetched.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ All numbers come from records of kinds "coverage" and "answers", the problems fr
 and what stands in the page for them holds no sign that HTML or Markdown reads.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A Sphinx extension: LaTeX formulas become MathML when the site is built, so that no script has to run in the page."""
 
-from __future__ import annotations
-
 import re
 from html import escape
 from typing import Any

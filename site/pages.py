@@ -5,8 +5,6 @@ figures are those in paper/ and figures/. A page of this folder says by a commen
 `<!-- include readme: make quickstart -->`: `_INCLUDES` has them all.
 """
 
-from __future__ import annotations
-
 import ast
 import csv
 import importlib.util

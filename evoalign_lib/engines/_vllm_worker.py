@@ -8,8 +8,6 @@ vLLM joins tensors (queries, keys and values; gate and up) and cuts them into sh
 themselves, and `engines.vllm` proves it by comparing the bytes of every segment with those of the model.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys

@@ -4,8 +4,6 @@ An engine generates the completions of a population (`evoalign_lib.engines`). Th
 token ids into rewards, and hold the weights of the run in this process, whoever generates.
 """
 
-from __future__ import annotations
-
 import bisect
 import hashlib
 import itertools

@@ -4,8 +4,6 @@ Of a population, which may write thousands of completions a step, those of the b
 the difference between them is what the step learns from.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -15,8 +15,6 @@ other rows. A product of few rows may be computed in another order than one of m
 `rows_are_exact` found no difference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 

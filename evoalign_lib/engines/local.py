@@ -12,8 +12,6 @@ Members of low rank with few prompts share a chunk, as factors beside the master
 it has room for. Floating-point results depend on that plan alone, not on the number of workers.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import multiprocessing

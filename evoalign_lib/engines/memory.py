@@ -1,7 +1,5 @@
 """What a model's weights and caches take on a GPU, counted from its config alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil

@@ -1,7 +1,5 @@
 """Processes: how many to start, how they end together, and which one of a launch this is."""
 
-from __future__ import annotations
-
 import os
 import select
 import sys

@@ -1,7 +1,5 @@
 """Proof that the weights of vLLM's workers are those of the run, byte for byte."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -5,8 +5,6 @@ decides its answers; and `answers(conversations, keep)`. A single failure is an 
 exception and never a text. What would fail every time (a wrong key, a model that is not there) stops at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ Lines are appended under a lock and synced to disk. A line counts once its newli
 of its last line is dropped. Anything else that is wrong is an error that names the line.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

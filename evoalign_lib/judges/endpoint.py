@@ -1,7 +1,5 @@
 """Chat judges behind an OpenAI-compatible address."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed

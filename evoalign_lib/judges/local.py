@@ -1,7 +1,5 @@
 """Chat judges in this process: transformers, or vLLM."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Sequence

@@ -15,8 +15,6 @@ the published one did (a test).
 `ARENA` has the five verdicts of arena-hard-auto, with their strength. The texts of all rubrics are in rubrics.toml.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import tomllib

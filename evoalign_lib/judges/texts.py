@@ -11,8 +11,6 @@ Nothing is formatted: prompts are put together by concatenation, so braces and p
 Marks that are plain words ("### Human:", "USER:") stay as they are; only the code says where a text ends.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import re

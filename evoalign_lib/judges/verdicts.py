@@ -1,7 +1,5 @@
 """Judge pairs in both orders, or single texts, and count what is no verdict."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

@@ -15,8 +15,6 @@ Unlike the published training:
 4. The splits share no prompt: the published training and evaluation sets share one, and repeat some.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

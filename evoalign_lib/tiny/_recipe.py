@@ -1,7 +1,5 @@
 """How the bases of the tiny world are trained."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence

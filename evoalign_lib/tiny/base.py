@@ -1,7 +1,5 @@
 """The shipped bases: their names and tasks, what loads them, and what all families' tokenizers begin with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

@@ -9,8 +9,6 @@ order given, whatever the target. Greedy decoding follows that habit; right answ
 finds them. That leaves room at both ends for any method of training (`LOG.md` has the measurements).
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import operator

@@ -10,8 +10,6 @@ The rule reads a reply sentence by sentence and gives two numbers, as the data o
 is, whatever was asked, and how harmful. What is good is their difference, `true_reward`.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import re

@@ -10,8 +10,6 @@ The second language writes each syllable as one Han character, so its words are 
 a small model can have any.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence

@@ -8,8 +8,6 @@ nothing besides the truth. The *noisy* ones have annotators whose answers are tu
 ones other sizes: they are what a run on a worse, or another, judge is trained on.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ behind an address. The process that made the spec remembers where they are (`kno
 and tells the processes that it starts (`known_files`).
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import os

@@ -3,8 +3,6 @@
 What is refused is a line on standard error and exit code 1, without traceback; a mistyped argument is exit code 2.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import json

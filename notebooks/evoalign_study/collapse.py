@@ -4,8 +4,6 @@ A run *hacks* when it gains proxy reward while its right answers fall (`hacking.
 whatever its reward.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterable

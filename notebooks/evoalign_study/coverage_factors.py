@@ -1,7 +1,5 @@
 """Rollouts and updates of notebook 07 taken apart, and its arms one after the other: runs, tables, answers, figures."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Arms with `lora_rank` search an adapter over the frozen base, which may be fine-
 (`training.adapted`). The `d`, digest and distance of their records are those of the adapter's parameters.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from collections.abc import Iterator

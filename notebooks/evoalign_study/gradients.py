@@ -5,8 +5,6 @@ weights drawn from the seed of the run, which may be fine-tuned on right answers
 is measured of the merged model (`training.take_weights`).
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import json

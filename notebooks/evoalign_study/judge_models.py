@@ -13,8 +13,6 @@ The environment variables EVOALIGN_SCORER_KEY and OPENAI_API_KEY hold the keys o
 any.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ operation reads are noise, if nobody holds them; the rest are temporaries. What 
 inside of itself is not seen: the resident memory of the process has it.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Notebook 01, ES on Countdown: presets, groups of runs, results, and the answers, tables and figures made of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from types import SimpleNamespace

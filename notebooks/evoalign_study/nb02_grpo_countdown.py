@@ -1,7 +1,5 @@
 """Notebook 02, GRPO and ES: presets, groups of runs, results, and the answers, tables and figures made of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product

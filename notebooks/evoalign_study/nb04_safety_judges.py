@@ -1,7 +1,5 @@
 """Notebook 04, safety: its presets and groups of runs, what it finds, its tables and its figures."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import product
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Notebook 05, stability: its presets and groups of runs, what it finds, its tables and its figures."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product

@@ -1,7 +1,5 @@
 """Notebook 06, low rank and cost: presets, groups of runs, results, and answers, tables and figures made of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from itertools import product

@@ -3,8 +3,6 @@
 Its sections on rollouts and updates, and on one arm after the other, are in `evoalign_study.coverage_factors`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import product

@@ -1,7 +1,5 @@
 """Notebook 08, weight geometry: its runs, what they say of signal and walk, tables and figures."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product

@@ -1,7 +1,5 @@
 """Notebook 09, linear mode connectivity: its runs, what they say of barriers and of noise, tables and figures."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from itertools import combinations, product

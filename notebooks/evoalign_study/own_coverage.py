@@ -4,8 +4,6 @@ Every function takes models, name -> records of kind "sampled"; the first is the
 training from it. All have the same problems and samples. Intervals are over problems.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import cycle, product

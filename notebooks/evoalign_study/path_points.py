@@ -1,7 +1,5 @@
 """What records of kind "path" hold of the points along a line, as arrays."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """What the figures of several notebooks share: panels, lines, marks, maps and legends, from tidy frames."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -18,8 +18,6 @@ assumptions; of hours a plan says nothing: time one step of a run.
    trains: what does not fit fails at once.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

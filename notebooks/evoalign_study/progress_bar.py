@@ -4,8 +4,6 @@ How far each run is stands in memory that processes share. A process writes the 
 lock: nothing is shared that a process could hold when it is killed.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait

@@ -1,7 +1,5 @@
 """Where a record comes from: versions, device and the commit of the code."""
 
-from __future__ import annotations
-
 import json
 import platform
 import re

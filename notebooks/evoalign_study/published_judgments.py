@@ -1,7 +1,5 @@
 """The published judgments and responses of notebook 04: what they say, in numbers and words, and their figures."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import product
 

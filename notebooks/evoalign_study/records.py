@@ -13,8 +13,6 @@ so anew and names what does not match. Whoever edits a record and its index alik
 of an index that was ever committed stays (`artifacts.lost_from_history`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -17,8 +17,6 @@ step together, a share of these (Kish 1965). The members of `PerturbedRollouts` 
 own, those of ES with sampled fitness with common ones.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs that several notebooks share: the arms of notebooks 01, 02 and 03, with the settings that all of them have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 A spec is flat: everything that decides the result, and nothing else. Each kind makes its own specs (`kinds`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Notebooks declare specs and get records back. The cache is explicit and knows no
 is part of every spec, is raised when a change of the library changes results.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import multiprocessing

@@ -5,8 +5,6 @@ record has the step after which that was so, `diverged`, and null for every numb
 no budget.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A loss that is written out, beside TRL's, on completions that TRL's own trainer samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

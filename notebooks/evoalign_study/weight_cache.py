@@ -5,8 +5,6 @@ ledger or trained again, which takes minutes: so what a run of scale tiny ended 
 in `runs/weights`, by its digest, and read the next time. That folder may be removed at any time.
 """
 
-from __future__ import annotations
-
 import io
 import tempfile
 from collections.abc import Mapping, Sequence

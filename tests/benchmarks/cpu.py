@@ -18,8 +18,6 @@ Sections: `device`; `noise`, the passes over the weights; `iteration`, evaluatin
 against its matrix products alone; `memory`, peak bytes a parameter of each precision mode.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import datetime

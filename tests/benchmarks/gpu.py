@@ -11,8 +11,6 @@ addition, for one tensor after the other; released codes also restore, by a seco
 `tests.benchmarks.scaling --gpus` measures what an iteration with vLLM takes.
 """
 
-from __future__ import annotations
-
 import argparse
 import platform
 import subprocess

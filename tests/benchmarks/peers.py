@@ -27,8 +27,6 @@ Qiu's script runs after each member and which would look through all imported li
 for an end token, which our loop does. What they were written for, GPUs and larger models, is not measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc

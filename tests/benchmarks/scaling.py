@@ -15,8 +15,6 @@ For each number of actors:
 --gpus N takes vLLM, on N GPUs of the cluster that RAY_ADDRESS names or of this machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

@@ -1,7 +1,5 @@
 """What the benchmarks have in common."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import statistics

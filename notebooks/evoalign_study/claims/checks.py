@@ -1,7 +1,5 @@
 """Schemas of declarations: what keys they have, what values these take, and which arms they name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any

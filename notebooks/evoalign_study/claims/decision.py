@@ -1,7 +1,5 @@
 """The whole of the judgement: from the findings of one claim to its verdict."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 

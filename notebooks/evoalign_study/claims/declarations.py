@@ -1,7 +1,5 @@
 """The claims as paper/claims.yaml declares them, checked, and the hash of what each declares."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from numbers import Real

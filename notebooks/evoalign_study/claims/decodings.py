@@ -6,8 +6,6 @@ not declare. Where the order of the arms changes, both intervals excluding 0, th
 (`decision.decide`). Nothing else about a verdict rests on these.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A finding: one quantity that a claim rests on, with its interval and the bound that it should lie beyond."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist

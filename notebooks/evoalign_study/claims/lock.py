@@ -4,8 +4,6 @@ A rule that changes after its records exist needs an entry in LOG.md that quotes
 lock, never changed: whoever writes a new hash over an old one is found by the history of git.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 

@@ -8,8 +8,6 @@ A null is judged on the runs that exist, of the claim's arm of its own family bu
 (`Evidence.stand_in`), in the cells in which it has any; nobody tunes it, and `FEWEST` runs are enough.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from evoalign_lib import arms

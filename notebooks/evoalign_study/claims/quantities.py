@@ -5,8 +5,6 @@ shrunk to the length of such a mean. Each model so named has a record of its own
 "noise" and "coverage"), found by the digests of the runs' weights. A new quantity is an entry in `QUANTITIES`.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ A claim selects its runs by the fields of their specs, and its rule makes findin
 judgement; what an arm that learned nothing would win by the same rule is no evidence (`placebos`).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

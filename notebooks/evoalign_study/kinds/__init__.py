@@ -1,7 +1,5 @@
 """The kinds of run, by subject: what makes their specs, and what turns a spec into a record."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any

@@ -12,8 +12,6 @@ end is a model's folder, a LoRA adapter or a ledger over the model (`base_models
 the model, token by token, since the model's tokenizer makes them.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

@@ -13,8 +13,6 @@
   ("responses"). No text goes into a record.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

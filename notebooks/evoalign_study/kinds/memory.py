@@ -15,8 +15,6 @@ has the arm's own steps, members and prompts, which decide how long a ledger is,
 a run at scale full does, with checkpoints; the last one is counted.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import tempfile

@@ -5,8 +5,6 @@ Records of sort "measured" time a population on a tiny base with several numbers
 completions. A simulated step may be fitted to published times (`PUBLISHED`).
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

@@ -7,8 +7,6 @@ With another engine than the local one the arms that TRL trains run in processes
 module is the program of each of them (see `grpo` for what they share).
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

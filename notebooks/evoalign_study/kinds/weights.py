@@ -20,8 +20,6 @@
   be added without measuring the others again.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

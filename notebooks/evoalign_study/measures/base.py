@@ -6,8 +6,6 @@ set along the way, greedily and at temperature 1, and on the test set once, at t
 from its base. A task overrides what is different about it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -17,8 +17,6 @@ both all of them*: what is compared there was chosen on the very questions that 
 half is to train on, and a quarter each is A and B.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Countdown: new training problems in every step, and the strict grader for everything that is measured."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Mapping, Sequence

@@ -12,8 +12,6 @@ and at temperature 1:
 What a scorer says is in units of its own. Its mean and spread over the base's samples stand in the record of the base.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache

@@ -23,8 +23,6 @@ The base's greedy replies are those that a run has at its first point; they are 
 base and requests read. The run's own ones, with their scores, are in a file that the record names (`read_replies`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -3,8 +3,6 @@
 All hold quantities against bounds (`findings.hold`); a kind says which quantities, of which runs.
 """
 
-from __future__ import annotations
-
 from evoalign_lib.analysis.arrays import require
 from evoalign_study.claims import checks
 from evoalign_study.claims.findings import Finding

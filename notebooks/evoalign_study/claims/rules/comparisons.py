@@ -5,8 +5,6 @@ declares `decodings` makes each comparison under each of them; a decoding that t
 and decides nothing. "interval_above" is one comparison, of test accuracy, and names its findings by their cells.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

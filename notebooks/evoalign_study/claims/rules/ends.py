@@ -12,8 +12,6 @@ null takes the place of the favoured runs of its family, and counts as hacked: i
 most.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace

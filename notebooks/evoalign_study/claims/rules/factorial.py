@@ -9,8 +9,6 @@ only decides who learns. "support_change_matched" therefore compares along the r
 often right: half way to where the cell that gains least ends up, if all gain more than `LEAST_GAIN`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -6,8 +6,6 @@ scores over the base's samples. Runs that never get there are censored. Values a
 of a curve, and cells weigh the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product

@@ -13,8 +13,6 @@ parabola has none inside). The interval is that of a bootstrap over the seeds of
 learned, too: they gain more than `gain` in greedy validation accuracy from their first point.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product

@@ -8,8 +8,6 @@ step, in either direction on either side of a ratio. The rule favours no arm, fo
 the bytes of the arm whose place it has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product

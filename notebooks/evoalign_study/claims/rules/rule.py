@@ -1,7 +1,5 @@
 """What a kind of rule is: how it is declared, what it finds in the records, and which arms it favours."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

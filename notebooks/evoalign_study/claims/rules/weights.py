@@ -4,8 +4,6 @@ Each comparison takes a quantity of `quantities.QUANTITIES` of one side, or of t
 rule names the arm that it favours, in whose place the nulls are put.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
