@@ -39,7 +39,7 @@ import torch
 
 import evoalign_lib
 from evoalign_lib import _score_models, models, tasks
-from evoalign_lib.checks import address, choose, key_in, whole_number
+from evoalign_lib.checks import address, choose, key_in, positive, whole_number
 from evoalign_lib.files import canonical_json
 
 TEXTS = ("beaver", "chat", "continued", "pair")
@@ -527,7 +527,6 @@ class HTTPScorer(_Scorer):
             waits between are 0.5, 1, 2, 4, 8, 8, ... s; a server that is started anew within them is found again.
         batch_size: texts in one request.
         api_key_env: the environment variable with the server's key, read at each request and kept nowhere.
-        weights: digest that the model's weights must have (`RewardModel.identity`); None: whatever the server holds.
 
     Attributes:
         identity: what the server said of its model.
@@ -536,7 +535,7 @@ class HTTPScorer(_Scorer):
             "refused" (other HTTP errors); and "failed", calls that ended in an error. Those of this process.
 
     Raises:
-        ValueError: an address that is none, no key or one that no HTTP header can hold, or weights of another digest.
+        ValueError: an address that is none, or no key or one that no HTTP header can hold.
         ScorerGone: the server does not answer.
     """
 
@@ -549,21 +548,14 @@ class HTTPScorer(_Scorer):
         retries: int = 4,
         batch_size: int = 64,
         api_key_env: str | None = None,
-        weights: str | None = None,
     ):
-        if not 0 < timeout < math.inf:
-            raise ValueError(f"timeout={timeout} must be a positive number of seconds.")
+        positive("timeout", timeout)
         self.url, self.timeout, self.api_key_env = address("url", url), float(timeout), api_key_env
         self.retries = whole_number("retries", retries, least=0)
         self.batch_size = whole_number("batch_size", batch_size)
         self.counts = Counter()
         self.identity = self._ask("GET", "/identity", None, _read_identity)
         self._fingerprint = fingerprint(self.identity)
-        if weights is not None and weights != self.identity["weights"]:
-            raise ValueError(
-                f"the server at {self.url} holds weights {self.identity['weights']}, not {weights}: start it with the "
-                "model that is meant."
-            )
         self.name = name or self.identity["name"]
 
     def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> np.ndarray:
@@ -589,10 +581,9 @@ class HTTPScorer(_Scorer):
         scores, cut = answer["scores"], answer["truncated"]
         if answer["identity"] != self._fingerprint:
             raise _OtherModel(f"its model is {answer['identity']!r:.40}, it was {self._fingerprint!r}")
-        if type(scores) is not list or len(scores) != n or {*map(type, scores)} - {int, float}:
-            raise ValueError(f"not {n} numbers as scores: {scores!r:.100}")
-        if not all(map(math.isfinite, scores)) or type(cut) is not int or not 0 <= cut <= n:
-            raise ValueError(f"not finite, or truncated={cut!r:.40}: {scores!r:.100}")
+        numbers = type(scores) is list and {*map(type, scores)} <= {int, float} and all(map(math.isfinite, scores))
+        if not numbers or len(scores) != n or type(cut) is not int or not 0 <= cut <= n:
+            raise ValueError(f"not {n} finite numbers, or truncated={cut!r:.40}: {scores!r:.100}")
         return scores, cut
 
     def _ask(self, method: str, path: str, body: bytes | None, read: Callable[[Any], Any]) -> Any:

@@ -9,8 +9,8 @@
   "truncated": n}. Scores are those of `RewardModel.score`, bit for bit; identity is the fingerprint of the model, so
   that a client sees when the server was started anew with another; n texts were too long and cut.
 
-Errors say {"error": what is wrong and what to do}: 400 and 422 for a body that is none of these or texts that cannot be
-scored, 401 without the key, 411 without a length, 413 for too much at once, 500 where the model fails.
+Errors say {"detail": what is wrong and what to do}: 400 and 422 for a body that is none of these or texts that cannot
+be scored, 401 without the key, 411 without a length, 413 for too much at once, 500 where the model fails.
 
 The published service answered with another text than it was asked about: it split one text at turn markers. vLLM's
 pooling endpoints are faster on a large GPU, but take one text, or messages by the server's own template; apply a
@@ -49,11 +49,10 @@ def app_of(reward_model: RewardModel, *, api_key: str | None = None) -> Any:
     Raises:
         ValueError: an empty key.
     """
-    from fastapi import FastAPI, Request
+    from fastapi import FastAPI, HTTPException, Request
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
     from pydantic import BaseModel, ConfigDict
-    from starlette.exceptions import HTTPException
 
     if api_key is not None and not api_key:
         raise ValueError("api_key is empty: give one, or None for a server without.")
@@ -71,12 +70,8 @@ def app_of(reward_model: RewardModel, *, api_key: str | None = None) -> Any:
     @app.middleware("http")
     async def gate(request: Request, call_next: Any) -> Any:
         if refusal := _refusal(request, api_key):
-            return JSONResponse({"error": refusal[1]}, refusal[0], {"Connection": "close"})
+            return JSONResponse({"detail": refusal[1]}, refusal[0], {"Connection": "close"})
         return await call_next(request)
-
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> JSONResponse:
-        return JSONResponse({"error": error.detail}, error.status_code)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -84,7 +79,7 @@ def app_of(reward_model: RewardModel, *, api_key: str | None = None) -> Any:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         told = f'{where}: {first["msg"]}. Send {{"prompts": [text, ...], "completions": [text, ...]}}.'
-        return JSONResponse({"error": told}, 422)
+        return JSONResponse({"detail": told}, 422)
 
     @app.get("/identity")
     async def tell() -> dict[str, Any]:
