@@ -186,8 +186,7 @@ class RewardModel(_Scorer):
         self._shift = float(getattr(model.config, "shift", 0.0))
         self._pad = next((i for i in (model.config.pad_token_id, self.tokenizer.pad_token_id) if i is not None), 0)
         # marks of turns need not be special tokens: all but words that the chat template writes are taken for such
-        written = [{"role": "user", "content": "x"}]
-        opening = tasks.chat_prompt(written, self.tokenizer) if self.text in ("chat", "continued") else ""
+        opening = tasks.chat_prompt("x", self.tokenizer) if self.text in ("chat", "continued") else ""
         added = self.tokenizer.added_tokens_decoder.values()
         special = {t.content for t in added if t.special or t.content in opening and not t.content.strip().isalnum()}
         marks = sorted((t for t in special | set(self.tokenizer.all_special_tokens) if len(t.strip()) > 1), key=len)
@@ -316,13 +315,13 @@ class RewardModel(_Scorer):
     def _joined(self, prompt: str, completion: str) -> str:
         if self.text == "beaver":
             return f"BEGINNING OF CONVERSATION: USER: {prompt} ASSISTANT:{completion}"
-        asked = {"role": "user", "content": prompt}
         if self.text == "chat":
-            return models.rendered(self.tokenizer, [asked, {"role": "assistant", "content": completion}])
+            said = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+            return models.rendered(self.tokenizer, said)
         if self.text != "continued":
             return self.text(prompt, completion)
         if prompt not in self._openings:  # a prompt is answered many times
-            self._openings[prompt] = tasks.chat_prompt([asked], self.tokenizer)
+            self._openings[prompt] = tasks.chat_prompt(prompt, self.tokenizer)
         return self._openings[prompt] + completion
 
     def _unmarked(self, text: str) -> str:
@@ -405,8 +404,6 @@ def check(name: str, text: str | None = None, max_length: int | None = None) -> 
     Raises:
         ValueError: as `RewardModel`.
     """
-    if not os.path.isdir(name):
-        _score_models.check_name(name)
     config, architecture = _score_models.config_of(name, name)
     tokenizer = _score_models.tokenizer_of(None, name)
     _checked_length(max_length, config, tokenizer)
@@ -550,7 +547,9 @@ class HTTPScorer(_Scorer):
         api_key_env: str | None = None,
     ):
         positive("timeout", timeout)
-        self.url, self.timeout, self.api_key_env = address("url", url), float(timeout), api_key_env
+        self.url = address("url", url)
+        self.timeout = float(timeout)
+        self.api_key_env = api_key_env
         self.retries = whole_number("retries", retries, least=0)
         self.batch_size = whole_number("batch_size", batch_size)
         self.counts = Counter()

@@ -21,7 +21,6 @@ none of these surprises.
 
 # no postponed annotations: FastAPI reads those of functions inside `app_of`
 import hmac
-import ipaddress
 import json
 import logging
 import threading
@@ -32,6 +31,7 @@ from evoalign_lib.reward_models import RewardModel, ScorerError, fingerprint
 
 MOST_TEXTS = 1024
 MOST_BYTES = 16 * 2**20
+_LOCAL = ("localhost", "127.0.0.1", "::1")
 
 _log = logging.getLogger(__name__)
 
@@ -146,16 +146,9 @@ def serve(
     import uvicorn
 
     key = None if api_key_env is None else key_in(api_key_env)
-    if key is None and not _is_local(host):
+    if key is None and host not in _LOCAL:
         raise ValueError(f"host={host!r} can be reached by others: name a variable with a key as api_key_env.")
     scorer = RewardModel(model, **options)
     print(json.dumps(scorer.identity), flush=True)
     # a training step may take longer than uvicorn's 5 s, and connections are to last
     uvicorn.run(app_of(scorer, api_key=key), host=host, port=port, access_log=False, timeout_keep_alive=75)
-
-
-def _is_local(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

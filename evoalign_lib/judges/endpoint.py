@@ -11,12 +11,7 @@ from evoalign_lib.judges.answers import Answer, Keep, Messages
 
 _OPENAI = "https://api.openai.com/v1"
 _RETRIED = {408, 409, 429}  # by the openai client, and all from 500
-_STOPS = {
-    401: "the key is wrong",
-    402: "the account has no credit",
-    403: "the key may not use this model",
-    404: "no such model or address",
-}
+_STOPS = {401, 402, 403, 404}  # a wrong key, no credit, a model that is not for this key, or that is not there
 _STOPPING_CODES = {"insufficient_quota", "billing_hard_limit_reached", "unsupported_parameter", "unsupported_value"}
 _MOST_FAILURES = 20  # in a row
 
@@ -133,17 +128,18 @@ class Endpoint:
         url = self.base_url or _OPENAI
         how = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         how |= {} if self.seed is None else {"seed": self.seed}
-        gone, stops = False, ""
+        gone = stops = False
         try:
             answer = _read(client.chat.completions.create(model=self.model, messages=[*map(dict, messages)], **how))
         except openai.APITimeoutError:
             answer, gone = Answer(None, error="timeout", detail=f"no answer within {self.timeout} s"), True
         except openai.APIStatusError as error:
-            status, code = error.status_code, str(error.code)
+            status = error.status_code
+            code = str(error.code or status)
             kind = "refused" if code == "content_filter" else "http"
-            answer, gone = Answer(None, 0, 0, error=kind, detail=str(error)), status in _RETRIED or status >= 500
-            if status in _STOPS or code in _STOPPING_CODES:
-                stops = f"{_STOPS.get(status, code)} (HTTP {status})"
+            answer = Answer(None, 0, 0, error=kind, detail=f"{code}: {error}")
+            gone = status in _RETRIED or status >= 500
+            stops = status in _STOPS or code in _STOPPING_CODES
         except openai.APIConnectionError:
             answer, gone = Answer(None, error="connection", detail=f"no connection to {url}"), True
         except (openai.OpenAIError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -152,8 +148,8 @@ class Endpoint:
         text, detail = (said.replace(key, "***") if key and said else said for said in (answer.text, answer.detail))
         if stops:  # outside the handlers, so that no error carries the request, and with it the key
             raise EndpointError(
-                f"{url} refuses {self.model!r}: {stops}: {detail:.200}. Correct the model, the base_url, its settings, "
-                f"or the key in {self.api_key_env}, and call again."
+                f"{url} refuses {self.model!r}: {detail:.200}. Correct the model, the base_url, its settings or the "
+                f"key in {self.api_key_env}, or top up the account, and call again."
             )
         return replace(answer, text=text, detail=detail[:200]), gone
 

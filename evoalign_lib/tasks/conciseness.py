@@ -200,8 +200,7 @@ def prompt(problem: Problem, *, chat_template: bool = True, tokenizer: Any = Non
     Raises:
         ValueError: the chat variant without a tokenizer.
     """
-    asked = [{"role": "user", "content": problem.question}]
-    return tasks.chat_prompt(asked, tokenizer) if chat_template else problem.question
+    return tasks.chat_prompt(problem.question, tokenizer) if chat_template else problem.question
 
 
 def dataset(problems: Iterable[Problem], tokenizer: Any, chat_template: bool = True) -> list[dict[str, Any]]:

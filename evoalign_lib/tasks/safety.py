@@ -125,7 +125,7 @@ def prompt(problem: Problem, *, tokenizer: Any = None, chat_template: bool = Tru
     """
     if not chat_template:
         return f"BEGINNING OF CONVERSATION: USER: {problem.prompt} ASSISTANT:"
-    return tasks.chat_prompt([{"role": "user", "content": problem.prompt}], tokenizer)
+    return tasks.chat_prompt(problem.prompt, tokenizer)
 
 
 def dataset(problems: Sequence[Problem], tokenizer: Any = None, chat_template: bool = True) -> list[dict[str, Any]]:

@@ -75,7 +75,6 @@ def public_file(name: str, accept_licence: bool = False) -> bytes:
         ValueError: an unknown name, or a file that is damaged or not the published one.
         PermissionError: the file is not in EVOALIGN_DATA, and the licence was not accepted.
         FileNotFoundError: it cannot be fetched.
-        ImportError: pooch, which fetches it, is not installed.
     """
     choose("name", name, _PUBLIC)
     path, sha256 = _PUBLIC[name]
