@@ -282,8 +282,8 @@ def _variance(values: list[list[np.ndarray]]) -> dict[str, str]:
     if np.ptp(np.concatenate([cell for row in values for cell in row])) == 0:  # a few steps may change nothing
         return {f"variance: {name}": "none" for name in names.values()} | {"p of rollouts, update": ""}
     parted = stats.two_way(values)
-    words = {f"variance: {name}": f"{100 * getattr(parted, part).share:.0f}" for part, name in names.items()}
-    return words | {"p of rollouts, update": f"{parted.rows.p:.2g}, {parted.columns.p:.2g}"}
+    words = {f"variance: {name}": f"{100 * parted[part].share:.0f}" for part, name in names.items()}
+    return words | {"p of rollouts, update": f"{parted['rows'].p:.2g}, {parted['columns'].p:.2g}"}
 
 
 # ---- one after the other
