@@ -257,9 +257,8 @@ def effects_table(run: SimpleNamespace, records: Records) -> DataFrame:
     rows = []
 
     def add(words: str, found: Effects, form: str, values: list[list[np.ndarray]]) -> None:
-        heads = {"effect of the rollouts": found.rows, "effect of the update": found.columns}
-        heads |= {"interaction": found.interaction}
-        rows.append({"quantity": words} | {h: stated(x, form) for h, x in heads.items()} | _variance(values))
+        each = zip(("effect of the rollouts", "effect of the update", "interaction"), found[:3], strict=True)
+        rows.append({"quantity": words} | {head: stated(effect, form) for head, effect in each} | _variance(values))
 
     def of_runs(asked: Measured, group: str) -> np.ndarray:
         solved = coverage.pass_at(chances(records, group, asked.at), asked.within)
