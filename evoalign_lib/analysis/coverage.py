@@ -63,6 +63,12 @@ class Support:
         return float(ratio(self.won, self.kept + self.won))
 
     @property
+    def sds(self) -> float:
+        """Support dynamic score, the harmonic mean of SRR and NDR; NaN where one of them is."""
+        both = self.kept * self.won
+        return float(ratio(2 * both, self.kept**2 + 2 * both + self.won * self.lost))
+
+    @property
     def nscr(self) -> float:
         """Net support change rate, (E - S) / (P + E + S): above 0 the support grows, below it shrinks."""
         return float(ratio(self.won - self.lost, self.kept + self.won + self.lost))
