@@ -52,9 +52,8 @@ def spent(es: Any) -> dict[str, Any]:
     # a forward pass costs 2 floating-point operations per parameter and token; attention products are left out
     tokens = budget["prompt_tokens"] + budget["generated_tokens"]
     tokens *= es.passes if isinstance(es, WeightedTrainer) else 1
-    d = es.engine.layout.d
-    if _adapters.is_adapted(es.model):  # of which the frozen base computes, too
-        d = sum(p.numel() for p in es.model.parameters())
+    # of a model with an adapter the frozen base computes, too
+    d = sum(p.numel() for p in es.model.parameters()) if _adapters.is_adapted(es.model) else es.engine.layout.d
     return training.with_warm_start(budget | {"forward_flops": 2 * d * tokens}, es.warm_start_cost)
 
 
@@ -74,14 +73,12 @@ def trainer(
     general = {"report_to": "none", "save_strategy": "no"} | changed
     progress = training.Progress(None if general["save_strategy"] == "no" else folder)
     curve = training.curve_callback(spec, sets, progress, lambda: (made.engine, spent(made)))
-    where: dict[str, Any] = {"workers": 1}
-    if not base_models.is_local(spec):
-        where = {k: spec[k] for k in base_models.ENGINE_FIELDS if k in spec}
+    local, essa = base_models.is_local(spec), issubclass(kind, ESSATrainer)
+    where = {"workers": 1} if local else {k: spec[k] for k in base_models.ENGINE_FIELDS if k in spec}
+    if "warm_rows" in spec and not (local or essa):  # fine-tuned here, before there is a trainer
+        model, _ = models.load(model, tokenizer, base_models.loaded_as(spec))
+    elif not local:
         where["model_init_kwargs"] = {"dtype": "bfloat16"}
-        if "warm_rows" in spec and not issubclass(kind, ESSATrainer):  # fine-tuned here, before there is a trainer
-            del where["model_init_kwargs"]
-            model, _ = models.load(model, tokenizer, base_models.loaded_as(spec))
-    essa = issubclass(kind, ESSATrainer)
     named = ("seed", "population_size", "sigma", "prompts_per_step", "max_completion_length")
     named += ("leading_share",) if essa else ("alpha", "rank", "anchor_decay")
     settings = {"max_steps": spec["steps"], "disable_tqdm": True} | where | general

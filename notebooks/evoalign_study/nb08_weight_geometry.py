@@ -11,7 +11,7 @@ from matplotlib import pyplot as plt
 from pandas import DataFrame, concat
 
 from evoalign_lib import arms, tiny
-from evoalign_lib.analysis import attenuation, curves, geometry, gram_matrix, stats
+from evoalign_lib.analysis import attenuation, curves, geometry, stats
 from evoalign_study import loading, plots, runs, style, trainers
 from evoalign_study.claims import quantities
 from evoalign_study.claims.quantities import skills
@@ -194,7 +194,7 @@ def label(arm: str) -> str:
 
 def displacements(records: Records, *names: str) -> geometry.Displacements:
     """Return the products of all runs of some arms, by layer, in their order."""
-    return gram_matrix.gram(records["products"], [run for arm in names for run in records[arm]])
+    return geometry.recorded(records["products"], [run for arm in names for run in records[arm]])
 
 
 def gram_of_two(records: Records, a: str, b: str) -> tuple[np.ndarray, list[int], list[int]]:

@@ -11,7 +11,7 @@ from matplotlib import pyplot as plt
 from pandas import DataFrame, concat
 
 from evoalign_lib import arms, tiny
-from evoalign_lib.analysis import connectivity, gram_matrix, regimes, stats
+from evoalign_lib.analysis import connectivity, geometry, regimes, stats
 from evoalign_study import collapse, loading, path_points, plots, runs, style, weight_cache
 from evoalign_study.kinds.weights import noise_spec, path_spec, products_specs
 from evoalign_study.loading import Group, Groups, Records
@@ -201,8 +201,8 @@ def barrier_table(run: SimpleNamespace, records: Records) -> DataFrame:
         greedy = errors(records, *pair, "greedy").mean((0, 1))
         nll = path_points.curves(records[name_of(*pair)], "nll").mean(0)
         row = {f"{style.STROKES[d].label} [95 %]": stated(barrier(records, *pair, d).interval) for d in DECODINGS}
-        row["over the mean of the ends, greedy"] = f"{100 * connectivity.barrier_mean(greedy).height:.1f}"
-        return row | {"NLL, nats": f"{connectivity.barrier_line(nll).height:.2f}"}
+        row["over the mean of the ends, greedy"] = f"{100 * connectivity.barrier_mean(greedy):.1f}"
+        return row | {"NLL, nats": f"{connectivity.barrier_line(nll):.2f}"}
 
     return DataFrame(
         {"line": line_label(*pair), "lines": len(lines), "distance": f"{np.mean([r['distance'] for r in lines]):.2f}"}
@@ -397,7 +397,7 @@ def figure_plane(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, Da
     are those of all other runs: a run would lie near a mean that it is part of, whatever it learned.
     """
     arm_of = np.array([arm for arm in TRAINED for _ in records[arm]])
-    gram = gram_matrix.gram(records["products"], [record for arm in TRAINED for record in records[arm]]).total
+    gram = geometry.recorded(records["products"], [record for arm in TRAINED for record in records[arm]]).total
     places = np.array([_place(gram, arm_of, i) for i in range(len(arm_of))])
     off = np.sqrt(np.maximum(np.diagonal(gram) - np.square(places).sum(1), 0))
     points = DataFrame({"arm": arm_of, "along GRPO": places[:, 0], "across": places[:, 1], "off the plane": off})
