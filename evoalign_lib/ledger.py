@@ -21,7 +21,7 @@ at the start. Over a base that `evoalign_lib.quantisation` made codes of, `quant
 they become weights, so the number of the format does not change.
 
 Of a run that searches an adapter's singular values by CMA-ES (`evoalign_lib.essa`) the settings name `search`, what
-decides it (`_singular.SearchSettings`), its `dimension`, whether the members of a step share their prompts
+decides it (`_singular.SETTINGS`), its `dimension`, whether the members of a step share their prompts
 (`shared_batch`), and the `machine`: CMA-ES decomposes matrices by LAPACK, so the bits of such a run are those of one
 machine. On another one a replay compares no digests but `search/sigma` and `search/distance` of the log of every step,
 which may differ by `_singular.TOLERANCE`. `warm_start` beside the settings is what fine-tuning before the run cost.
@@ -415,12 +415,12 @@ def _replay(ledger: Ledger, model: Any, step: int | None) -> Weights:
 
 def _searched(ledger: Ledger, model: Any) -> _singular.SingularWeights:
     """Return the weights of a search at its start."""
-    key, search = int(ledger.header["run_key"], 16), _singular.SearchSettings.of(ledger.settings)
     if ledger.elsewhere:
         there = ledger.settings["machine"]
         logger.warning(f"{ledger.path} is of {there}: here sigma and distance are compared, and no digests.")
     _adapters.check_movable(model)
-    return _singular.SingularWeights(model, _layout(ledger, model), key, search)
+    key = int(ledger.header["run_key"], 16)
+    return _singular.SingularWeights(model, _layout(ledger, model), key, ledger.settings)
 
 
 def _layout(ledger: Ledger, model: Any) -> noise.Layout:
@@ -494,10 +494,9 @@ def header(settings: Mapping[str, Any], run_key: int, model: Any, layout: noise.
     """Return the header of a run that starts now.
 
     Args:
-        settings: of the run. Replays need population_size, sigma, alpha, prompts_per_step, num_generations, those of
-            `_LATER`, with schedules max_steps, sigma_final_fraction and alpha_final_fraction, and anchor_decay, frozen,
-            rank and update_scaling if on; of a search those of `SearchSettings` and machine instead of alpha and
-            `_LATER`.
+        settings: of the run. Replays need population_size, sigma, alpha and prompts_per_step; with schedules max_steps,
+            sigma_final_fraction and alpha_final_fraction; those of `_ledger_lines._SINCE` that are not what they were
+            before they were named; of a search those of `_singular.SETTINGS` and machine instead of alpha.
         run_key: of its noise.
         model: the Hugging Face model, for name and dtype.
         layout: of those of its parameters that move.
