@@ -207,18 +207,17 @@ class SingularWeights(MasterWeights):
     def __init__(self, model: Any, layout: noise.Layout, run_key: int, settings: Mapping[str, Any]):
         self.run_key, self.settings = run_key, settings
         super().__init__(model, layout, "gaussian", rank=0)
-        self._restart()
         # keys and candidates of a step lie in memory that processes forked later see
         n, size = settings["population_size"], self.dimension
         self._keys = np.frombuffer(mmap.mmap(-1, 8 * n), np.uint64)
         self._candidates = np.frombuffer(mmap.mmap(-1, 8 * n * size), np.float64).reshape(n, size)
 
-    def _restart(self) -> None:
-        """Begin the search at the present weights."""
+    def anchor(self):
+        """Begin the search at the weights as they are."""
         self.start = self.flat.copy()
         self.start.flags.writeable = False
-        shares = self.settings["leading_share"], self.settings["decomposition"]
-        self.decomposition = decompose(self.layout.views(self.start), *shares)
+        views = self.layout.views(self.start)
+        self.decomposition = decompose(views, self.settings["leading_share"], self.settings["decomposition"])
         cma = _cma()
         options = {"popsize": self.settings["population_size"], "seed": np.nan, "CMA_eigenmethod": _eigh}
         options["randn"] = lambda *shape: self._normals.reshape(shape).copy()  # cma may change them
@@ -232,10 +231,6 @@ class SingularWeights(MasterWeights):
     def dimension(self) -> int:
         """Of delta: the singular values that are searched."""
         return len(self.decomposition.values)
-
-    def begin(self, tensors):
-        super().begin(tensors)
-        self._restart()
 
     def check(self) -> None:
         """Raise ValueError where directions of the adapter are arbitrary: what a search found in them would be, too."""
@@ -253,6 +248,7 @@ class SingularWeights(MasterWeights):
             with interrupts_wait():  # it may decompose the covariance first
                 self._normals = np.stack(normals).astype(np.float64)
                 self._asked = self.es.ask()
+                del self._normals
             self._candidates[:] = self._asked
             self._step = step
         return members

@@ -171,8 +171,9 @@ class ESTrainer(TrainerSurface):
         from evoalign_lib import reward_models
 
         functions = reward_models.as_functions(reward_funcs, reward_processing_classes, args.chat_template_kwargs)
-        how = args.reward_weights, args.reward_floor, args.reward_timeout, args.log_completions
-        self.rewards = Rewards(functions, *how)
+        self.rewards = Rewards(
+            functions, args.reward_weights, args.reward_floor, args.reward_timeout, args.log_completions
+        )
         # the run's own, which moves with the weights: functions take it over whenever they are called
         self._reward_state = self._first_reward_state = self.rewards.state()
         if train_dataset is None:
@@ -180,8 +181,9 @@ class ESTrainer(TrainerSurface):
         load = dict(args.model_init_kwargs or {})
         if quantization_config is not None:
             load = dict(**load, quantization_config=quantization_config)  # an error where both give one
-        may_be = {"adapters": True, "quantised": peft_config is not None}
-        self.model, self.processing_class = models.load(model, processing_class, load, **may_be)
+        self.model, self.processing_class = models.load(
+            model, processing_class, load, adapters=True, quantised=peft_config is not None
+        )
         self._attach(peft_config)
         _adapters.check_movable(self.model)
         _adapters.check_something_moves(self.model)
@@ -335,7 +337,8 @@ class ESTrainer(TrainerSurface):
     def _evaluate_members(self, step: int, members: Sequence[Member]) -> ledger.Step:
         """Evaluate the population; return all that the step adds to the run before the weights move."""
         started, n = time.perf_counter(), self.args.population_size
-        core, tokens, counts, log, state = self.budget["core_seconds"], 0, {}, {}, self._reward_state
+        core, state = self.budget["core_seconds"], self._reward_state
+        tokens, counts, log = 0, {}, {}
         weights, sigma = self.engine.weights, self._at_step("sigma", step)
         before = weights.sample() if weights.drifts else None
         if self.args.fitness == "random":

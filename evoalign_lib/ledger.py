@@ -93,16 +93,10 @@ class Step:
 class Report:
     """What `verify` found."""
 
-    steps: int
-    """recorded"""
-    ended: bool
-    """whether the last line closes the ledger"""
-    torn: int
-    """bytes of a torn last line, which does not count"""
-    digests: int
-    """digests of weights in the ledger, the model's included"""
+    run: Ledger
+    """the ledger, with steps, digests of weights, and what stands at its end"""
     recomputed: bool
-    """whether all of them were computed again"""
+    """whether all digests, the model's included, were computed again"""
     weights: str | None
     """digest of the last weights, if ledger or replay gave it"""
     within: float | None = None
@@ -110,12 +104,13 @@ class Report:
 
     def text(self) -> str:
         """Return the report in a few lines."""
-        torn = f", and a torn last line of {self.torn} bytes, which does not count" if self.torn else ""
-        chain = f"{self.steps} steps, chain intact, {'closed' if self.ended else 'not closed'}{torn}"
+        run, torn = self.run, len(self.run.torn)
+        end = f", and a torn last line of {torn} bytes, which does not count" if torn else ""
+        chain = f"{len(run.steps)} steps, chain intact, {'closed' if run.ended else 'not closed'}{end}"
         done = "all computed again, equal" if self.recomputed else "not computed again: give the model"
         if self.within is not None:
             done = f"of another machine: here every step's sigma and distance agree within {self.within:g}"
-        return f"{chain}\n{self.digests} digests of weights, {done}\nlast weights: {self.weights or 'no digest'}"
+        return f"{chain}\n{len(run.weights)} digests of weights, {done}\nlast weights: {self.weights or 'no digest'}"
 
 
 class Ledger:
@@ -397,12 +392,14 @@ def _replay(ledger: Ledger, model: Any, step: int | None) -> Weights:
         raise LedgerError(f"step {n} is not in {ledger.path}, which has {len(ledger.steps)}: choose one of 0 to these.")
     if isinstance(model, (str, os.PathLike)):
         model, _ = _load(ledger, model)
-    precision, recorded = ledger.settings["precision"], ledger.header["model"]["dtype"]
+    settings, recorded = ledger.settings, ledger.header["model"]["dtype"]
+    precision = settings["precision"]
     if precision != "master" and (dtype := str(model.dtype).removeprefix("torch.")) != recorded:
         raise LedgerError(f"the run computed in {recorded}, this model is {dtype}: load it in {recorded}.")
-    laws = {"distribution": ledger.settings["noise"]} | {n: ledger.settings[n] for n in ("anchor_decay", "rank")}
-    if ledger.settings["search"] is None:
-        weights = open_weights(model, _layout(ledger, model), precision, **laws)
+    if settings["search"] is None:
+        decay, rank = settings["anchor_decay"], settings["rank"]
+        layout = _layout(ledger, model)
+        weights = open_weights(model, layout, precision, settings["noise"], anchor_decay=decay, rank=rank)
     else:
         weights = _searched(ledger, model)
     check_model(ledger, weights)
@@ -451,10 +448,7 @@ def verify(source: str | os.PathLike | Ledger, model: Any = None) -> Report:
     ledger = read(source)
     elsewhere = model is not None and ledger.elsewhere
     return Report(
-        steps=len(ledger.steps),
-        ended=ledger.ended,
-        torn=len(ledger.torn),
-        digests=len(ledger.weights),
+        run=ledger,
         recomputed=model is not None and not elsewhere,
         weights=ledger.weights.get(len(ledger.steps)) if model is None else _replay(ledger, model, None).digest(),
         within=_singular.TOLERANCE if elsewhere else None,

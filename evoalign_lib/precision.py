@@ -208,15 +208,12 @@ class ReplicaWeights(Weights):
         parameters = {e.name: every[e.name] for e in layout.entries}
         dtype = next(iter(parameters.values())).dtype
         if mixed := [f"{name!r} is {p.dtype}" for name, p in parameters.items() if p.dtype != dtype]:
-            raise ValueError(
-                f"precision={precision!r} needs one dtype, but {mixed[0]} and others are {dtype}: load the model "
-                "in one dtype, or use precision='master'."
-            )
+            what = f"precision={precision!r} needs one dtype, but {mixed[0]} and others are {dtype}"
+            raise ValueError(f"{what}: load the model in one dtype, or use precision='master'.")
         if dtype not in _DTYPES[precision]:
-            raise ValueError(
-                f"precision={precision!r} is for {', '.join(map(str, _DTYPES[precision]))}, the model is {dtype}: load "
-                "it with model_init_kwargs={'dtype': 'bfloat16'}, or use precision='master'."
-            )
+            what = f"precision={precision!r} is for {', '.join(map(str, _DTYPES[precision]))}, the model is {dtype}"
+            remedy = "load it with model_init_kwargs={'dtype': 'bfloat16'}, or use precision='master'"
+            raise ValueError(f"{what}: {remedy}.")
         planes = tuple(torch.zeros(layout.size, dtype=dtype) for _ in range(2 if precision == "kahan" else 1))
         for name, view in layout.views(planes[0]).items():
             view.copy_(parameters[name].detach())
