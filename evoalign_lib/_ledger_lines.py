@@ -84,7 +84,7 @@ def format_of(settings: Mapping[str, Any]) -> int:
 
 def _hexadecimal(name: str, value: Any, digits: int, prefix: str = "") -> None:
     fits = isinstance(value, str) and re.fullmatch(f"{prefix}[0-9a-f]{{{digits}}}", value)
-    require(fits, f"{name}={value!r:.80} must be {digits} hexadecimal digits.")
+    require(fits, f"{name}={value!r:.80} must be {f'{prefix} and ' if prefix else ''}{digits} hexadecimal digits.")
 
 
 def _is(name: str, value: Any, *kinds: type) -> None:
@@ -163,8 +163,9 @@ def _check_model(model: Mapping[str, Any]) -> None:
     fits = fits and sum(row[2] if len(row) > 2 else 1 for row in rows) <= _MOST_TENSORS
     require(fits, f"parameters={rows!r:.80} are no shapes of parameters.")
     if "quantisation" in model:
-        _is("quantisation", model["quantisation"], dict)
-        _check(how := model["quantisation"], _QUANTISED)
+        how = model["quantisation"]
+        _is("quantisation", how, dict)
+        _check(how, _QUANTISED)
         _check(how, {"group_size": (whole_number, 1, _LARGEST) if how["mode"] == "int4" else (choose, (None,))})
         require(how.keys() == {*_QUANTISED, "group_size"}, f"quantisation={how!r:.80} says more than how.")
 

@@ -321,9 +321,10 @@ class ESTrainer(TrainerSurface):
             if not known:
                 self._watch_ties(tied, record)
             if recording:
+                table, self._completions = self._completions, None
                 self._due = [
                     self._end_step,
-                    self._show_step,
+                    lambda: table and self.control.should_log and self._show_completions(table, "step"),
                     lambda: self.control.should_log and self.log(metrics),
                     lambda: self.control.should_evaluate and self.evaluate(),
                     lambda: self.control.should_save and self._save_checkpoint(),
@@ -514,11 +515,6 @@ class ESTrainer(TrainerSurface):
         self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
         if self._epoch_ended(self.state.global_step):
             self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
-
-    def _show_step(self) -> None:
-        if self._completions is not None and self.control.should_log:
-            self._show_completions(self._completions, "step")
-        self._completions = None
 
     @property
     def max_steps(self) -> int:

@@ -154,9 +154,8 @@ class Ledger:
         path = Path(path)
         refuse_existing(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
         ledger = cls(path, header)
-        path.touch(exist_ok=False)
+        path.write_bytes(b"")  # less than a header, perhaps, of a run that was killed
         try:
             _ledger_lines.append(path, 0, b"", ledger._text + b"\n", "the start of the run")
         except OSError:

@@ -143,8 +143,8 @@ class _Files(StateDict):
         self.source = source
         configuration = _json(folder / "config.json") if (folder / "config.json").is_file() else {}
         quantised = configuration.get("quantization_config")
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        require(not quantised, f"{source!r} is quantised (quant_method={method!r}): give the model as it was before.")
+        what = f"{source!r} is quantised (quantization_config={quantised!r:.200})"
+        require(not quantised, f"{what}: give the model as it was before.")
         self._files: dict[str, Any] = {}
         for path, expected in _shards(folder, source).items():
             file = _open(path)

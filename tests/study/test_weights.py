@@ -86,15 +86,25 @@ def test_a_tied_head_appears_once(tmp_path, same, configuration, names):
     assert set(weights(folder(tmp_path / "model", tensors, **configuration))) == names
 
 
+def indexed(path: Path, index: dict) -> None:
+    """Let a folder have an index of its weights instead of them."""
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (lambda f: (f / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}'), "'gptq'"),
-        (lambda f: (f / "config.json").write_text("{"), r"config\.json cannot be read"),
+        *((lambda f, text=text: (f / "config.json").write_text(text), r"config\.json cannot be read") for text in "{3"),
         (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "may hold code"),
         (lambda f: (f / "model.safetensors").rename(f / "ledger.jsonl"), "but a ledger: give"),
         (lambda f: os.truncate(f / "model.safetensors", 300), r"model\.safetensors cannot be read"),
         (lambda f: save_file({"w": torch.ones(2, dtype=torch.int8)}, f / "model.safetensors"), "'w' of .*I8"),
+        (lambda f: indexed(f, {}), "no weight_map"),
+        (lambda f: indexed(f, {"weight_map": {"w": "../w.safetensors"}}), r"'w' in '\.\./w\.safetensors'"),
+        (lambda f: indexed(f, {"weight_map": {"w": "w.safetensors"}}), r"'w' in 'w\.safetensors'"),
+        (lambda f: f.rename(f.with_name("elsewhere")), "model' does not exist, here or in the Hub"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(tmp_path, spoil, message):
