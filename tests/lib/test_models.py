@@ -62,19 +62,19 @@ def test_a_folder_has_the_digest_of_its_files(tmp_path):
         models.origin_digest(str(tmp_path))
 
 
-REFUSED = [
-    ({}, "no model.safetensors"),
-    ({"config.json": "[3]"}, "config.json cannot be read"),
-    ({"model.safetensors.index.json": "{}"}, "no weight_map"),
-    ({"model.safetensors.index.json": '{"weight_map": {"w": "../w.safetensors"}}'}, "'w' in '../w.safetensors'"),
-    ({"model.safetensors.index.json": '{"weight_map": {"w": "w.safetensors"}}'}, "'w' in 'w.safetensors'"),
-    ({"model.safetensors": "x", "config.json": '{"quantization_config": "gptq"}'}, "'gptq'"),
-    ({"adapter_config.json": '{"peft_type": "LOHA"}'}, "'LOHA'"),
-    ({"adapter_config.json": '{"peft_type": "LORA"}'}, "does not name its base"),
-]
-
-
-@pytest.mark.parametrize(("files", "named"), REFUSED)
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ({}, "no model.safetensors"),
+        ({"config.json": "[3]"}, "config.json cannot be read"),
+        ({"model.safetensors.index.json": "{}"}, "no weight_map"),
+        ({"model.safetensors.index.json": '{"weight_map": {"w": "../w.safetensors"}}'}, "'w' in '../w.safetensors'"),
+        ({"model.safetensors.index.json": '{"weight_map": {"w": "w.safetensors"}}'}, "'w' in 'w.safetensors'"),
+        ({"model.safetensors": "x", "config.json": '{"quantization_config": "gptq"}'}, "'gptq'"),
+        ({"adapter_config.json": '{"peft_type": "LOHA"}'}, "'LOHA'"),
+        ({"adapter_config.json": '{"peft_type": "LORA"}'}, "does not name its base"),
+    ],
+)
 def test_folders_whose_weights_are_refused(tmp_path, files, named):
     for name, text in files.items():
         (tmp_path / name).write_text(text)

@@ -71,32 +71,32 @@ def test_a_folder_is_read_as_float32_tensor_by_tensor(tmp_path, shards, dtype):
         found["model.norm.weight"]
 
 
-TIED = [
-    (True, {}, {EMBEDDING, QUERY}),
-    (True, {"tie_word_embeddings": True}, {EMBEDDING, QUERY}),
-    (True, {"tie_word_embeddings": False}, {EMBEDDING, QUERY, HEAD}),
-    (False, {"tie_word_embeddings": True}, {EMBEDDING, QUERY, HEAD}),
-]
-
-
-@pytest.mark.parametrize(("same", "configuration", "names"), TIED)
+@pytest.mark.parametrize(
+    ("same", "configuration", "names"),
+    [
+        (True, {}, {EMBEDDING, QUERY}),
+        (True, {"tie_word_embeddings": True}, {EMBEDDING, QUERY}),
+        (True, {"tie_word_embeddings": False}, {EMBEDDING, QUERY, HEAD}),
+        (False, {"tie_word_embeddings": True}, {EMBEDDING, QUERY, HEAD}),
+    ],
+)
 def test_a_tied_head_appears_once(tmp_path, same, configuration, names):
     tensors = untied()
     tensors[HEAD] = tensors[EMBEDDING].clone() if same else tensors[EMBEDDING] + (torch.arange(60).view(10, 6) == 59)
     assert set(weights(folder(tmp_path / "model", tensors, **configuration))) == names
 
 
-UNREADABLE = [
-    (lambda f: (f / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}'), "'gptq'"),
-    (lambda f: (f / "config.json").write_text("{"), r"config\.json cannot be read"),
-    (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "may hold code"),
-    (lambda f: (f / "model.safetensors").rename(f / "ledger.jsonl"), "but a ledger: give"),
-    (lambda f: os.truncate(f / "model.safetensors", 300), r"model\.safetensors cannot be read"),
-    (lambda f: save_file({"w": torch.ones(2, dtype=torch.int8)}, f / "model.safetensors"), "'w' of .*I8"),
-]
-
-
-@pytest.mark.parametrize(("spoil", "message"), UNREADABLE)
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda f: (f / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}'), "'gptq'"),
+        (lambda f: (f / "config.json").write_text("{"), r"config\.json cannot be read"),
+        (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "may hold code"),
+        (lambda f: (f / "model.safetensors").rename(f / "ledger.jsonl"), "but a ledger: give"),
+        (lambda f: os.truncate(f / "model.safetensors", 300), r"model\.safetensors cannot be read"),
+        (lambda f: save_file({"w": torch.ones(2, dtype=torch.int8)}, f / "model.safetensors"), "'w' of .*I8"),
+    ],
+)
 def test_what_cannot_be_read_is_refused_by_name(tmp_path, spoil, message):
     path = folder(tmp_path / "model", untied())
     spoil(Path(path))
@@ -138,21 +138,21 @@ def test_an_adapter_equals_what_peft_merges(tmp_path, settings):
         torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-5, atol=1e-5)
 
 
-OTHER_ADAPTERS = [
-    (query(), {"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
-    (query(), {"use_dora": True}, "use_dora is True"),
-    (query(), {"bias": "all"}, "bias is 'all'"),
-    (query(), {"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
-    (query(), {"rank_pattern": {"(": 3}}, "no pattern"),
-    (query(rank=3), {}, r"rank 2"),
-    (query(columns=5), {}, r"in its base the shape \(6, 6\)"),
-    (dict(list(query().items())[:1]), {}, "only one of its two matrices"),
-    ({"model.norm.weight": torch.ones(6)}, {}, "'model.norm.weight', which its base does not have"),
-    ({HEAD: torch.ones(9, 6)}, {}, r"the shape \(9, 6\), in its base \(10, 6\)"),
-]
-
-
-@pytest.mark.parametrize(("tensors", "settings", "message"), OTHER_ADAPTERS)
+@pytest.mark.parametrize(
+    ("tensors", "settings", "message"),
+    [
+        (query(), {"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+        (query(), {"use_dora": True}, "use_dora is True"),
+        (query(), {"bias": "all"}, "bias is 'all'"),
+        (query(), {"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+        (query(), {"rank_pattern": {"(": 3}}, "no pattern"),
+        (query(rank=3), {}, r"rank 2"),
+        (query(columns=5), {}, r"in its base the shape \(6, 6\)"),
+        (dict(list(query().items())[:1]), {}, "only one of its two matrices"),
+        ({"model.norm.weight": torch.ones(6)}, {}, "'model.norm.weight', which its base does not have"),
+        ({HEAD: torch.ones(9, 6)}, {}, r"the shape \(9, 6\), in its base \(10, 6\)"),
+    ],
+)
 def test_other_adapters_are_refused_by_name(tmp_path, tensors, settings, message):
     base = folder(tmp_path / "base", untied(), tie_word_embeddings=False)
     with pytest.raises(ValueError, match=f"{message}.*merge_and_unload"):
