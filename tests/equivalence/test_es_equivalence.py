@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from es_runs import ROWS, trained, trainer
-from helpers import PROMPTS, random_model, reference_perturb, reference_update, tokenizer
+from helpers import PROMPTS, random_model, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from noise_by_numpy import reference_perturb, reference_update
 
 from evoalign_lib import noise
 from evoalign_lib.engines.decode import Decoder, rows_are_exact

@@ -12,7 +12,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from helpers import PROMPTS, ROWS, fork, greedy, random_model, reference_perturb, token_sum, tokenizer, wait
+from helpers import PROMPTS, ROWS, fork, greedy, random_model, token_sum, tokenizer, wait
+from noise_by_numpy import reference_perturb
 from tqdm import tqdm
 from tqdm.std import TqdmDefaultWriteLock
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel

@@ -13,7 +13,7 @@ from evoalign_study.kinds import train
 from evoalign_study.kinds.decode import base_specs, run_base
 from evoalign_study.measures import safety_public
 from evoalign_study.records import record_line, spec_hash
-from helpers import each_named, random_model, tokenizer
+from helpers import each_named, saved
 from servers import answering, completion, running
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
@@ -36,8 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*left out the end of a longer t
 def files(tmp_path_factory):
     """What a user brings: a model, scorers and requests, by name."""
     place = tmp_path_factory.mktemp("files")
-    random_model().save_pretrained(place / "policy")
-    tokenizer().save_pretrained(place / "policy")
+    saved(place / "policy")
     for name, source in (("reward", "length 1"), ("cost", "length 1"), ("other", "praise 1")):
         side = "cost" if name == "cost" else "reward"
         shutil.copytree(scorers.folder(source) / side, place / name)
