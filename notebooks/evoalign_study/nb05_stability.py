@@ -356,8 +356,7 @@ def results(run: SimpleNamespace, of: Records) -> Results:
     for place, (N, right) in zip(("small", "middle", "large"), sizes.items(), strict=True):
         found |= {f"{place} population": N, f"{place} population greedy": 100 * right.mean()}
         if N != size:
-            apart = stats.crossed_bootstrap(sizes[size], right)
-            minus.append(f"N = {size} minus N = {N} is {stated(apart)} points")
+            minus.append(f"N = {size} minus N = {N} is {stated(stats.crossed_bootstrap(sizes[size], right))} points")
     found["populations apart"] = listed(minus)
     sides: dict[str, dict[str, stats.Interval]] = {"slope": slopes(of, run.prompt_counts)}
     if elsewhere:
