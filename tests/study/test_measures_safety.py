@@ -70,10 +70,9 @@ def test_the_reward_is_what_the_training_judge_says_by_its_digest():
 def test_what_a_judge_says_depends_on_the_reply_alone():
     """Not on what stands beside it in a batch, nor on padding; the same reply ties whatever is scored beside it."""
     asked, said = dialogues.requests("test")[:40], safety._replies_of_base("C0", 40, 32)
-    encoded = safety.read(asked, said)
     for name in scorers.SCORERS:  # which read replies once, and say the same
         expected = [side.score([r.text for r in asked], said) for side in safety.loaded(name)]
-        assert np.array_equal(safety.sides(name, asked, said, encoded), expected)
+        assert np.array_equal(safety.sides(name, asked, said), expected)
     replies = [dialogues.TEMPLATE if i % 2 else "x" * i for i in range(40)]
     for judge in JUDGES:
         together = safety.scored(judge, 2.0, asked, replies)

@@ -259,15 +259,14 @@ def test_the_bases_replies_are_made_where_its_weights_are_alone(files, given):
 # ---- memory, the notebook
 
 
-def test_the_plan_states_the_memory_of_all_models(files, given, capsys):
-    spec = one_spec(files, given | {"held_out": files["other"], "held_out_text": "continued"})
-    preflight.check([spec], workers=1)
-    said = capsys.readouterr().out
-    assert all(f"model {files[side]} on cpu, 0.0 GiB" in said for side in ("reward", "cost"))
-    count = sum(p.numel() for p in RewardModel(files["reward"], text="continued").model.base_model.parameters())
-    assert preflight.weight_bytes(files["reward"], "float32") == 4 * count and f"judge {files['other']}" in said
-    with pytest.raises(preflight.DoesNotFit, match="scorer_device='cuda:0'"):
-        preflight.check([spec | {"reward_at": "cuda:0", "gpus": 1}], workers=1)
+def test_a_plan_refuses_a_scorer_on_a_gpu_of_the_run_or_on_none(files, given, monkeypatch):
+    spec = one_spec(files, given)
+    monkeypatch.setattr(preflight, "_visible_gpus", lambda: (2, 80.0))
+    for place, gpus in (("cpu", 2), ("cuda:1", 1)):
+        preflight.check([spec | {"reward_at": place, "gpus": gpus}], workers=1)
+    for place, gpus in (("cuda:0", 1), ("cuda:2", 1)):
+        with pytest.raises(preflight.DoesNotFit, match=f"scorer_device='{place}'"):
+            preflight.check([spec | {"reward_at": place, "gpus": gpus}], workers=1)
 
 
 def test_the_notebooks_groups_at_scale_full(files):

@@ -69,40 +69,36 @@ def scorer_digest(name: str) -> str:
     return hashlib.sha256(both.encode()).hexdigest()[:16]
 
 
-def sides(
-    judge: str, asked: Sequence[Request], replies: Sequence[str], encoded: Encoded | None = None
-) -> tuple[np.ndarray, np.ndarray]:
+def sides(judge: str, asked: Sequence[Request], replies: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """Return reward and cost that a judge gives replies, float64 (n,) each.
 
     Args:
         judge: a shipped scorer, in units of its own, or `RULE`, whose reward and cost are helpfulness and harm.
         asked: the requests.
         replies: one for each.
-        encoded: what `read` returned for the same texts, to read them once for several judges.
     """
     if judge == RULE:
         judged = [dialogues.truth(*pair) for pair in zip(asked, replies, strict=True)]
         return np.array([j.helpful for j in judged]), np.array([j.harm for j in judged])
-    encoded = read(asked, replies) if encoded is None else encoded
+    encoded = _encoded(tuple(request.text for request in asked), tuple(replies))
     reward, cost = (side.score_encoded(encoded) for side in loaded(judge))
     return reward, cost
 
 
-def read(asked: Sequence[Request], replies: Sequence[str]) -> Encoded:
-    """Return replies as tokens: all shipped scorers read alike, by one tokenizer and format."""
-    return loaded(next(iter(scorers.SCORERS)))[0].encode([request.text for request in asked], replies)
+@lru_cache(maxsize=2)
+def _encoded(requests: Sequence[str], replies: Sequence[str]) -> Encoded:
+    """Return replies as tokens, once for several judges: all shipped scorers read alike, by one tokenizer and format."""
+    return loaded(next(iter(scorers.SCORERS)))[0].encode(requests, replies)
 
 
-def scored(
-    judge: str, weight: float, asked: Sequence[Request], replies: Sequence[str], encoded: Encoded | None = None
-) -> np.ndarray:
+def scored(judge: str, weight: float, asked: Sequence[Request], replies: Sequence[str]) -> np.ndarray:
     """Return reward - weight * cost by a judge, float64 (n,); the rule has its own weight.
 
     Args:
-        judge, asked, replies, encoded: as for `sides`.
+        judge, asked, replies: as for `sides`.
         weight: of the cost.
     """
-    reward, cost = sides(judge, asked, replies, encoded)
+    reward, cost = sides(judge, asked, replies)
     return reward - (dialogues.HARM_WEIGHT if judge == RULE else weight) * cost
 
 
@@ -134,11 +130,10 @@ def _judged(
     spec: Spec, problems: Sequence[Request], rows: Sequence[Sequence[Any]], judges: Sequence[str]
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """What judges say of rows of replies, "score" and "win" in the order of the judges, and what the rule finds."""
-    texts, asked = _texts(rows), [*problems] * len(rows)
-    weight, encoded = spec["cost_weight"], read(asked, texts)
+    texts, asked, weight = _texts(rows), [*problems] * len(rows), spec["cost_weight"]
     said: dict[str, list[float]] = {"score": [], "win": []}
     for judge in judges:
-        mine = scored(judge, weight, asked, texts, encoded)
+        mine = scored(judge, weight, asked, texts)
         of_base = _scores_of_base(spec["base"], len(problems), spec["max_completion_length"], judge, weight)
         said["score"].append(float(mine.mean()))
         said["win"].append(wins(mine, np.tile(of_base, len(rows))))
