@@ -321,9 +321,9 @@ def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path 
 
     First, and fast, the indices are checked (`record_problems`) and the lock of the claims (`claims.lock_problems`);
     where they have a problem nothing is drawn. Then each notebook is executed as committed, by this interpreter, into a
-    temporary folder; runs without a record are named and not made. Compared, byte for byte, are csv, tex and json, the notebook's part of
-    the manifest, and the table of claims, which the README holds, too. Pictures, and the outputs of notebooks, must be
-    those whose SHA-256 the manifest keeps; a picture may also be the one just drawn.
+    temporary folder; runs without a record are named and not made. Compared, byte for byte, are csv, tex and json, the
+    notebook's part of the manifest, and the table of claims, which the README holds, too. Pictures, and the outputs of
+    notebooks, must be those whose SHA-256 the manifest keeps; a picture may also be the one just drawn.
 
     Args:
         notebooks: names without suffix; None for all that have committed records (then stray files are reported too).
