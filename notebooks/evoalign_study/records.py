@@ -364,18 +364,19 @@ def _contradictions(record: Record) -> list[str]:
             if kind not in ("bits", "counts") or not isinstance(packed, str) or isinstance(block.get(what, ""), str):
                 continue
             try:
-                _check_mean(packed, kind, block.get("n", record.get("completions")), block[what])
+                mean = _results(packed, kind, block.get("n", record.get("completions"))).mean()
+                require(abs(mean - block[what]) <= _ROUNDED, f"their mean is {mean:.6g}")
             except (TypeError, ValueError) as error:
                 path = f"{name}.{what}" if name else what
-                faults.append(f"{path} is {block[what]!r}, but {path}_{kind} says: {error}")
+                faults.append(f"{path} is {block[what]!r}, but of {path}_{kind}: {error}")
     return faults
 
 
-def _check_mean(packed: str, kind: str, n: int, mean: float) -> None:
-    """Raise TypeError or ValueError where packed "bits" or "counts" are not n results with this mean."""
+def _results(packed: str, kind: str, n: int) -> NDArray[np.float64]:
+    """Return n results, packed as "bits" or as "counts", as shares. Raises ValueError where there are not so many."""
     results = unpack_bits(packed, n) if kind == "bits" else unpack_counts(packed) / _SAMPLES
-    require(len(results) == n, f"{len(results)} results, n is {n}")
-    require(abs(results.mean() - mean) <= _ROUNDED, f"the mean of {n} results is {results.mean():.6g}")
+    require(len(results) == n, f"{len(results)} results where n is {n}: damaged record")
+    return results.astype(np.float64)
 
 
 def run_folder(notebook: str, scale: str) -> Path:
@@ -428,13 +429,8 @@ def accuracy_matrix(records: Sequence[dict[str, Any]], decoding: str = "greedy")
         )
     sizes = sorted({record["test"]["n"] for record in records})
     require(len(sizes) == 1, f"runs with {sizes} test problems do not form one matrix: select runs of one test set")
-    n = sizes[0]
-    if decoding == "greedy":
-        return np.stack([unpack_bits(record["test"][key], n) for record in records]).astype(np.float64)
-    rows = [unpack_counts(record["test"][key]) for record in records]
-    lengths = [len(row) for row in rows]
-    require(set(lengths) == {n}, f"{key} of length {lengths} where n = {n}: the record is damaged")
-    return np.stack(rows) / _SAMPLES
+    kind = key.rpartition("_")[2]
+    return np.stack([_results(record["test"][key], kind, sizes[0]) for record in records])
 
 
 def _row(values: ArrayLike, what: str, fits: Callable[[NDArray], Any]) -> NDArray:
