@@ -69,7 +69,7 @@ def trainer(
         kind: the trainer, or a subclass that watches its own steps.
         **changed: of the trainer's configuration.
     """
-    measure, (model, tokenizer, sets) = measures.get(spec["task"]), world
+    measure, (model, tokenizer, sets) = measures.of(spec), world
     general = {"report_to": "none", "save_strategy": "no"} | changed
     progress = training.Progress(None if general["save_strategy"] == "no" else folder)
     curve = training.curve_callback(spec, sets, progress, lambda: (made.engine, spent(made)))
@@ -119,7 +119,7 @@ def _over_loaded_base(spec: Spec, found: Any) -> dict[str, Any]:
             parameter.copy_(searched[name])
     with closing(training.evaluation_engine(spec, measured, tokenizer, sets)) as engine:
         training.take_weights(engine, model)
-        tested = measures.get(spec["task"]).outcome(spec, engine, sets)["test"]
+        tested = measures.of(spec).outcome(spec, engine, sets)["test"]
         return {name: value for name, value in tested.items() if not name.endswith("_counts")}
 
 
