@@ -107,7 +107,7 @@ def embedded(fig: Figure, optimize: bool = True) -> bytes:
 
     Args:
         fig: the figure.
-        optimize: as for `drawing.png`.
+        optimize: as for `drawing.packed`.
     """
     import numpy as np
     from PIL import Image
