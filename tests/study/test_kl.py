@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from evoalign_lib.analysis import gradient as enumerated
 from evoalign_lib.analysis import kl
-from evoalign_lib.engines.decode import Decoder
+from evoalign_lib.engines.decode import Decoder, inversion
 
 END, LENGTH, VOCABULARY = 0, 3, 8
 PROMPTS = [[2, 3, 4], [5, 2], [3, 3, 6, 7]]
@@ -62,8 +62,8 @@ def sampled(model, n, seed):
     decoder = Decoder(model.config, {k: p.detach() for k, p in model.named_parameters()}, [END], pad_id=1)
     for prompt in PROMPTS:
         ids = torch.tensor([prompt] * n)
-        uniforms = torch.from_numpy(rng.random((n, LENGTH), dtype=np.float32))
-        completions.append(decoder.generate(ids, torch.ones_like(ids), LENGTH, uniforms).tolist())
+        draw = inversion(torch.from_numpy(rng.random((n, LENGTH), dtype=np.float32)))
+        completions.append(decoder.generate(ids, torch.ones_like(ids), LENGTH, draw).tolist())
     return samples(PROMPTS * n, [row[i] for i in range(n) for row in completions])
 
 
