@@ -358,7 +358,7 @@ def test_execute_in_place(agreeing: Path) -> None:
 def test_what_a_notebook_no_longer_draws_goes_and_one_that_fails_changes_nothing(agreeing: Path) -> None:
     write(agreeing, DRAWS.replace('"gain"', '"other"'))
     status, said = run("execute", "01_toy")
-    assert status == 0 and len(said) == 1
+    assert status == 0 and len(said) == 2 and read(agreeing).metadata["evoalign"]["commit"].endswith("+")
     assert not list((agreeing / GENERATED).glob("gain.*")) and "gain" not in manifest(agreeing)["artefacts"]
     write(agreeing, "raise KeyError('seed')")
     before = contents(agreeing)
@@ -368,12 +368,20 @@ def test_what_a_notebook_no_longer_draws_goes_and_one_that_fails_changes_nothing
 
 def test_the_commit_has_a_mark_where_code_was_changed(agreeing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = provenance.commit()
-    write(agreeing, DRAWS)
+    content = read(agreeing)
+    content.cells[0].source = "# Another title"
+    nbformat.write(content, agreeing / NOTEBOOK)
+    assert provenance.commit() == head
+    content.cells[1].source += "1"
+    nbformat.write(content, agreeing / NOTEBOOK)
+    assert provenance.commit() == head + "+"
+    for change in (lambda file: file.write_text("<<<<<<<"), Path.unlink):
+        change(agreeing / NOTEBOOK)
+        assert provenance.commit() == head + "+"
+    git("checkout", "-q", NOTEBOOK)
     assert provenance.commit() == head
     (agreeing / "module.py").write_text("a = 2\n")
     assert provenance.commit() == head + "+"
-    status, said = run("execute", "01_toy")
-    assert status == 0 and len(said) == 2 and read(agreeing).metadata["evoalign"]["commit"] == head + "+"
     monkeypatch.setenv("PATH", os.devnull)
     assert provenance.commit() == "unknown"
 
