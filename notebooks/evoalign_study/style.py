@@ -106,7 +106,7 @@ def embedded(fig: Figure, optimize: bool = True) -> bytes:
 
     Args:
         fig: the figure.
-        optimize: as for `drawing.packed`.
+        optimize: as for `drawing.png`.
     """
     from PIL import Image
 
