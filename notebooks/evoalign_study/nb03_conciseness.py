@@ -375,7 +375,7 @@ def example_rows(run: SimpleNamespace, of: Records) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-# ---- figures: each with what it plots
+# ---- figures, each returned with the data that it plots
 
 _AXES = {
     "KL": "KL from the base, nats per completion",
@@ -504,7 +504,7 @@ def _place(values: Sequence[float], at: float) -> float:
     return float(np.polyval(np.polyfit(np.log(np.array(values, float)), range(len(values)), 1), np.log(at)))
 
 
-_OUTLIERS = 3  # settings whose runs all deviate this many times more from the median than 3/4 of the runs are named
+_OUTLIERS = 3  # settings are named if all their runs deviate this many times more than 3/4 of the runs do
 
 
 def gaps_by_end(of: Records) -> tuple[plt.Figure, pd.DataFrame]:

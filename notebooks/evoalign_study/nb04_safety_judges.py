@@ -310,8 +310,8 @@ def explained(of: Records, arm: str, quantity: str, law: str) -> list[float]:
 def games(tournaments: Sequence[Record]) -> pd.DataFrame:
     """Return a row per kind of judge, arm and tournament: share of games "won" in %, and strengths in Elo "points".
 
-    "wins" has the share of each run; "asked" is the number of judges, of which only those with finite strengths have
-    points.
+    "wins" has the share of each run; "asked" is the number of judges, of which only those with finite strengths
+    contribute points.
     """
     rows, proxies = [], set(scorers.PROXIES)
     for what, arm, r in product(KINDS, tournaments[0]["spec"]["arms"] if tournaments else (), tournaments):
@@ -458,7 +458,7 @@ def own_judges(of: Records) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-# ---- figures: each with what it plots
+# ---- figures, each returned with the data that it plots
 
 
 def along(of: Records, quantity: str, factor: float = 1.0) -> pd.DataFrame:

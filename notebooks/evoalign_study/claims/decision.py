@@ -22,9 +22,9 @@ def decide(
     supported, entirely outside contradicted, anything else underpowered. A finding is also underpowered if it has too
     few units, or only one, or if its quantity is not defined on its runs.
 
-    One contradicted finding contradicts the claim, and only all together support it: no correction for several cells
-    is needed to support it, and none is made to contradict it. A claim is open if no cell has runs of all arms. It
-    depends on decoding if one comparison has opposite signs under two decodings and both intervals exclude 0.
+    One contradicted finding contradicts the claim; it is supported only if all findings are. So no correction for
+    several cells is needed to support it, and none is made to contradict it. A claim is open if no cell has runs of all
+    arms. It depends on decoding if a comparison has opposite signs under two decodings and both intervals exclude 0.
 
     elsewhere: the same comparisons under decodings that the claim does not declare; used only for that last check.
     correction: a primary claim's p-value after Holm's correction, and the number of claims in its family; a claim that

@@ -99,8 +99,8 @@ def read_lock() -> dict[str, list[str]]:
 def lock_problems() -> list[str]:
     """Return the problems of the claims and their lock, one line each.
 
-    Every rule must match the last line of its claim. LOG.md must quote the first 12 digits of the hash of every other
-    line of a claim than its first, and of every line that has disappeared from the lock (`once_locked`).
+    Every rule must match the last line of its claim. For every line of a claim after its first, and for every line that
+    has disappeared from the lock (`once_locked`), LOG.md must quote the first 12 digits of the hash.
     """
     locked, log, problems = read_lock(), _log(), []
     declared = {claim["id"]: claim for claim in load_claims()}

@@ -66,7 +66,7 @@ class Finding:
         return int(self.interval.low > 0) - int(self.interval.high < 0)
 
     def p(self, margin: float) -> float:
-        """Test that the quantity does not lie where the claim says: return the p-value, 1 if it points the other way.
+        """Return the p-value for the quantity not lying where the claim says; 1 if it points the other way.
 
         It comes from the rule's own test if there is one. Otherwise it is two-sided and comes from the interval: the
         estimate is taken as normal, with the spread given by the interval's end nearer the bound, so that p is below
@@ -85,7 +85,7 @@ class Finding:
 
 
 class Undecided(Exception):
-    """A quantity that is not defined on the runs there are; the message says why."""
+    """The quantity is not defined on the existing runs; the message says why."""
 
 
 def defined(statistic: Callable[..., Any], *scores: Any, **options: Any) -> Any:
@@ -97,7 +97,7 @@ def defined(statistic: Callable[..., Any], *scores: Any, **options: Any) -> Any:
 
 
 def mean_interval(values: Sequence[NDArray[np.float64]], resamples: int) -> Interval:
-    """Return the mean of an arm, or its difference from another, over seeds and, given results on each, problems.
+    """Return the mean of an arm, or its difference from another, over seeds (and problems, if each has results).
 
     values: for each arm, an array (seeds, problems), or (seeds,) with one score per run; (problems,) for a fixed model.
     Raises Undecided if there are too few scores.
@@ -110,7 +110,7 @@ def mean_interval(values: Sequence[NDArray[np.float64]], resamples: int) -> Inte
 
 
 def there(values: Iterable[Any], least: int, who: str) -> NDArray[np.float64]:
-    """Return the values but None, which marks a run that never gets there. Raises Undecided if fewer than `least`."""
+    """Return the values but None, which marks a run that never gets there. Raises Undecided if too few are left."""
     values = list(values)
     known = [value for value in values if value is not None]
     if len(known) < least:

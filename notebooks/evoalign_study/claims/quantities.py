@@ -97,7 +97,7 @@ def _measured_alike(evidence: Evidence, kind: str) -> list[Record]:
 
 
 def _records(kind: str, side: Side) -> list[Record]:
-    """Return the records of a kind for the models of a side, leaving out models without one."""
+    """Return the records of a kind for the models of a side; models without a record are left out."""
 
     def by_model() -> dict[Model | None, Record]:
         specs = [(record["spec"], record) for record in _measured_alike(side.evidence, kind)]
@@ -207,7 +207,7 @@ def _barrier(sides: Sequence[Side]) -> Interval:
 
 
 def _half_gain(sides: Sequence[Side]) -> Interval:
-    """Return where half of the gain is reached on the line from the base, or the difference of two sides in that."""
+    """Return where on the line from the base half of the gain is reached; for two sides, the difference."""
     rewards, *baseline = [1 - _errors(_lines(None, side), side.decoding) for side in sides]
     other = baseline[0] if baseline else None
     place = connectivity.half_gain_interval(rewards, baseline=other, monotone=True, **_resampled(sides, 1000))
@@ -230,7 +230,7 @@ def _kept(part: str, records: Sequence[Record], decoding: str) -> Array:
     return np.divide(left, clean)
 
 
-# ---- what a model solves within several samples
+# ---- problems that a model solves within several samples
 
 
 def _reached(record: Record, decoding: str) -> Array:
@@ -270,7 +270,7 @@ def chances(records: Sequence[Record], decoding: str) -> Array:
 
 
 def _support_change(sides: Sequence[Side]) -> Interval:
-    """Return the net change of support from the base, averaged over runs, or the difference of two sides in that."""
+    """Return the net change of support from the base, averaged over runs; for two sides, the difference."""
     base = base_chances(sides[0].evidence, sides[0].decoding)
     runs, *other = [np.array([_reached(record, side.decoding) for record in covered(side)]) for side in sides]
     change = coverage.support_change(base, runs, coverage.SOLVED_WITHIN, *other, **_resampled(sides))

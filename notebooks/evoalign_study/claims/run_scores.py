@@ -73,7 +73,7 @@ class Measure:
     more_is_better: bool = True
     """Whether an arm with more of it is favoured."""
     at: tuple[str, ...] = ()
-    """Keys that say where it is read, one of which a claim must declare; empty: it has no such place."""
+    """Keys that say where it is read; a claim must declare exactly one of them. Empty: there is no such place."""
     unit: str = " %"
     """The unit written after a mean."""
     rate: bool = False

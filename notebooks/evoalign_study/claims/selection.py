@@ -359,7 +359,7 @@ def _settings_of(record: Record) -> Mapping[str, Any]:
 
 
 def _tuned(records: Sequence[Record], run: Mapping[str, Any], setting: Mapping[str, Any]) -> dict[str, float] | str:
-    """Return the setting that won the sweep behind a run's setting, or say what is missing from the sweep.
+    """Return the setting that won the sweep from which a run takes its setting, or say what the sweep still lacks.
 
     The sweep consists of runs of the arm's sweep arm with the seed of sweeps and without a test set. Otherwise they
     differ from the run only in the setting, in their length and in how often they were evaluated.

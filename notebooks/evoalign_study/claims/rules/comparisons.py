@@ -67,7 +67,7 @@ def _under(comparison: Comparison, decodings: Sequence[str]) -> list[Comparison]
 
 
 def _under_other(claim: Claim, decoding: str) -> Claim | None:
-    """Return the claim with its decisive comparisons under a decoding where it does not make them itself."""
+    """Return the claim with the decisive comparisons it does not make under a decoding; None if there are none."""
     rule = claim["rule"]
     comparisons = [comparison for comparison, decisive in declared_comparisons(rule) if decisive]
     known = [each for comparison in comparisons for each in _under(comparison, rule.get("decodings", ()))]
@@ -196,7 +196,7 @@ def _asks(claim: Claim) -> Asks:
             yield bounds == 1, "a comparison needs one bound: declare that it lies above or below a value"
         yield "p" not in comparison or by == "difference", "p names a test of a difference only: leave it out"
         rate = Taken.of(comparison["measure"]).measure.rate
-        yield (by == "rate") == rate, "measures of 0 or 1, such as hacked runs, and no others are compared by rate"
+        yield (by == "rate") == rate, "measures of 0 or 1, such as hacked runs, and only these, are compared by rate"
 
 
 COMPARE = Rule(_find, _schema, asks=_asks, favours=partial(winners, favoured=favoured), under=_under_other)

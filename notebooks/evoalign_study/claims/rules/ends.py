@@ -5,11 +5,11 @@ settings, and settings are the units.
 
 "regimes" tests whether runs fall into two groups: hacked runs, which share a basin, and unhacked ones near the base.
 Each decoding has its own hacked runs and its own barriers between any two runs. Under each, four comparisons decide:
-two clusters of the barriers are better separated than under one cluster; the clusters match the hacked and the unhacked
-runs; barriers between two hacked runs are lower than those between a hacked and an unhacked run; and hacked runs end
-further from the base, measured by KL. Runs whose right answers fell without any gain in reward are in neither group and
-are left out. A null replaces the favoured runs of its family and counts as hacked: as it learned nothing, it can at
-most be broken.
+clustering by barriers separates the runs better than it would a single cluster; its two clusters match the hacked and
+the unhacked runs; barriers between two hacked runs are lower than those between a hacked and an unhacked run; and
+hacked runs end further from the base, measured by KL. Runs whose right answers fell without any gain in reward are in
+neither group and are left out. A null replaces the favoured runs of its family and counts as hacked: as it learned
+nothing, it can at most be broken.
 """
 
 from collections import defaultdict

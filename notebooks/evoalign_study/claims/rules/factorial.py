@@ -1,4 +1,4 @@
-"""Rule "factorial": which of two factors, with two levels each, changes more what models can solve.
+"""Rule "factorial": which of two factors, with two levels each, has more effect on what models can solve.
 
 Four arms form the cells. The effect of a factor is the difference between its levels, averaged over the levels of the
 other factor. The verdict rests on the size of the effect that the claim names minus the size of the other, under every

@@ -159,7 +159,7 @@ def _asks(claim: Claim) -> Asks:
     yield both, "declare both gain (where runs are compared) and there (how many must get there), or neither"
     for comparison, _ in declared_comparisons(claim["rule"]):
         judged = ("judge" in comparison) == (comparison["quantity"] == "win")
-        yield judged, "wins, and no other quantity, are counted under a judge: declare it, or leave it out"
+        yield judged, "only wins are counted under a judge: declare one for wins, and none for other quantities"
 
 
 # ---- laws
@@ -229,7 +229,7 @@ Points = list[tuple[Array, Array]]
 def law_points(runs: Iterable[Record], quantity: str, spread: Callable[[Record], float]) -> tuple[Points, Points]:
     """Return the finite points of runs at temperature 1, first for even seeds, then for odd ones.
 
-    spread: returns that of a run's training judge over samples of its base, the unit of gains in its score, "proxy".
+    spread: returns the spread of a run's training judge over samples of its base: the unit of gains in "proxy".
     """
     halves: tuple[Points, Points] = ([], [])
     for run in runs:

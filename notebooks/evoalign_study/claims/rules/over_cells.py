@@ -9,8 +9,8 @@ cells are the levels. The target is a share of the best mean greedy validation a
 completions to reach it are read from each run's curve, interpolated linearly in the logarithm of completions; a run
 that never gets there counts with all that it drew, which favours its level. A quadratic is fitted to their logarithm
 over the logarithm of the level, both to base 2. The optimum is its minimum over the range of the levels (an edge, if
-the parabola has no minimum inside). The interval comes from a bootstrap over the seeds of each level. Besides, the runs
-must have learned: all together gain more than `gain` in greedy validation accuracy from their first point.
+the parabola has no minimum inside). The interval comes from a bootstrap over the seeds of each level. In addition, the
+runs must have learned: all together gain more than `gain` in greedy validation accuracy from their first point.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
