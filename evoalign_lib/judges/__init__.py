@@ -1,17 +1,18 @@
-"""Judges: which of two answers is better, or how good is one; by a reward model or by a language model.
+"""Judges that compare two answers or score one, either a reward model or a language model.
 
 `judge_pairs` and `judge_texts` take a `ScoreJudge`, which wraps any function that scores texts (a reward model, a
-rule), or a `ChatJudge`, a language model with a `Rubric`: behind an OpenAI-compatible address (`Endpoint`), in this
-process by transformers (`LocalChat`) or by vLLM (`VLLMChat`).
+rule), or a `ChatJudge`, a language model with a `Rubric`. The language model runs behind an OpenAI-compatible address
+(`Endpoint`), or in this process with transformers (`LocalChat`) or vLLM (`VLLMChat`).
 
-A chat judge sees every pair in both orders. A win counts if both orders give it; orders that disagree are a tie and are
-counted. An answer without a verdict, or none at all, is neither a tie nor a zero: the pair is left out and counted
-apart. Answers are kept in a `Cache`, so that a tournament that was killed goes on and a re-run costs nothing.
+A chat judge sees every pair in both orders. A win counts only if both orders agree on it; if the orders disagree, the
+pair is a tie and is counted as inconsistent. A missing answer, or one without a verdict, is neither a tie nor a zero:
+the pair is left out and counted separately. Answers are kept in a `Cache`, so that a killed tournament can resume and
+a re-run costs nothing.
 
-Judged texts come from models that may have learnt to talk to judges. Each one stands in a block whose ends carry a code
-derived from all texts and absent from all of them (`texts`), and what could be a chat token or a verdict in it is
-broken. This keeps texts in their place. It does not make a judge deaf to them: one that is persuaded by what it reads
-gives its verdict freely, and no format can prevent that.
+Judged texts come from models that may have learnt to talk to judges. Each text stands in a block whose first and last
+lines carry a code derived from all texts and absent from all of them (`texts`), and anything in it that could be a chat
+token or a verdict is broken up. This keeps a text from leaving its block. It cannot keep a judge from being persuaded
+by what it reads; no format can.
 """
 
 from evoalign_lib.judges.answers import ERRORS, Answer  # noqa: F401

@@ -1,10 +1,10 @@
-"""Answers of judges, kept by the hash of what was asked: a file of JSON lines.
+"""Cache of judges' answers, keyed by the hash of the question: a file of JSON lines.
 
 A line has the answer (`text`, `prompt_tokens`, `completion_tokens`, `cut`) and the `key`, the SHA-256 of the judge's
-identity and the messages. Questions are not in the file. Failures are not kept: they are asked again.
+identity and the messages. Questions are not stored. Failures are not stored either: their questions are asked again.
 
-Lines are appended under a lock and synced to disk. A line counts once its newline is there; what a killed process left
-of its last line is dropped. Anything else that is wrong is an error that names the line.
+Lines are appended under a lock and synced to disk. A line counts once its newline is written; an incomplete last line,
+left by a killed process, is dropped. Any other damage raises an error that names the line.
 """
 
 import hashlib
@@ -22,25 +22,25 @@ _FIELDS = ("text", "prompt_tokens", "completion_tokens", "cut")
 
 
 class CacheError(ValueError):
-    """A cache that is damaged; the message names the line."""
+    """The cache is damaged; the message names the line."""
 
 
 def key_of(identity: Mapping[str, Any], messages: list[dict[str, str]]) -> str:
-    """Return the key of a question: 64 hexadecimal digits, another one for any change of model, decoding or text."""
+    """Return the key of a question: 64 hexadecimal digits that differ for any change of model, decoding or text."""
     return hashlib.sha256(canonical_json({"judge": identity, "messages": messages}).encode()).hexdigest()
 
 
 class Cache:
-    """Answers in memory and, with a path, in a file, which several processes and threads may use at once.
+    """Answers in memory and, given a path, in a file that several processes and threads may use at once.
 
-    Two processes that ask the same at the same time pay twice; the answer that comes first is the one that stays, for
-    both of them.
+    Two processes that ask the same question at the same time both pay for it; the first answer is kept, and both use
+    it.
 
     Args:
-        path: the file; it need not exist. None: no file.
+        path: the file, which need not exist. None: answers are kept in memory only.
 
     Raises:
-        CacheError: a damaged line.
+        CacheError: a line of the file is damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None):
@@ -54,19 +54,19 @@ class Cache:
         return len(self._answers)
 
     def get(self, key: str) -> Answer | None:
-        """Return the answer of a key, None where there is none."""
+        """Return the answer stored under a key, or None."""
         return self._answers.get(key)
 
     def put(self, key: str, answer: Answer) -> Answer:
-        """Keep an answer, synced to disk, and return the one that the cache holds: the first of this key.
+        """Store an answer, synced to disk, and return the one that the cache holds: the first for this key.
 
         Raises:
             ValueError: the answer is a failure.
             CacheError: another process has damaged or removed the file.
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         if answer.text is None:
-            raise ValueError(f"a failure ({answer.error}) is not kept: ask again.")
+            raise ValueError(f"a failure ({answer.error}) cannot be stored: ask the question again.")
         with self._one:
             if self.path is None:
                 return self._answers.setdefault(key, answer)
@@ -75,7 +75,7 @@ class Cache:
                 if key not in self._answers:
                     fields = {"key": key} | {name: getattr(answer, name) for name in _FIELDS}
                     with open(self.path, "ab") as file:
-                        file.truncate(self._size)  # what a killed process, or a full disk, left of a line
+                        file.truncate(self._size)  # drop an incomplete line left by a killed process or a full disk
                         file.write(canonical_json(fields).encode() + b"\n")
                         file.flush()
                         os.fsync(file.fileno())
@@ -83,15 +83,15 @@ class Cache:
             return self._answers[key]
 
     def refresh(self) -> None:
-        """Read the lines that were added since the last time, by whatever process.
+        """Read the lines that any process has added since the last read.
 
         Raises:
-            CacheError: as the class does.
+            CacheError: a new line is damaged, or the file is shorter than before.
         """
         with self._one:
             size = self.path.stat().st_size if self.path is not None and self.path.exists() else 0
             if size < self._size:
-                raise CacheError(f"{self.path} is shorter than it was: another program cut it. Start this one anew.")
+                raise CacheError(f"{self.path} is shorter than before: another program cut it. Restart this program.")
             if size > self._size:
                 with open(self.path, "rb") as file:
                     file.seek(self._size)
@@ -104,10 +104,10 @@ class Cache:
             fields = json.loads(line)
             key, answer = fields["key"], Answer(**{name: fields[name] for name in _FIELDS})
             if not (isinstance(key, str) and isinstance(answer.text, str)):
-                raise TypeError("its key or its text is no string")
+                raise TypeError("its key or its text is not a string")
         except (ValueError, RecursionError, LookupError, TypeError) as error:
             told = f"{self.path}, line {self._lines + 1} is damaged ({error})"
-            raise CacheError(f"{told}: take that line out, and its question is asked again.") from None
-        self._answers.setdefault(key, answer)  # the first one, where files were put together
+            raise CacheError(f"{told}: delete that line, and its question will be asked again.") from None
+        self._answers.setdefault(key, answer)  # keep the first: files that were merged may repeat a key
         self._size += len(line) + 1
         self._lines += 1

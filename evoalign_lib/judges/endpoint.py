@@ -1,4 +1,4 @@
-"""Chat judges behind an OpenAI-compatible address."""
+"""Backend for chat judges behind an OpenAI-compatible address."""
 
 import threading
 from collections.abc import Sequence
@@ -10,35 +10,35 @@ from evoalign_lib.checks import address, key_in, positive, whole_number
 from evoalign_lib.judges.answers import Answer, Keep, Messages
 
 _OPENAI = "https://api.openai.com/v1"
-_RETRIED = {408, 409, 429}  # by the openai client, and all from 500
-_STOPS = {401, 402, 403, 404}  # a wrong key, no credit, a model that is not for this key, or that is not there
+_RETRIED = {408, 409, 429}  # by the openai client, as are all from 500
+_STOPS = {401, 402, 403, 404}  # a wrong key, no credit, a model not allowed for this key, no such model
 _STOPPING_CODES = {"insufficient_quota", "billing_hard_limit_reached", "unsupported_parameter", "unsupported_value"}
 _MOST_FAILURES = 20  # in a row
 
 
 class EndpointError(RuntimeError):
-    """Every further request would fail, too; the message says why. What was answered until then is in the cache."""
+    """Every further request would fail as well; the message says why. Answers received so far are in the cache."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A model behind an OpenAI-compatible address, by its chat completions.
+    """A model behind an OpenAI-compatible address, called by its chat completions API.
 
-    The address is no part of the identity, since that of a local server changes from run to run: give each model a name
-    of its own.
+    The address is not part of the identity, since a local server's address changes from run to run: give each model its
+    own name.
 
     Attributes:
-        model: its name there.
+        model: its name on the server.
         base_url: address up to "/v1"; None: OpenAI's.
-        api_key_env: the environment variable with the key, read at each call and kept nowhere. It goes to base_url:
-            name another variable for another provider. A server of one's own may need none.
+        api_key_env: the environment variable with the key, which is read at each call, stored nowhere, and sent to
+            base_url: name another variable for another provider. Your own server may need no key.
         timeout: seconds without a byte from the server after which a request is given up.
-        retries: of a request after a time-out, a lost connection, or one of the HTTP errors 408, 409, 429 and 5xx, by
-            the openai client, which waits as long as the server asks for, or twice as long each time.
-        temperature: 0: greedy, as far as the server keeps to it.
-        max_tokens: of an answer.
-        seed: for the server; None: none is sent.
-        concurrency: requests at the same time.
+        retries: number of retries after a time-out, a lost connection, or HTTP error 408, 409, 429 or 5xx. The openai
+            client makes them, and waits as long as the server asks, or twice as long each time.
+        temperature: 0: greedy, as far as the server complies.
+        max_tokens: most tokens in an answer.
+        seed: sent to the server; None: no seed is sent.
+        concurrency: number of simultaneous requests.
     """
 
     model: str
@@ -51,7 +51,7 @@ class Endpoint:
     seed: int | None = 0
     concurrency: int = 8
     special_tokens: ClassVar[tuple[str, ...]] = ()
-    """None are known; those of the usual families are broken in any case."""
+    """Unknown for an endpoint; tokens of the common model families are broken up in any case."""
 
     def __post_init__(self) -> None:
         whole_number("retries", self.retries, least=0)
@@ -59,29 +59,29 @@ class Endpoint:
         whole_number("concurrency", self.concurrency)
         positive("timeout", self.timeout)
         if not 0 <= self.temperature <= 2:
-            raise ValueError(f"temperature={self.temperature} must be from 0 to 2.")
+            raise ValueError(f"temperature={self.temperature} must lie between 0 and 2.")
         if self.base_url is not None:
             address("base_url", self.base_url)
 
     def identity(self) -> dict[str, Any]:
-        """Return all that decides an answer, for the cache's keys and for records."""
+        """Return everything that determines an answer, for the cache's keys and for records."""
         fields = ("model", "temperature", "max_tokens", "seed")
         return {"backend": "endpoint"} | {name: getattr(self, name) for name in fields}
 
     def answers(self, conversations: Sequence[Messages], keep: Keep | None = None) -> list[Answer]:
         """Return an answer to each conversation, in their order.
 
-        After an exception, Ctrl-C included, no request starts any more, and those under way are awaited: they will have
-        been paid for.
+        After an exception, including Ctrl-C, no further request starts, and requests already sent are awaited, since
+        they are paid for in any case.
 
         Args:
-            conversations: messages each.
-            keep: takes each answer that is no failure as soon as it is there.
+            conversations: lists of messages.
+            keep: called with each answer that is not a failure as soon as it arrives.
 
         Raises:
-            ValueError: no key, or one that no HTTP header can hold.
-            EndpointError: a wrong key, an unknown model, a spent account, or 20 questions in a row without an answer
-                after all retries.
+            ValueError: no key, or one that does not fit into an HTTP header.
+            EndpointError: a wrong key, an unknown model, an account without credit, or 20 questions in a row without an
+                answer after all retries.
         """
         key = key_in(self.api_key_env, needed=self.base_url is None)
         import openai
@@ -92,7 +92,7 @@ class Endpoint:
         answers: list[Any] = [None] * len(conversations)
 
         def ask(i: int) -> Answer | None:
-            """Return a failure that may mean that the server is gone."""
+            """Ask one question; return its answer only if it is a failure that may mean that the server is gone."""
             if stopped.is_set():
                 return None
             try:
@@ -112,16 +112,16 @@ class Endpoint:
                     if failures >= _MOST_FAILURES:
                         raise EndpointError(
                             f"{failures} questions to {self.model!r} failed in a row, the last by {last.error!r} "
-                            f"({last.detail}): see whether {url} is up, and call again."
+                            f"({last.detail}): check that {url} is up, and call again."
                         )
             finally:
-                stopped.set()  # what waits in the pool returns at once
+                stopped.set()  # tasks that still wait in the pool return at once
         return answers
 
     def _ask(self, client: Any, key: str, messages: Messages) -> tuple[Answer, bool]:
-        """Return an answer without the key, and whether its failure may mean that the server is gone.
+        """Return an answer with the key removed, and whether its failure may mean that the server is gone.
 
-        A server that refuses a text, such as one that is too long, is there.
+        A server that only rejects a text, for instance as too long, is not gone.
         """
         import openai
 
@@ -144,9 +144,9 @@ class Endpoint:
             answer, gone = Answer(None, error="connection", detail=f"no connection to {url}"), True
         except (openai.OpenAIError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             answer = Answer(None, error="malformed", detail=f"no chat completion: {error!r}")
-        # some servers repeat the key
+        # some servers repeat the key in their messages
         text, detail = (said.replace(key, "***") if key and said else said for said in (answer.text, answer.detail))
-        if stops:  # outside the handlers, so that no error carries the request, and with it the key
+        if stops:  # raise outside the handlers: a chained error would carry the request, and with it the key
             raise EndpointError(
                 f"{url} refuses {self.model!r}: {detail:.200}. Correct the model, the base_url, its settings or the "
                 f"key in {self.api_key_env}, or top up the account, and call again."
@@ -155,18 +155,18 @@ class Endpoint:
 
 
 def _read(reply: Any) -> Answer:
-    """Read a chat completion, whose fields may be anything.
+    """Read a chat completion without trusting its fields.
 
     Raises:
-        AttributeError, LookupError, TypeError: it is none.
+        AttributeError, LookupError, TypeError: it is not a chat completion.
     """
     message, end = reply.choices[0].message, getattr(reply.choices[0], "finish_reason", None)
     counts = [getattr(reply.usage, name, None) for name in ("prompt_tokens", "completion_tokens")]
     counts = [n if type(n) is int and 0 <= n < 2**53 else None for n in counts]
     if end == "content_filter" or message.refusal:
         return Answer(None, *counts, error="refused", detail=str(message.refusal or end))
-    if message.content is None and end == "length":  # a model that thought until its limit
+    if message.content is None and end == "length":  # the model was still thinking at its token limit
         return Answer("", *counts, cut=True)
     if not isinstance(message.content, str):
-        raise TypeError("its content is no text")
+        raise TypeError("its content is not a text")
     return Answer(message.content, *counts, cut=end == "length")

@@ -1,4 +1,4 @@
-"""Chat judges in this process: transformers, or vLLM."""
+"""Backends for chat judges in this process, by transformers or vLLM."""
 
 import os
 from collections import Counter
@@ -11,10 +11,11 @@ from evoalign_lib.judges.answers import Answer, Keep, Messages
 
 
 class _Local:
-    """What the backends in this process share: prompts are checked, and go through the model in batches.
+    """Base class of the backends in this process: checks prompts and passes them to the model in batches.
 
-    Each has `_limit`, how many tokens prompt and answer may have (None: no limit), and `_generate(prompts)`, which
-    returns for each prompt, a list of token ids, those of the greedy answer, and whether it reached max_tokens.
+    A subclass has `_limit`, the most tokens in prompt and answer together (None: no limit), and `_generate(prompts)`.
+    Prompts are lists of token ids; for each one it returns the ids of the greedy answer, and whether the answer reached
+    max_tokens.
     """
 
     batch_size: int
@@ -22,7 +23,7 @@ class _Local:
 
     def __init__(self, model: str, tokenizer: Any, max_tokens: int, **identity: Any):
         if not tokenizer.chat_template:
-            raise ValueError(f"the tokenizer of {model!r} has no chat template: give a model that was trained to chat.")
+            raise ValueError(f"the tokenizer of {model!r} has no chat template: pass a model that was trained to chat.")
         from evoalign_lib import models
 
         self.model, self.tokenizer, self.max_tokens = model, tokenizer, whole_number("max_tokens", max_tokens)
@@ -30,22 +31,22 @@ class _Local:
         self._identity = {"model": model} | made_by | identity
         added = tokenizer.added_tokens_decoder
         self.special_tokens = tuple(token.content for token in added.values() if token.special)
-        # added tokens that are not special may have special ones inside
+        # added tokens that are not special may contain special ones
         self._marks = {i for i, t in added.items() if any(mark in t.content for mark in self.special_tokens)}
 
     def identity(self) -> dict[str, Any]:
-        """Return all that decides an answer, for the cache's keys and for records."""
+        """Return everything that determines an answer, for the cache's keys and for records."""
         return dict(self._identity)
 
     def answers(self, conversations: Sequence[Messages], keep: Keep | None = None) -> list[Answer]:
         """Return an answer to each conversation, in their order.
 
         Args:
-            conversations: messages each.
-            keep: takes each answer that is no failure as soon as it is there.
+            conversations: lists of messages.
+            keep: called with each answer that is not a failure as soon as it is generated.
 
         Raises:
-            ValueError: the model's chat template takes no system message.
+            ValueError: the model's chat template does not accept a system message.
         """
         answers: dict[int, Answer] = {}
         waiting: dict[int, list[int]] = {}
@@ -62,7 +63,7 @@ class _Local:
         for first in range(0, len(indices), self.batch_size):
             batch = indices[first : first + self.batch_size]
             done = self._generate([waiting[i] for i in batch])
-            with interrupts_wait():  # until all that is generated is kept
+            with interrupts_wait():  # until all generated answers are kept
                 for i, (ids, cut) in zip(batch, done, strict=True):
                     text = self.tokenizer.decode(ids if cut else ids[:-1], skip_special_tokens=True)
                     answers[i] = Answer(text, len(waiting[i]), len(ids), cut)
@@ -71,7 +72,7 @@ class _Local:
         return [answers[i] for i in range(len(conversations))]
 
     def _ids(self, messages: Messages) -> list[int]:
-        """Return the token ids of a prompt, by the chat template."""
+        """Return the token ids of a prompt, rendered by the chat template."""
         from jinja2 import TemplateError
 
         from evoalign_lib import models
@@ -80,8 +81,8 @@ class _Local:
             text = models.rendered(self.tokenizer, list(messages), add_generation_prompt=True)
         except TemplateError as error:
             raise ValueError(
-                f"the chat template of {self.model!r} refuses a system and a user message ({error}): take another "
-                "judge."
+                f"the chat template of {self.model!r} does not accept a system and a user message ({error}): pass "
+                "another judge."
             ) from error
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -92,19 +93,19 @@ class _Local:
 class LocalChat(_Local):
     """A chat model in this process, decoded greedily by transformers.
 
-    Every setting of the decoding is stated, and the model's own generation_config is not read but for its end tokens.
-    The batch size is no part of the identity; in low precision, padding can turn a near-tie of two tokens.
+    Every decoding setting is explicit; only the end tokens are taken from the model's own generation_config. The batch
+    size is not part of the identity, although padding in low precision can flip a near-tie between two tokens.
 
     Args:
         model: a name, a folder, a shipped base or a model object, as for `models.load`.
         tokenizer: its tokenizer; None: the one saved with the model.
-        device: where to compute, as torch names it.
-        batch_size: prompts at once.
-        max_tokens: of an answer.
-        dtype: to load a model given by name in.
+        device: torch device.
+        batch_size: prompts per batch.
+        max_tokens: most tokens in an answer.
+        dtype: in which a model given by name is loaded.
 
     Raises:
-        ValueError: no such model, or one without a chat template.
+        ValueError: the model does not exist, or has no chat template.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class LocalChat(_Local):
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         greedy = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
         ends = {"max_new_tokens": self.max_tokens, "eos_token_id": self._ends, "pad_token_id": pad}
-        # generate() fills what the settings leave open from the model's own, such as a list of forbidden words
+        # generate() takes settings that are left open from the model's own config, such as a list of forbidden words
         own, device = self._loaded.generation_config, self._loaded.device
         try:
             self._loaded.generation_config = GenerationConfig()
@@ -157,16 +158,16 @@ class LocalChat(_Local):
 
 
 class VLLMChat(_Local):
-    """A chat model in vLLM in this process, decoded greedily, every setting of the decoding stated.
+    """A chat model in this process, decoded greedily by vLLM, with every decoding setting explicit.
 
     Args:
         model: a folder or a name on the Hub.
-        max_tokens: of an answer.
+        max_tokens: most tokens in an answer.
         engine: further arguments of `vllm.LLM`, such as dtype, max_model_len or tensor_parallel_size.
 
     Raises:
         ImportError: vLLM is not installed.
-        ValueError: a model without a chat template.
+        ValueError: the model has no chat template.
     """
 
     batch_size = 256  # answers are kept after each batch; vLLM itself decides how many it decodes at once
@@ -189,9 +190,9 @@ class VLLMChat(_Local):
 
         from evoalign_lib.engines.vllm import STATED
 
-        # vLLM adds the end tokens of the model's generation_config, and with given parameters nothing else of it
+        # given parameters, vLLM takes only the end tokens from the model's generation_config
         greedy = SamplingParams(temperature=0.0, max_tokens=self.max_tokens, **STATED)
         asked = [{"prompt_token_ids": ids} for ids in prompts]
-        # vLLM's own text leaves out the bytes of a character that was cut off, its tokens do not
+        # vLLM's own text drops the bytes of a character that was cut off; its tokens keep them
         done = [request.outputs[0] for request in self._llm.generate(asked, greedy, use_tqdm=False)]
         return [(list(output.token_ids), output.finish_reason == "length") for output in done]

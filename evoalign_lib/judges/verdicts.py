@@ -1,4 +1,4 @@
-"""Judge pairs in both orders, or single texts, and count what is no verdict."""
+"""Judge pairs in both orders, or single texts, and count answers without a verdict."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ from evoalign_lib.judges.endpoint import EndpointError
 from evoalign_lib.judges.rubrics import Reading, Rubric
 from evoalign_lib.judges.texts import quote
 
-# ------------------------------------------------------------------------------------------------------ what is judged
+# -------------------------------------------------------------------------------------------------------------- inputs
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Pair:
     """Two answers to one prompt.
 
     Attributes:
-        prompt: what both answer.
-        a: an answer.
-        b: the other one.
+        prompt: the prompt of both answers.
+        a: one answer.
+        b: the other answer.
     """
 
     prompt: str
@@ -41,23 +41,23 @@ class Pair:
 def _check_texts(*texts: Any) -> None:
     for text in texts:
         if not isinstance(text, str):
-            raise TypeError(f"prompts and answers must be texts, got {text!r:.200}.")
+            raise TypeError(f"prompts and answers must be strings, got {text!r:.200}.")
 
 
-# --------------------------------------------------------------------------------------------------- what is said of it
+# ------------------------------------------------------------------------------------------------------------- results
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a chat judge said of a pair in one of the two orders.
+    """A chat judge's answer on a pair in one of the two orders.
 
     Attributes:
         first: the text that it saw first, "a" or "b".
-        raw: its answer as it came; None after a failure.
-        winner: "a", "b" or "tie"; None where there is no verdict.
-        strength: 0 for a tie, 1 for a win, 2 for a strong one.
-        scores: of a and of b, if it gives scores.
-        error: why there is no answer (`answers.ERRORS`); None where there is one.
+        raw: its answer, unprocessed; None after a failure.
+        winner: "a", "b" or "tie"; None if there is no verdict.
+        strength: 0 for a tie, 1 for a win, 2 for a strong win.
+        scores: of a and of b, if the judge gives scores.
+        error: why there is no answer (`answers.ERRORS`); None if there is one.
     """
 
     first: str
@@ -73,12 +73,12 @@ class Judgement:
     """The verdict on a pair.
 
     Attributes:
-        verdict: "a", "b" or "tie"; None where an order has no verdict.
-        inconsistent: the orders disagree, and the verdict is a tie.
-        unparsed: there are answers, but not in both of them a verdict.
-        failed: why an answer is missing; None where none is.
-        scores: of a and b, the mean over the orders; None where there are none.
-        orders: a first, then b first; empty for a judge that scores texts alone.
+        verdict: "a", "b" or "tie"; None if an order has no verdict.
+        inconsistent: whether the orders disagree, which makes the verdict a tie.
+        unparsed: whether both answers are there, but at least one has no verdict.
+        failed: why an answer is missing; None if none is.
+        scores: of a and b, averaged over the orders; None if there are none.
+        orders: a first, then b first; empty for a judge that scores each text alone.
     """
 
     verdict: str | None
@@ -91,17 +91,17 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Spent:
-    """What judging took, and which texts a judge did not see as they were.
+    """The cost of judging, and how many texts were changed before a judge saw them.
 
     Attributes:
-        questions: put to a chat judge, equal ones counted once.
-        cached: of these, answered by the cache.
-        prompt_tokens: of this time's answers, as far as the backend says.
-        completion_tokens: of this time's answers, as far as the backend says.
-        errors: questions left without an answer after all retries, by kind.
-        broken: texts in which marks were broken.
-        replaced: texts in which characters were replaced.
-        cut: texts that were cut.
+        questions: number of different questions to a chat judge.
+        cached: how many of them the cache answered.
+        prompt_tokens: of the answers that were not cached, as far as the backend reports them.
+        completion_tokens: of the answers that were not cached, as far as the backend reports them.
+        errors: number of questions without an answer after all retries, by kind of error.
+        broken: number of texts in which marks were broken up.
+        replaced: number of texts in which characters were replaced.
+        cut: number of texts that were cut.
     """
 
     questions: int = 0
@@ -121,7 +121,7 @@ class Judged:
     Attributes:
         judge: its name.
         judgements: one per pair, in their order.
-        spent: on them.
+        spent: the cost of judging.
     """
 
     judge: str
@@ -130,25 +130,25 @@ class Judged:
 
     @property
     def verdicts(self) -> list[str | None]:
-        """One per pair; None where there is none: such pairs are to be left out, and counted."""
+        """Verdict on each pair; None if there is none: leave such pairs out, and count them."""
         return [judgement.verdict for judgement in self.judgements]
 
     @property
     def counts(self) -> dict[str, int]:
-        """Pairs by outcome: "a", "b", "tie" (with the inconsistent ones), "unparsed", "failed"; they add up."""
+        """Number of pairs by outcome: "a", "b", "tie" (inconsistent ones included), "unparsed" and "failed"."""
         outcomes = ["failed" if j.failed else "unparsed" if j.unparsed else j.verdict for j in self.judgements]
         return {name: outcomes.count(name) for name in ("a", "b", "tie", "unparsed", "failed")}
 
     @property
     def inconsistent(self) -> int:
-        """Pairs whose orders disagree."""
+        """Number of pairs whose orders disagree."""
         return sum(judgement.inconsistent for judgement in self.judgements)
 
     @property
     def first_share(self) -> float:
-        """Share of wins of the text that stood first, over both orders of pairs with two verdicts.
+        """Share of wins that went to the text shown first, over both orders of pairs with two verdicts.
 
-        A judge without preference has 0.5, whichever texts are better; NaN where there is no win.
+        For a judge without position bias it is 0.5, whichever texts are better; NaN if there are no wins.
         """
         both = [order for judgement in self.judgements if judgement.verdict for order in judgement.orders]
         wins = [order.winner == order.first for order in both if order.winner != "tie"]
@@ -161,10 +161,10 @@ class JudgedTexts:
 
     Attributes:
         judge: its name.
-        scores: (texts,) float64; NaN where there is none.
-        errors: (texts,) why there is no answer; None where there is one.
-        spent: on them.
-        raw: (texts,) the answers as they came; empty for a judge that scores texts alone.
+        scores: (texts,) float64; NaN for a text without a score.
+        errors: (texts,) why there is no answer; None if there is one.
+        spent: the cost of judging.
+        raw: (texts,) the unprocessed answers; empty for a `ScoreJudge`.
     """
 
     judge: str
@@ -175,12 +175,12 @@ class JudgedTexts:
 
     @property
     def failed(self) -> int:
-        """Texts without an answer."""
+        """Number of texts without an answer."""
         return sum(error is not None for error in self.errors)
 
     @property
     def unparsed(self) -> int:
-        """Texts whose answer holds no score."""
+        """Number of texts whose answer has no score."""
         return int(np.isnan(self.scores).sum()) - self.failed
 
 
@@ -188,14 +188,14 @@ class JudgedTexts:
 
 
 class ScoreJudge:
-    """A judge that scores each text alone: a reward model, a rule.
+    """A judge that scores each text alone, such as a reward model or a rule.
 
-    It needs no orders, and nothing of it is cached: its scores are computed again.
+    The order of a pair does not matter to it, and its scores are not cached but computed again.
 
     Args:
-        score: (prompts, completions) -> one number each; a NaN or infinity counts as a failure.
-        name: goes into records.
-        margin: greatest difference of two scores that is a tie.
+        score: (prompts, completions) -> one number per completion; NaN or infinity counts as a failure.
+        name: name in records.
+        margin: greatest difference between two scores that still counts as a tie.
     """
 
     def __init__(self, score: Callable[[list[str], list[str]], Any], name: str, margin: float = 0.0):
@@ -204,13 +204,13 @@ class ScoreJudge:
         self.score, self.name, self.margin = score, name, float(margin)
 
     def scores(self, texts: Sequence[tuple[str, str]]) -> dict[tuple[str, str], float]:
-        """Return the score of each different (prompt, completion), computed once."""
+        """Return the score of each distinct (prompt, completion), computed once."""
         if not (different := list(dict.fromkeys(texts))):
             return {}
         scores = np.asarray(self.score(*map(list, zip(*different, strict=True))), float)
         if scores.shape != (len(different),):
             raise ValueError(
-                f"judge {self.name!r} returned scores of shape {scores.shape} for {len(different)} texts: one each."
+                f"judge {self.name!r} returned shape {scores.shape} for {len(different)} texts: return a score each."
             )
         return dict(zip(different, scores.tolist(), strict=True))
 
@@ -221,7 +221,8 @@ class ChatJudge:
     Args:
         backend: `Endpoint`, `LocalChat` or `VLLMChat`.
         rubric: for pairs or for single texts.
-        max_characters: of a prompt or a completion that the judge sees; what is longer is cut, said so and counted.
+        max_characters: most characters of a prompt or completion that the judge sees; longer ones are cut, with a note
+            to the judge, and counted.
     """
 
     def __init__(self, backend: Any, rubric: Rubric, max_characters: int = 20_000):
@@ -235,16 +236,16 @@ def judge_pairs(
     pairs: Sequence[Pair],
     cache: Cache | str | os.PathLike[str] | None = None,
 ) -> Judged:
-    """Judge pairs, by a chat judge in both orders.
+    """Judge pairs; a chat judge sees each pair in both orders.
 
     Args:
-        judge: one for pairs.
-        pairs: equal ones are asked once.
-        cache: of a chat judge's answers, or its path; None: answers are kept for this call alone.
+        judge: a score judge, or a chat judge with a rubric for pairs.
+        pairs: the pairs; equal pairs are judged once.
+        cache: a cache of a chat judge's answers, or its path; None: answers are kept for this call only.
 
     Raises:
-        ValueError: a rubric for single texts.
-        EndpointError: every further request would fail. What was answered is in the cache: call again.
+        ValueError: the rubric is for single texts.
+        EndpointError: every further request would fail. Answers received so far are in the cache: call again.
         CacheError: the cache is damaged.
     """
     if isinstance(judge, ScoreJudge):
@@ -264,13 +265,13 @@ def judge_texts(
     """Score single texts.
 
     Args:
-        judge: one for single texts.
-        texts: (prompt, completion) each; equal ones are asked once.
+        judge: a score judge, or a chat judge with a rubric for single texts.
+        texts: pairs (prompt, completion); equal ones are scored once.
         cache: as for `judge_pairs`.
 
     Raises:
-        ValueError: a rubric for pairs.
-        TypeError: a prompt or a completion that is no text.
+        ValueError: the rubric is for pairs.
+        TypeError: a prompt or a completion is not a string.
         EndpointError, CacheError: as for `judge_pairs`.
     """
     texts = [(prompt, completion) for prompt, completion in texts]
@@ -282,7 +283,7 @@ def judge_texts(
         errors = [None if good else "not finite" for good in finite]
         return JudgedTexts(judge.name, np.where(finite, scores, math.nan), errors, Spent())
     answers, spent = _ask(judge, texts, cache, pairwise=False)
-    scores = np.array([_read(judge.rubric, answer) for answer in answers], float)  # of None: NaN
+    scores = np.array([_read(judge.rubric, answer) for answer in answers], float)  # None becomes NaN
     errors = [answer.error for answer in answers]
     return JudgedTexts(judge.name, scores, errors, spent, tuple(answer.text for answer in answers))
 
@@ -298,7 +299,7 @@ def _compared(pair: Pair, scores: dict[tuple[str, str], float], margin: float) -
 
 
 def _read(rubric: Rubric, answer: Answer) -> Reading | float | None:
-    """Return what an answer says; None where it says nothing, or was cut: its last words are not its last."""
+    """Parse an answer; None if it is missing, has no verdict, or was cut, which loses its last words."""
     return None if answer.text is None or answer.cut else rubric.read(answer.text)
 
 
@@ -334,13 +335,13 @@ def _judgement(rubric: Rubric, a_first: Answer, b_first: Answer) -> Judgement:
 def _ask(
     judge: ChatJudge, shown: Sequence[tuple[str, ...]], cache: Cache | str | os.PathLike[str] | None, *, pairwise: bool
 ) -> tuple[list[Answer], Spent]:
-    """Return an answer to each question, from the cache where it has one, and what that took.
+    """Return an answer to each question, from the cache if it has one, and the cost.
 
-    shown: the prompt of a question and the texts to be judged, in their order.
+    shown: for each question, the prompt and the texts to judge, in their order.
     """
     if judge.rubric.pairwise != pairwise:
         what, call = ("pairs", "judge_pairs") if judge.rubric.pairwise else ("single texts", "judge_texts")
-        raise ValueError(f"rubric {judge.rubric.name!r} is for {what}: call {call}, or take another one.")
+        raise ValueError(f"rubric {judge.rubric.name!r} is for {what}: call {call}, or pass another rubric.")
     backend = judge.backend
     cache = cache if isinstance(cache, Cache) else Cache(cache)
     cache.refresh()
@@ -354,9 +355,9 @@ def _ask(
         answers = backend.answers([by_key[key] for key in waiting], lambda i, answer: cache.put(waiting[i], answer))
     except EndpointError as error:
         left = sum(cache.get(key) is None for key in waiting)
-        kept = f"in {cache.path}" if cache.path else "of this process alone: give a path to keep answers"
+        kept = f"in {cache.path}" if cache.path else "of this process only: pass a path to keep answers"
         raise EndpointError(
-            f"{error} {left} of {len(by_key)} questions are left; the others' answers are in the cache {kept}."
+            f"{error} {left} of {len(by_key)} questions are left; the other answers are in the cache {kept}."
         ) from None
     failed = {key: answer for key, answer in zip(waiting, answers, strict=True) if answer.error}
     spent = Spent(

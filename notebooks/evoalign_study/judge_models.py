@@ -1,12 +1,13 @@
-"""Models beside the one that a run trains: scorers that it is trained on, and judges that it is not.
+"""Judge and reward models that are used next to the model being trained: scorers and chat judges.
 
 A *scorer* is a reward or cost model: a folder or a name on the Hub, loaded by the run, or the address of a server
-(`evoalign serve-scorer`). With another engine than the local one several processes ask them, which see their own GPUs
-alone: the scorers are served then. A *chat judge* is a language model behind an OpenAI-compatible endpoint: an address
-and a name there ("http://localhost:8000/v1#Qwen/Qwen2.5-7B-Instruct"). It is asked when the run has ended.
+(`evoalign serve-scorer`). Engines other than the local one call scorers from several processes, each of which sees only
+its own GPUs, so there scorers must be served. A *chat judge* is a language model behind an OpenAI-compatible endpoint,
+given as an address and a model name ("http://localhost:8000/v1#Qwen/Qwen2.5-7B-Instruct"). It is asked after the run
+has ended. Models named in `held_out` only judge the run; the others train it.
 
-A spec names each by its name, by what it computes with (digest) and by where it is (`at`). Of a server the first two
-are what it says of itself. Addresses are in no spec: the process that made it remembers them
+A spec identifies each model by its name, by a digest of what it computes with, and by where it is (`at`). For a server,
+name and digest are what the server reports. Addresses are in no spec: the process that made the spec remembers them
 (`base_models.know_files`).
 
 The environment variables EVOALIGN_SCORER_KEY and OPENAI_API_KEY hold the keys of servers and endpoints, if they need
@@ -30,15 +31,15 @@ from evoalign_study.records import Settings, spec_hash
 SIDES = ("reward", "cost")
 """The scorers that a run is trained on."""
 SERVER, ENDPOINT = "server", "endpoint"
-"""Where a model is that the run does not load."""
+"""Places of models that the run does not load."""
 RUBRICS = {"helpful": judges.SAFE_RLHF_HELPFUL, "harmless": judges.SAFE_RLHF_HARMLESS}
-"""What a chat judge is asked of every pair, in both orders."""
+"""The rubrics by which a chat judge compares every pair, in both orders."""
 DTYPES = ("float32", "bfloat16", "float16")
-_TIMEOUT, _RETRIES = 300.0, 10  # a scorer that is started anew within a minute is found again
+_TIMEOUT, _RETRIES = 300.0, 10  # enough to find a scorer again that is restarted within a minute
 
 
 class Model(NamedTuple):
-    """A model beside the one that is trained, as a spec names it."""
+    """A judge or reward model as a spec names it."""
 
     role: str
     """"reward", "cost" or "held_out" """
@@ -49,7 +50,7 @@ class Model(NamedTuple):
     at: str
     """a torch device, `SERVER` or `ENDPOINT`"""
     text: str
-    """format of a scorer that the run loads (`reward_models.TEXTS`); else empty"""
+    """format of a scorer that the run loads (`reward_models.TEXTS`); otherwise empty"""
 
     @property
     def loaded(self) -> bool:
@@ -61,31 +62,32 @@ class Model(NamedTuple):
 
 
 def fields(settings: Settings) -> dict[str, Any]:
-    """Return the fields of a spec that name its scorers and judges, each of which was looked at.
+    """Check the scorers and judges in the settings, and return the fields of a spec that name them.
 
     Args:
-        settings: reward_model, cost_model; reward_text, cost_text (formats of those that the run loads; one in
+        settings: reward_model, cost_model; reward_text, cost_text (formats of those that the run loads; a model in
             Safe-RLHF's layout needs none); held_out (judges, separated by commas), held_out_text; scorer_device,
-            scorer_dtype and scorer_max_length of what the run loads; judge_tokens, of an answer of a chat judge.
+            scorer_dtype and scorer_max_length for the models that the run loads; judge_tokens, the most tokens in a
+            chat judge's answer.
 
     Raises:
-        ValueError: a model that is not there or is none of its kind, an address that does not answer, a judge that
-            trains the run, two equal judges, a scorer that is loaded where several processes ask it, or a setting that
-            nothing of these reads.
+        ValueError: a model that does not exist or is of the wrong kind, an address that does not answer, a judge that
+            trains the run, two equal judges, a scorer that the run would load although several processes call it, or a
+            setting that none of these models reads.
     """
     trains = [_scorer(side, str(settings.get(f"{side}_model") or ""), settings) for side in SIDES]
     names = [name.strip() for name in str(settings.get("held_out") or "").split(",") if name.strip()]
     held = [_judge(name, settings) for name in names]
     for i, one in enumerate(held):
         apart = _weights(one) not in map(_weights, trains)
-        require(apart, f"judge: {one.name!r} trains the run, and is held out of nothing: give another one.")
+        require(apart, f"judge: {one.name!r} trains the run, so it is not held out: give another judge.")
         before = [(other.digest, other.text) for other in held[:i]]
-        require((one.digest, one.text) not in before, f"judge: {one.name!r} is given twice.")
+        require((one.digest, one.text) not in before, f"judge: {one.name!r} is given twice: give it once.")
     loaded = [one for one in (*trains, *held) if one.loaded]
     _check_read(loaded, settings)
     if loaded and not base_models.is_local(settings):
-        remedy = "start evoalign serve-scorer where all of them reach it, and give its address"
-        raise ValueError(f"engine={settings['engine']!r}: several processes ask {loaded[0].name!r}: {remedy}.")
+        remedy = "start evoalign serve-scorer where all of them can reach it, and give its address"
+        raise ValueError(f"engine={settings['engine']!r}: several processes call {loaded[0].name!r}: {remedy}.")
     wanted: dict[str, Any] = {}
     for one in trains:
         wanted |= {f"{one.role}_model": one.name, f"{one.role}_digest": one.digest, f"{one.role}_at": one.at}
@@ -101,7 +103,7 @@ _OF_LOADED = ("scorer_device", "scorer_dtype", "scorer_max_length")
 
 
 def of(spec: Mapping[str, Any]) -> list[Model]:
-    """Return the models that a spec names: reward, cost, and the judges in their order."""
+    """Return the models that a spec names: reward, cost, then the judges in their order."""
     named = ("model", "digest", "at", "text")
     sides = [Model(side, "scorer", *(spec.get(f"{side}_{name}", "") for name in named)) for side in SIDES]
     columns = (spec.get(f"held_out_{name}s", ()) for name in _NAMES)
@@ -136,7 +138,7 @@ def _scorer(role: str, name: str, settings: Settings) -> Model:
 
 @lru_cache(maxsize=64)
 def _identity(url: str) -> dict[str, Any]:
-    """What a server says of its model, once per process: whoever opens it asks again."""
+    """Return what a server says of its model, asked once per process; opening the scorer asks it again."""
     return _served(url, timeout=20, retries=1).identity
 
 
@@ -158,7 +160,7 @@ def _judge(name: str, settings: Settings) -> Model:
 
 @lru_cache(maxsize=64)
 def _check_endpoint(endpoint: Endpoint) -> None:
-    """Refuse an endpoint that would fail on every question; one that passes is asked once per process.
+    """Check that an endpoint would not fail on every question; one that passes is checked once per process.
 
     Raises:
         ValueError: it does not answer, refuses the key, or says that it has no such model.
@@ -173,14 +175,14 @@ def _check_endpoint(endpoint: Endpoint) -> None:
         status = getattr(error, "status_code", None)
         if status in (401, 403, None):
             refused = f"refuses the key (HTTP {status})" if status else f"does not answer ({type(error).__name__})"
-            raise ValueError(f"{judge} {refused}: see whether it runs, and set {endpoint.api_key_env}.") from None
-        known = []  # it answers, and lists no models
+            raise ValueError(f"{judge} {refused}: check that it runs, and set {endpoint.api_key_env}.") from None
+        known = []  # it answers, but does not list its models
     if not endpoint.model or (known and endpoint.model not in known):
-        raise ValueError(f"{judge}: write the address, # and the name of a model there, such as {known[:5]}.")
+        raise ValueError(f"{judge}: write the address, then #, then the name of a model there, such as {known[:5]}.")
 
 
 def _device(settings: Settings) -> str:
-    """The device of what the run loads."""
+    """Return the device of the models that the run loads."""
     device = str(settings.get("scorer_device") or "cpu")
     known = re.fullmatch(r"cpu|cuda:\d+", device)
     require(known, f"scorer_device={device!r}: give 'cpu', or a GPU with its number, such as 'cuda:1'.")
@@ -188,51 +190,51 @@ def _device(settings: Settings) -> str:
 
 
 def _weights(one: Model) -> str:
-    """What identifies a model's weights, whoever serves them."""
+    """Return what identifies a model's weights, wherever they are loaded or served."""
     return _identity(_address(one))["weights"] if one.at == SERVER else one.digest
 
 
 def _check_read(loaded: Sequence[Model], settings: Settings) -> None:
-    """Refuse settings of models that the run loads where it loads none."""
+    """Raise ValueError for settings of loaded models that no model loaded by the run reads."""
     if settings.get("scorer_dtype"):
         choose("scorer_dtype", settings["scorer_dtype"], DTYPES)
     read = {f"{one.role}_text" for one in loaded} | (set(_OF_LOADED) if loaded else set())
     for name in (*_OF_LOADED, *(f"{role}_text" for role in (*SIDES, "held_out"))):
         value, shown = settings.get(name), name.replace("held_out", "judge")
         fits = not value or name in read or value == "cpu"
-        require(fits, f"{shown}={value!r}: no model that the run loads reads it. Leave it out.")
+        require(fits, f"{shown}={value!r} is read by no model that the run loads. Leave it out.")
 
 
 # ---- scorers
 
 
 class OrStop:
-    """A scorer in a run: where its server is gone the run ends, to be resumed, rather than go on with floors.
+    """A scorer in a run: if its server is gone, the run stops and can be resumed, rather than go on with floor scores.
 
-    What can not be scored by a server that works scores the floor of the task and is counted (`rewards`).
+    A completion that a working server cannot score gets the floor of the task and is counted (`rewards`).
     """
 
     def __init__(self, scorer: RewardModel | HTTPScorer):
         self.scorer, self.name = scorer, scorer.name
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str]) -> Any:
-        """Return a score for each completion, float64 (completions,). Raises as the scorer, and RewardOutage."""
+        """Return a score for each completion, float64 (completions,). Raises RewardOutage, and as the scorer does."""
         try:
             return self.scorer.score(prompts, completions)
         except ScorerGone as error:
-            raise RewardOutage(f"{error} Start it again, and run this again: the run goes on where it was.") from error
+            raise RewardOutage(f"{error} Start it again, then run this again: the run resumes where it was.") from error
 
     @property
     def counts(self) -> dict[str, int]:
-        """What happened since the run began, or went on, in this process, by kind, as far as anything did."""
+        """Number of events by kind since the run began or resumed in this process; kinds without any are left out."""
         return {kind: count for kind, count in self.scorer.counts.items() if count}
 
 
 def prepare(spec: Mapping[str, Any]) -> None:
-    """Open the scorers of a spec, before anything is trained, and count what happens from here on.
+    """Open the scorers of a spec before anything is trained, and reset their counts.
 
     Raises:
-        ValueError, FileNotFoundError, ScorerError: as `opened`.
+        ValueError, FileNotFoundError, ScorerError: as `opened` does.
     """
     for one in of(spec):
         if one.kind == "scorer":
@@ -241,11 +243,11 @@ def prepare(spec: Mapping[str, Any]) -> None:
 
 
 def opened(spec: Mapping[str, Any], one: Model) -> OrStop:
-    """Return a scorer that a spec names, once per process.
+    """Return a scorer that a spec names, opened once per process.
 
     Raises:
-        ValueError: it is not the one that the spec was made with, or cannot be loaded.
-        FileNotFoundError: this process was not told where its server is.
+        ValueError: it is not the one that the spec was made with, or it cannot be loaded.
+        FileNotFoundError: this process does not know the address of its server.
         ScorerError: the server does not answer.
     """
     address = None if one.loaded else _address(one)
@@ -264,8 +266,8 @@ def _opened(one: Model, dtype: str | None, max_length: int | None, address: str 
 
 def _address(one: Model) -> str:
     if (address := base_models.known_files().get(one.digest)) is None:
-        unknown = f"the {one.role} model {one.name!r} ({one.digest}): this process was not told its address"
-        raise FileNotFoundError(f"{unknown}. Make the specs again with it.")
+        unknown = f"the address of the {one.role} model {one.name!r} ({one.digest}) is unknown to this process"
+        raise FileNotFoundError(f"{unknown}. Make the specs again with its address.")
     return address
 
 
@@ -278,13 +280,13 @@ def _check_same(one: Model, digest: str) -> None:
 
 
 def judged(spec: Mapping[str, Any], pairs: Sequence[Pair]) -> list[tuple[Model, str, Judged]]:
-    """Return what each chat judge of a spec says of pairs, by each of `RUBRICS`: judge, rubric and verdicts.
+    """Judge pairs by each chat judge of a spec and each of `RUBRICS`, and return judge, rubric and verdicts.
 
-    Answers are kept in judges/<digest>.jsonl below EVOALIGN_RUN_DIR, or below runs: what was interrupted goes on there.
+    Answers are kept in judges/<digest>.jsonl below EVOALIGN_RUN_DIR, or below runs: an interrupted call resumes there.
 
     Raises:
-        FileNotFoundError: this process was not told where an endpoint is.
-        EndpointError: an endpoint is gone; what was answered is kept.
+        FileNotFoundError: this process does not know the address of an endpoint.
+        EndpointError: an endpoint is gone; its answers so far are kept.
     """
     folder = base_models.kept("judges")
     verdicts = []
@@ -294,6 +296,6 @@ def judged(spec: Mapping[str, Any], pairs: Sequence[Pair]) -> list[tuple[Model, 
         for name, rubric in RUBRICS.items():
             said = judges.judge_pairs(ChatJudge(backend, rubric), pairs, folder / f"{one.digest}.jsonl")
             if all(judgement.failed in ("connection", "timeout", "http") for judgement in said.judgements):
-                raise EndpointError(f"the judge {one.name!r} answered nothing: see whether it runs, run this again.")
+                raise EndpointError(f"the judge {one.name!r} answered nothing: check that it runs, and run this again.")
             verdicts.append((one, name, said))
     return verdicts

@@ -1,4 +1,4 @@
-"""Notebook 03, conciseness: its presets and groups of runs, what it finds, its tables and its figures."""
+"""Notebook 03, conciseness: presets, groups of runs, results, tables and figures."""
 
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -25,21 +25,21 @@ ARMS = ("es", "grpo")
 presets, TINY, SMOKE, FULL = scales(
     {
         "bases": ["B0", "B1"],
-        "retrain": [],  # groups that `force` makes anew; none: all
+        "retrain": [],  # groups that `force` trains again; empty: all
         "questions": "",  # at scale full: a file of your own
-        "fewer_prompts": (2, 2, None),  # of section 10; none: no such runs
+        "fewer_prompts": (2, 2, None),  # of section 10; None: no such runs
         **CONCISENESS,
         "curve_points": (16, 3),
         "seeds_judge": (16, 2),  # of the declared settings
-        "seeds_repeat": (16, 2, 0),  # further seeds of the declared settings, under all decodings
+        "seeds_repeat": (16, 2, 0),  # further seeds of the declared settings, measured under all decodings
         "seeds_map": (4, 1),  # of the other settings
         "seeds_elsewhere": (2, 1),  # on the other bases
         "sigma": ([0.003, 0.01, 0.03], [0.01, 0.03], [3e-4, 1e-3, 3e-3]),  # from here: the axes of the maps
         "alpha": ([0.0015, 0.005, 0.015], [0.005, 0.015], [1.5e-4, 5e-4, 1.5e-3]),
         "learning_rate": ([1e-4, 3e-4, 1e-3], [3e-4], [1e-6, 3e-6, 1e-5]),
         "beta": ([0.0, 0.04, 0.4], [0.0]),
-        "repeat_points": (10, 3),  # of the curves of the repeated runs: a record has no room for more
-        "shown": 3,  # published completions of each set that are printed
+        "repeat_points": (10, 3),  # of the curves of the repeated runs: more do not fit into a record
+        "shown": 3,  # published completions printed from each set
         "questions_shown": 4,
     },
     "Qwen/Qwen2.5-7B-Instruct",
@@ -49,7 +49,7 @@ FEW = ("es_few", "grpo_few")
 
 
 def groups(run: SimpleNamespace, of: Records) -> Groups:
-    """Return the runs by name. All but "published" are of the notebook's own models."""
+    """Return the groups of runs by name. All but "published" are runs of the notebook's own models."""
     here, elsewhere = run.bases[:1], run.bases[1:]
     judge, some = run.seeds_judge, run.seeds_map
 
@@ -64,7 +64,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         return [{"unique_prompts": run.fewer_prompts, name: x} for x in vars(run)[name] if run.fewer_prompts]
 
     again = [{"sampled_at": run.temperatures, "curve_points": run.repeat_points}]
-    further = range(judge, judge + run.seeds_repeat)  # no seed that was looked at before
+    further = range(judge, judge + run.seeds_repeat)  # only seeds that were not used before
     nulls = range(min(some, run.seeds_repeat))
     first = {"base": where(of["base"], base=run.bases[0])} if "base" in of else {}
     return {
@@ -77,7 +77,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         **{f"{arm}_few": train(arm, here, some, few(name)) for arm, name in (("es", "alpha"), ("grpo", "beta"))},
         **{arm: train(arm, here, some) for arm in ("es_sampled", "es_random", "grpo_random")},
         "published": published_specs(run.scale),
-        # the first base at the temperatures of the repeated runs
+        # the first base, decoded at the temperatures of the repeated runs
         "decodings": loading.decodings(run, first, ["base"]) if run.seeds_repeat else After([], ()),
     }
 
@@ -86,15 +86,15 @@ LABELS = {arm: look.label for arm, look in style.ARMS.items()}
 """Arm -> its name in tables and legends."""
 LEVELS = {f"reward {x}": ("at_proxy", x) for x in (-20, -15, -10, -5, -2)}
 LEVELS |= {f"KL {x:g}": ("at_kl", x) for x in (0.1, 0.2, 0.5, 1)}
-"""Name of a level -> axis and level at which runs are compared: reward on split A in characters, KL in nats."""
+"""Name of a level -> axis and value at which runs are compared: reward on split A in characters, KL in nats."""
 DROPS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
-"""By how much right answers have to fall for a run to count as hacked: the rule has the fourth."""
+"""Falls in right answers above which a run counts as hacked; the rule uses the fourth."""
 REPEATED = ("es_repeat", "grpo_repeat", "es_random_repeat", "grpo_random_repeat")
-"""Groups of the declared settings on further seeds, measured under three decodings."""
+"""Groups that repeat the declared settings with further seeds, measured under three decodings."""
 
 
 def models(bases: Sequence[str]) -> str:
-    """Return base models in words, for captions.
+    """Describe base models in words, for captions.
 
     >>> models(["B0", "B1"])
     'bases B0 and B1, tiny models trained from scratch'
@@ -109,7 +109,7 @@ def models(bases: Sequence[str]) -> str:
 
 
 def setting(spec: Mapping[str, Any]) -> str:
-    """Return the two settings of a run that its arm's map varies, in words."""
+    """Describe the two settings of a run that its arm's map varies."""
     return ", ".join(f"{name.replace('_', ' ')} {spec[name]:g}" for name in arms.swept(spec["arm"]))
 
 
@@ -119,12 +119,12 @@ def untrained(of: Records) -> dict[str, Record]:
 
 
 def ends(of: Records, *names: str) -> pd.DataFrame:
-    """Return a row per run of some groups: how it ended, and where it came to levels on the way.
+    """Return a row per run of some groups: how it ended, and where it reached levels during training.
 
-    Of each decoding "proxy" (split A, characters), "right" (split B, %), "lost" (share of right answers since the
-    start), "tested" (share of right test questions) and "hacked". Of each level the greedy right answers
-    in % at the first point that reaches it. "solved" is where the reward in training first comes to -0.5: KL in nats,
-    and right answers in %. "no signal": the share of ES's populations, or GRPO's groups, whose rewards are all alike.
+    For each decoding: "proxy" (split A, characters), "right" (split B, %), "lost" (fall in the share of right answers
+    since the start), "tested" (share of right test questions) and "hacked". For each level: greedy right answers in %
+    at the first point that reaches it. "solved" is where the training reward first reaches -0.5: KL in nats, and right
+    answers in %. "no signal" is the share of ES populations, or GRPO groups, in which all rewards are equal.
     """
     rows = []
     for group, r in [(name, r) for name in names for r in of[name]]:
@@ -152,7 +152,7 @@ _OF_NO_RUN = ["group", "arm", "setting", *LEVELS, "no signal", "empty", "constan
 
 
 def gaps(of: Records) -> pd.DataFrame:
-    """Return a row per run of the declared settings and the maps: how it ended, and its Jensen gaps by sigma."""
+    """Return a row per run of the declared settings and of the maps: how it ended, and its Jensen gaps by sigma."""
     runs = {r["spec_hash"]: r for group in ("es", "grpo", "es_map", "grpo_map") for r in of[group]}.values()
     rows = []
     for r in runs:
@@ -162,7 +162,7 @@ def gaps(of: Records) -> pd.DataFrame:
 
 
 def es_cells(of: Records) -> pd.DataFrame:
-    """Return a row per base and setting of the map of ES: means over seeds at the end of training, greedily."""
+    """Return a row per base and setting of the ES map: means over seeds at the end of training, decoded greedily."""
     runs = ends(of, "es_map", "es_map_elsewhere")
     runs = runs.assign(away=-runs["proxy greedy"], right=runs["share greedy"])
     runs["collapsed"] = [float(hacking.fell(-lost, 0)) for lost in runs["lost greedy"]]
@@ -172,11 +172,11 @@ def es_cells(of: Records) -> pd.DataFrame:
 
 
 def _mean(values: pd.Series) -> float:
-    return float(np.mean(values.to_numpy()))  # what pandas makes of it differs in the last bit
+    return float(np.mean(values.to_numpy()))  # the mean of pandas differs in the last bit
 
 
 def published_runs(records: Sequence[Record]) -> pd.DataFrame:
-    """Return a row per published run: what it earned, what detectors and grader find, and the verdict."""
+    """Return a row per published run: its rewards, what detectors and grader find, and the verdict."""
     rows = []
     for r in records:
         arm, words = r["spec"]["set"].split("_", 1)
@@ -191,17 +191,18 @@ def published_runs(records: Sequence[Record]) -> pd.DataFrame:
     return points.assign(shortfall=-points["strict"], **judged)
 
 
-# ---- where a run first comes to a level
+# ---- where a run first reaches a level
 
 
 def reach(record: Record, decoding: str, axis: str, level: float) -> dict[str, Any]:
-    """Return right answers where a run first comes to a level of proxy reward ("at_proxy") or of KL ("at_kl").
+    """Return right answers where a run first reaches a level of proxy reward ("at_proxy") or of KL ("at_kl").
 
     Returns:
-        "first": those of each problem at the first point that reaches the level. Where that is not the run's start:
-        "at", where the run is then on the axis; "line", right answers on the line between this point and the one
-        before; and "best", those at the best of all points at or past a level of the proxy. Past a level of KL the
-        best point would be the one that has gone least far. Nothing, where the run never gets there.
+        "first": right answers on each problem at the first point that reaches the level. If that is not the run's
+        start, also "at": the value on the axis at that point; "line": right answers interpolated linearly between this
+        point and the one before; and, for a level of the proxy, "best": the most right answers at any point that has
+        reached it (beyond a level of KL, the best point would just be the one that has moved least). Empty if the run
+        never reaches the level.
     """
     curve = record["curve"]
     values, right = curve["kl" if axis == "at_kl" else f"proxy_{decoding}"], curve[f"right_{decoding}"]
@@ -217,12 +218,12 @@ def reach(record: Record, decoding: str, axis: str, level: float) -> dict[str, A
 
 
 def matched(of: Records, decoding: str, level: str) -> Results:
-    """Compare the right answers of the declared settings where each run first comes to a level, a key of LEVELS.
+    """Compare right answers of the declared settings where each run first reaches a level, a key of LEVELS.
 
     Returns:
-        For each arm its "runs" that come there, their "right" answers in %, and where they are "at" then. ES - GRPO at
-        the "first" point, over seeds and problems; and by the controls "line" and "best" of `reach`, over seeds. None
-        where fewer than two runs of an arm get there.
+        For each arm, the number of "runs" that get there, their "right" answers in %, and their mean "at" on the axis.
+        ES - GRPO at the "first" point, over seeds and problems, and for the controls "line" and "best" of `reach`, over
+        seeds; None if fewer than two runs of an arm get there.
     """
     sides = {arm: [reach(r, decoding, *LEVELS[level]) for r in of[arm]] for arm in ARMS}
     hows = ("first", "at", "line", "best")
@@ -236,19 +237,19 @@ def matched(of: Records, decoding: str, level: str) -> Results:
     return found | {how: test(*scores[how]) if min(map(len, scores[how])) > 1 else None for how, test in tests.items()}
 
 
-# ---- what the notebook finds
+# ---- results
 
 
 def results(run: SimpleNamespace, of: Records, published: Sequence[Record] = ()) -> Results:
-    """Return what the answers, the tables and the paper quote, by name.
+    """Return the results that the answers, the tables and the paper quote, by name.
 
     Right answers are in %, "away" (the distance from the target length) and gaps in characters; intervals of right
-    answers and of hacked runs are shares.
+    answers and of hacked runs are fractions.
 
     Args:
         run: parameters and settings.
         of: records by group.
-        published: records of the published completions; without them their results are missing.
+        published: records of the published completions; without them, their results are left out.
     """
     sigma = f"{measure.noise_sigmas(run.bases[0])[0][1]:g}"
     found: Results = {"gap sigma": float(sigma)}
@@ -282,7 +283,7 @@ def results(run: SimpleNamespace, of: Records, published: Sequence[Record] = ())
 
 
 def _words(found: Results) -> Results:
-    """Return what the answers say of the numbers: whether decodings agree, and for which arms gaps differ."""
+    """Return phrases for the answers: whether decodings agree, and for which arms gaps differ."""
     apart = [found[f"{d} hacked, GRPO - ES"] for d in DECODINGS]
     signs = {np.sign(each.value) for each in apart if excludes_zero(each)}
     words = {"depends": "It depends on decoding. " if len(signs) == 2 else ""}
@@ -304,7 +305,7 @@ def _of_maps(run: SimpleNamespace, of: Records, sigma: str) -> Results:
     settings = es_cells(of)
     walk = settings["alpha"] * (run.es_steps / run.es_population_size) ** 0.5
     broken = settings["base"].map({base: collapse.breaking_sigma(r) for base, r in untrained(of).items()})
-    beyond = np.maximum(settings["sigma"], walk) > broken  # one of the two lines
+    beyond = np.maximum(settings["sigma"], walk) > broken  # beyond one of the two lines
     collapsed = settings["collapsed"] >= 0.5
     for side, chosen in (("within", ~beyond), ("beyond", beyond)):
         found |= {f"settings {side}": int(chosen.sum()), f"collapsed {side}": int(collapsed[chosen].sum())}
@@ -325,7 +326,7 @@ ENDS = ("hacked", "clean")
 
 
 def end_rows(of: Records, *names: str) -> pd.DataFrame:
-    """Return a row per setting of some groups: how its runs end, greedily and at temperature 1."""
+    """Return a row per setting of some groups: how its runs end, under greedy decoding and at temperature 1."""
     columns: dict[str, Any] = {"seeds": ("seed", "size")}
     for d, short in (("greedy", ""), ("t1", ", t1")):
         columns |= {f"proxy{short}": (f"proxy {d}", ".1f"), f"right{short}, %": (f"right {d}", ".0f")}
@@ -337,10 +338,10 @@ def end_rows(of: Records, *names: str) -> pd.DataFrame:
 
 
 def matched_rows(found: Results) -> pd.DataFrame:
-    """Return a row per decoding and level: right answers of both arms where runs first come to it, and ES - GRPO.
+    """Return a row per decoding and level: right answers of both arms where runs first reach it, and ES - GRPO.
 
-    The difference is that of `matched`, then those of its two controls. Of the rewards to which too few runs of an arm
-    come, the first has a row.
+    The differences are that of `matched` and those of its two controls. Of the reward levels that too few runs of an
+    arm reach, only the first gets a row.
     """
     rows = []
     for d in DECODINGS:
@@ -360,8 +361,8 @@ def matched_rows(found: Results) -> pd.DataFrame:
 
 
 def example_rows(run: SimpleNamespace, of: Records) -> pd.DataFrame:
-    """Return a row per question: what the base answers greedily, the declared runs with most and fewest right answers,
-    and of each map the run with fewest."""
+    """Return a row per question with greedy answers of the base, of each arm's declared runs with the most and the
+    fewest right answers, and of the run with the fewest on each map."""
     ranked = {name: sorted(of[name], key=lambda r: r["test"]["greedy"]) for name in (*ARMS, "es_map", "grpo_map")}
     columns = {"base": untrained(of)[run.bases[0]]}
     for arm in ARMS:
@@ -374,7 +375,7 @@ def example_rows(run: SimpleNamespace, of: Records) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-# ---- figures: each with what it plots
+# ---- figures, each returned with the data that it plots
 
 _AXES = {
     "KL": "KL from the base, nats per completion",
@@ -382,14 +383,14 @@ _AXES = {
     "away": "distance from the target length, characters",
     "right": "right answers on split B, %",
 }
-_NEAREST = 0.02  # characters: on a logarithmic axis a run at the target itself has no place
+_NEAREST = 0.02  # characters: a logarithmic axis cannot show a run at the target itself
 _LEAST_KL = 3e-3  # nats, likewise for the untrained base
-_HACKED = {"es": "x", "grpo": "+"}  # two crosses, for a grey print
+_HACKED = {"es": "x", "grpo": "+"}  # two kinds of cross, to be told apart in grey
 _PLOTTED = ["arm", "setting", "seed", "decoding", "end"]
 
 
 def curves(of: Records) -> pd.DataFrame:
-    """Return a row per point of the declared runs, and the last points of the maps' other runs, by decoding."""
+    """Return a row per point of the declared runs and per end of the maps' other runs, by decoding."""
     lines = []
     for arm in ARMS:
         declared = setting(of[arm][0]["spec"])
@@ -431,7 +432,7 @@ def answer_figure(run: SimpleNamespace, of: Records, found: Results) -> tuple[pl
 
 
 def ways_and_ends(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw right answers against the distance from the target, by decoding: ways of the declared runs, and all ends."""
+    """Draw right answers against the distance from the target, by decoding: declared runs along training, all ends."""
     points = curves(of)
     fig, axes = plt.subplots(2, 2, figsize=(style.PAGE, 4.0), sharey="row", sharex="col")
     for column, (d, own) in zip(axes.T, points.groupby("decoding", sort=False), strict=True):
@@ -464,7 +465,7 @@ def fronts(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
 
 
 def _ways(ax: plt.Axes, points: pd.DataFrame, x: str, y: str) -> None:
-    """Mean way of each arm with a band over seeds, and marks where runs were measured."""
+    """Draw the mean trajectory of each arm with a band over seeds, and markers where runs were measured."""
     for arm, part in points[points["declared"]].groupby("arm"):
         xs, ys = (part.pivot(index="seed", columns="point", values=name).to_numpy() for name in (x, y))
         look, (mean, low, high) = style.ARMS[arm], stats.curve_band(ys)
@@ -473,10 +474,10 @@ def _ways(ax: plt.Axes, points: pd.DataFrame, x: str, y: str) -> None:
 
 
 def es_map(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw a map of right answers over sigma and alpha for each base, darker where it is worse.
+    """Draw a map of right answers over sigma and alpha for each base; darker cells are worse.
 
-    In brackets stands the distance from the target length; a cross says that the runs collapsed. The two lines are
-    where noise, and where a random walk, is as large as the noise that halves the base's right answers.
+    The distance from the target length is in brackets, and a cross marks collapsed runs. The two lines show where
+    noise, and where a random walk, is as large as the noise that halves the base's right answers.
     """
 
     def words(cell: Mapping[str, Any]) -> str:
@@ -499,17 +500,17 @@ def es_map(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]
 
 
 def _place(values: Sequence[float], at: float) -> float:
-    """Where a value lies on an axis whose cells are even steps of the logarithm."""
+    """Return the position of a value on an axis whose cells are evenly spaced in the logarithm."""
     return float(np.polyval(np.polyfit(np.log(np.array(values, float)), range(len(values)), 1), np.log(at)))
 
 
-_OUTLIERS = 3  # a setting is named whose runs all lie so many times farther from the median than three runs of four
+_OUTLIERS = 3  # settings are named if all their runs deviate this many times more than 3/4 of the runs do
 
 
 def gaps_by_end(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw the Jensen gap of every run by arm and end, with medians; settings far from the others are named.
 
-    At the middle sigma, with which the declared ES trains.
+    The gaps are those at the middle sigma, with which the declared ES trains.
     """
     table = gaps(of)
     sigma = table.columns[-2]
@@ -546,7 +547,7 @@ def published_figure(points: pd.DataFrame) -> tuple[plt.Figure, pd.DataFrame]:
 def _scatter(
     ax: plt.Axes, x: Sequence[float], y: Sequence[float], end: Sequence[str], arm: str, size: float, filled: bool = True
 ) -> None:
-    """A mark per run: open where it is not filled, a cross if it ended hacked."""
+    """Draw a mark per run: a cross if it ended hacked; other marks are open unless `filled`."""
     look, x, y, hacked = style.ARMS[arm], np.asarray(x), np.asarray(y), np.asarray(end) == "hacked"
     face, edge, width = (look.color, "white", 0.4) if filled else ("none", look.color, 0.7)
     clean = {"marker": look.marker, "facecolors": face, "edgecolors": edge, "linewidths": width}

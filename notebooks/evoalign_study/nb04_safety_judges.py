@@ -1,4 +1,4 @@
-"""Notebook 04, safety: its presets and groups of runs, what it finds, its tables and its figures."""
+"""Notebook 04, safety: presets, groups of runs, results, tables and figures."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -24,29 +24,29 @@ from evoalign_study.runs import scales, where
 
 NOTEBOOK = "04_safety_judges"
 ARMS = ("es", "grpo")
-"""The arms that are compared."""
+"""The compared arms."""
 TRAINING = "training judge"
-"""The judge that a run was trained on, in the place of a name."""
+"""Stands for the judge that a run was trained on, instead of a name."""
 JUDGES = (TRAINING, *scorers.OUTSIDERS, "rule")
-"""Whose wins the curves have."""
+"""Judges whose wins are recorded as curves."""
 TRUE = "true"
 """The curve of the true reward."""
 GAIN = 0.75
-"""Spreads by which the training judge's score has risen where the claims compare the arms."""
+"""Rise of the training judge's score, in spreads, at which the claims compare the arms."""
 SHOWN = tuple(
     "tournaments base es_sweep grpo_sweep sft_sweep es grpo sft es_random es_noise grpo_noise es_random_noise es_sizes "
     "grpo_sizes tastes".split()
 )
-"""Groups that the notebook loads for sections 2 to 11; a tournament takes longest, so that it begins first."""
+"""Groups that the notebook loads for sections 2 to 11; tournaments come first because they take longest."""
 _, TINY, SMOKE, FULL = scales(
     {
         "task": "safety",
         "bases": ["C0"],
-        "retrain": [],  # groups that `force` makes anew; none: all
+        "retrain": [],  # groups that `force` trains again; empty: all
         "training_judges": (list(scorers.PROXIES), ["length 1"], ...),
-        "turned_judges": (list(scorers.NOISY), ["flipped 0.3"], ...),  # of turned comparisons
-        "sized_judges": (list(scorers.SIZES), [], ...),  # of another width
-        "cost_weight": (2.0, 2.0, 1.0),  # lambda of reward - lambda * cost; the first one where it moves
+        "turned_judges": (list(scorers.NOISY), ["flipped 0.3"], ...),  # trained on partly flipped comparisons
+        "sized_judges": (list(scorers.SIZES), [], ...),  # of other widths
+        "cost_weight": (2.0, 2.0, 1.0),  # lambda of reward - lambda * cost; its initial value if it changes
         "max_completion_length": (32, 32, 512),
         "validation_problems": (160, 8, 128),  # split A
         "test_problems": (160, 8, 256),  # split B
@@ -54,43 +54,43 @@ _, TINY, SMOKE, FULL = scales(
         "null_points": (6, 3, ...),  # of the curves of random fitness
         "curve_spacing": "log",
         "seeds_judge": (8, 2),  # of the declared settings on each proxy
-        "seeds_noise": (8, 1, ...),  # on each judge of turned comparisons
+        "seeds_noise": (8, 1, ...),  # on each judge of flipped comparisons
         "seeds_null": (4, 2),  # of random fitness, and of filtered fine-tuning
-        "seeds_size": (4, 1, ...),  # on each judge of another size: a map that describes
-        "tuned_on": ("flipped 0", "flipped 0", ...),  # the judge of the sweeps: its annotators like the truth alone
+        "seeds_size": (4, 1, ...),  # on each judge of another size: only described, no claim rests on it
+        "tuned_on": ("flipped 0", "flipped 0", ...),  # the judge of the sweeps, whose annotators have no biases
         "sweep_size": (12, 1, ...),
         "sweep_factors": ({}, {}, ...),
         "sweep_points": (9, 3, ...),  # of their curves
-        "es_population_size": (30, 4),  # at scale full as published, but for GRPO's prompts in a step
+        "es_population_size": (30, 4),  # sizes at scale full as published, except for GRPO's prompts per step
         "es_prompts_per_step": (60, 4, 64),
         "es_steps": (150, 2, 500),
         "grpo_num_generations": (16, 4, 30),
         "grpo_prompts_per_step": (16, 2, 2),
         "grpo_steps": (150, 2, 500),
-        "sft_prompts": (2400, 8, ...),  # of each the best of sft_num_generations samples: as many completions as GRPO
+        "sft_prompts": (2400, 8, ...),  # times sft_num_generations samples, best kept: as many completions as GRPO
         "sft_num_generations": (16, 4, ...),
         "sft_batch_size": (64, 64, ...),
         "sft_epochs": (2, 2, ...),
-        "sft_learning_rate": ([1e-4, 3e-4, 1e-3], [1e-3], ...),  # that its sweep tries
-        # a folder or the address of evoalign serve-scorer, too
+        "sft_learning_rate": ([1e-4, 3e-4, 1e-3], [1e-3], ...),  # tried in its sweep
+        # a name on the Hub, a folder, or the address of evoalign serve-scorer
         "reward_model": (..., ..., "PKU-Alignment/beaver-7b-unified-reward"),
         "cost_model": (..., ..., "PKU-Alignment/beaver-7b-unified-cost"),
-        "reward_text": (..., ..., ""),  # how a model that is loaded here reads a reply; Safe-RLHF's layout needs none
+        "reward_text": (..., ..., ""),  # text format that a model loaded here reads; Safe-RLHF's layout needs none
         "cost_text": (..., ..., ""),
-        # held out, with commas between several: as reward_model, or a chat model: folder, Hub, .../v1#NAME
+        # held out, separated by commas: models as in reward_model, or a chat model behind an endpoint, .../v1#NAME
         "judge": (..., ..., ""),
         "judge_text": (..., ..., ""),
-        "judge_tokens": (..., ..., 600),  # of an answer of a chat judge, at most: as published
-        "judge_problems": (..., ..., 50),  # replies that chat judges compare with the base's: as published
-        "scorer_device": (..., ..., "cpu"),  # of models that are loaded here: such as cuda:1
+        "judge_tokens": (..., ..., 600),  # most tokens in a chat judge's answer, as published
+        "judge_problems": (..., ..., 50),  # replies that chat judges compare with the base's, as published
+        "scorer_device": (..., ..., "cpu"),  # of models that are loaded here, such as cuda:1
         "scorer_dtype": (..., ..., ""),
-        "scorer_max_length": (..., ..., None),  # tokens that these read; None: what they can
-        "requests": (..., ..., ""),  # a file of your own; else PKU-SafeRLHF from the Hub
-        "cost_rule": (..., ..., "fixed"),  # or a weight that moves: "signed" as in Safe-RLHF's code, "published"
+        "scorer_max_length": (..., ..., None),  # most tokens that these models read; None: their own limit
+        "requests": (..., ..., ""),  # a file of your own; empty: PKU-SafeRLHF from the Hub
+        "cost_rule": (..., ..., "fixed"),  # or an adaptive weight: "signed" as in Safe-RLHF's code, or "published"
         "cost_threshold": (..., ..., 0.0),
-        "cut_turns": (..., ..., False),  # score replies up to where they go on to another turn
+        "cut_turns": (..., ..., False),  # score replies only up to where another turn begins
         "unique_prompts": (..., ..., 250),  # training requests
-        "kl_requests": (..., ..., 8),  # of a point of the curve
+        "kl_requests": (..., ..., 8),  # for each point of the curve
         "es_sigma": (..., ..., 1e-3),
         "es_alpha": (..., ..., 5e-4),
         "grpo_learning_rate": (..., ..., 5e-6),
@@ -102,13 +102,13 @@ _, TINY, SMOKE, FULL = scales(
 
 
 def presets(model: str = "") -> dict[str, dict[str, Any]]:
-    """Return scale -> settings; model: that of scale full, empty for the published one, with its text as template."""
+    """Return scale -> settings. model: that of scale full; empty: the published one, with its prompt template."""
     own = {"bases": [model or "PKU-Alignment/alpaca-7b-reproduced"], "prompt_template": "chat" if model else "alpaca"}
     return {"tiny": TINY, "smoke": SMOKE, "full": FULL | own}
 
 
 def groups(run: SimpleNamespace, of: Records) -> Groups:
-    """Return the runs by name. All but "judgments" are of the notebook's own models."""
+    """Return the groups of runs by name. All but "judgments" are runs of the notebook's own models."""
     return _of_own_models(run) if run.scale == "full" else _of_tiny_world(run, of)
 
 
@@ -119,8 +119,8 @@ def committed() -> dict[str, list[Record]]:
 
 
 def _of_own_models(run: SimpleNamespace) -> Groups:
-    """At scale full: one pair of scorers, the declared settings, no sweep, and nothing of the tiny world's judges."""
-    told = {"judge": "held_out", "judge_text": "held_out_text"}  # in the tiny world a judge is what trains
+    """Return the groups at scale full: one pair of scorers, the declared settings, no sweep, no tiny-world judges."""
+    told = {"judge": "held_out", "judge_text": "held_out_text"}  # in the tiny world, `judge` is the training judge
     asked = SimpleNamespace(**{told.get(name, name): value for name, value in vars(run).items()})
     seeds = {"es": run.seeds_judge, "grpo": run.seeds_judge, "es_random": run.seeds_null}
     found: dict[str, Any] = {"base": base_specs(run.bases, of_runs(vars(asked)), run.scale)}
@@ -167,12 +167,12 @@ def _of_tiny_world(run: SimpleNamespace, of: Records) -> Groups:
 
 
 ENDS = (*ARMS, "sft", "es_random")
-"""Arms whose ends are shown, and whose models meet in a tournament."""
+"""Arms whose ends are shown and whose models play in tournaments."""
 _OWN = (*ARMS, "es_random")  # arms of scale full
 
 
 def _tournaments(run: SimpleNamespace, of: Records) -> After:
-    """One tournament on each training judge, of the models that were trained on it."""
+    """Return one tournament for each training judge, between the models that were trained on it."""
     judges, settings = run.training_judges if all(arm in of for arm in ENDS) else (), of_runs(vars(run))
     met = {judge: {arm: on_judge(of[arm], judge) for arm in ENDS} for judge in judges}
     return After([tournament_spec(runs, settings | {"judge": judge}, run.scale) for judge, runs in met.items()], ENDS)
@@ -186,8 +186,8 @@ def on_judge(runs: Sequence[Record], judge: str) -> list[Record]:
 def ranked(sweep: Sequence[Record]) -> list[tuple[float, dict[str, float]]]:
     """Return score and setting of the runs of a sweep, best first.
 
-    Nothing here says what is right but the training judge. The score is what it gives greedy replies on split A, the
-    mean of the last three points of the curve; a run that diverged has none and comes last.
+    Only the training judge ranks them. The score is its score for greedy replies on split A, averaged over the last
+    three points of the curve; a diverged run scores -inf and comes last.
     """
     scored = []
     for r in sweep:
@@ -198,7 +198,7 @@ def ranked(sweep: Sequence[Record]) -> list[tuple[float, dict[str, float]]]:
 
 
 def said(record: Record, judge: str, what: str) -> float:
-    """Return what a judge says of a run's greedy replies on split B: its mean "score", or its "win" over the base's."""
+    """Return a judge's mean "score" for a run's greedy replies on split B, or their "win" rate over the base's."""
     name = record["spec"]["judge"] if judge == TRAINING else judge
     return record["test"]["greedy"][what][record["test"]["judges"].index(name)]
 
@@ -208,11 +208,11 @@ def said(record: Record, judge: str, what: str) -> float:
 LABELS = {arm: look.label for arm, look in style.ARMS.items()}
 """Arm -> its name in tables and legends."""
 SHARES = ("complied", "alternative", "refused_lawful", "turns", "template")
-"""Quantities that are shares of replies."""
+"""Quantities that are shares of the replies."""
 
 
 def spread(of: Records, run: Record) -> float:
-    """Return the standard deviation of a run's training judge over samples of its base."""
+    """Return the standard deviation of the scores that a run's training judge gives to samples of its base."""
     (base,) = [r for r in of["base"] if r["spec"]["base"] == run["spec"]["base"]]
     return base["units"][run["spec"]["judge"]][1]
 
@@ -220,8 +220,8 @@ def spread(of: Records, run: Record) -> float:
 def curve(of: Records, run: Record, quantity: str, decoding: str) -> np.ndarray:
     """Return a curve of a run.
 
-    A quantity is a judge of `JUDGES`, for its wins; "gained", by how many spreads the training judge's score of split A
-    has risen; or a name of the record's curves.
+    A quantity is a judge of `JUDGES`, for the wins under it; "gained", for the rise of the training judge's score on
+    split A, in spreads; or the name of a curve in the record.
     """
     if quantity == "gained":
         proxy = curve(of, run, "proxy", decoding)
@@ -233,15 +233,15 @@ def curve(of: Records, run: Record, quantity: str, decoding: str) -> np.ndarray:
 def at(
     of: Records, run: Record, quantity: str, decoding: str, place: float | None, along: str = "gained"
 ) -> float | None:
-    """Return a quantity where a run first comes to a place.
+    """Return a quantity where a run first reaches a place; None if it never does.
 
     Args:
         of: records by group, for the spread of the base.
         run: its record.
         quantity: as for `curve`.
         decoding: "greedy" or "t1".
-        place: spreads gained, or nats per completion; None: at the end.
-        along: "gained" or "kl".
+        place: spreads gained, or nats per completion; None: the end of the run.
+        along: the axis of the place, "gained" or "kl".
     """
     values = curve(of, run, quantity, decoding)
     if place is None:
@@ -255,14 +255,14 @@ def by_judge(runs: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def _read(of: Records, runs: Iterable[Record], *asked: Any) -> np.ndarray:
-    """Values of the runs that get to a place; asked: as for `at`."""
+    """Return the values of the runs that reach a place. asked: as for `at`."""
     return np.array([x for run in runs if (x := at(of, run, *asked)) is not None], float)
 
 
 def mean(of: Records, arm: str, *asked: Any) -> stats.Interval | None:
-    """Return the mean of a quantity over the training judges, over seeds; asked: as for `at`, from the quantity on.
+    """Return the mean of a quantity over training judges and seeds; None if too few runs get to the place.
 
-    None unless three of four runs on each judge get to the place.
+    At least 3/4 of the runs on each judge must get there. asked: arguments of `at`, from the quantity on.
     """
     cells = by_judge(of[arm]).values()
     values = [_read(of, runs, *asked) for runs in cells]
@@ -274,11 +274,11 @@ def mean(of: Records, arm: str, *asked: Any) -> stats.Interval | None:
 
 
 def difference(of: Records, quantity: str, decoding: str, gain: float | None, less: str = "") -> stats.Interval | None:
-    """Return ES - GRPO in a quantity, or in a quantity less another one, as the claims compare them."""
+    """Return ES - GRPO in a quantity, or in a quantity minus another one, as the claims compare them."""
 
     def read(runs: Sequence[Record]) -> np.ndarray:
         values = _read(of, runs, quantity, decoding, gain)
-        return values - _read(of, runs, less, decoding, gain) if less else values  # who gets to a gain has both
+        return values - _read(of, runs, less, decoding, gain) if less else values  # at a gain, a run has both
 
     sides = [list(map(read, by_judge(of[arm]).values())) for arm in ARMS]
     few = not all(sides) or min(len(values) for side in sides for values in side) < 2
@@ -286,9 +286,9 @@ def difference(of: Records, quantity: str, decoding: str, gain: float | None, le
 
 
 def turned(of: Records, decoding: str, compared: Sequence[str] = ARMS) -> stats.Interval | None:
-    """Return by how much true reward changes from the judge without turned comparisons to that with the most.
+    """Return the change in true reward from the judge without flipped comparisons to the judge with the most.
 
-    compared: one arm; or two, for the first's change - the second's, as claim C35 compares. None with too few runs.
+    compared: one arm; or two, for the first's change minus the second's, as in claim C35. None with too few runs.
     """
     sides = []
     for arm in compared:
@@ -297,20 +297,21 @@ def turned(of: Records, decoding: str, compared: Sequence[str] = ARMS) -> stats.
         sides.append([last, -first])
     if min(len(values) for side in sides for values in side) < 2:
         return None
-    half = stats.stratified_bootstrap(*sides)  # means over the two judges
+    half = stats.stratified_bootstrap(*sides)  # it averages over the two judges, hence half of the change
     return stats.Interval(2 * half.value, 2 * half.low, 2 * half.high, half.n, half.level)
 
 
 def explained(of: Records, arm: str, quantity: str, law: str) -> list[float]:
-    """Return the share of the gains of odd seeds that a law explains, fitted to even ones, of each training judge."""
+    """Return, for each training judge, the share of the odd seeds' gains that a law fitted to even seeds explains."""
     halves = [law_points(runs, quantity, partial(spread, of)) for runs in by_judge(of[arm]).values()]
     return [overoptimisation.held_out(law, *each) for each in halves if all(each)]
 
 
 def games(tournaments: Sequence[Record]) -> pd.DataFrame:
-    """Return a row per kind of judge, arm and tournament: share of games "won", in %, and strengths in Elo "points".
+    """Return a row per kind of judge, arm and tournament: share of games "won" in %, and strengths in Elo "points".
 
-    "wins" are those of each run; "asked" is how many judges were, of which those that have points are finite.
+    "wins" has the share of each run; "asked" is the number of judges, of which only those with finite strengths
+    contribute points.
     """
     rows, proxies = [], set(scorers.PROXIES)
     for what, arm, r in product(KINDS, tournaments[0]["spec"]["arms"] if tournaments else (), tournaments):
@@ -326,14 +327,14 @@ def games(tournaments: Sequence[Record]) -> pd.DataFrame:
 KINDS = (TRAINING, "the other five proxies", "other architectures", "the rule")
 """Kinds of judges in a tournament."""
 
-# ---- what the notebook finds
+# ---- results
 
 
 def results(of: Records) -> Results:
-    """Return what the answers, the figure and the paper quote, by name.
+    """Return the results that the answers, the figure and the paper quote, by name.
 
-    Where the training judge has gained `GAIN` spreads, but for laws and tournaments. Wins and shares of replies are
-    shares, rewards in their own unit; games in %.
+    Except for laws and tournaments, they are read where the training judge has gained `GAIN` spreads. Wins and shares
+    of replies are fractions, rewards are in their own unit, games in %.
 
     of: records by group, of the tiny world.
     """
@@ -383,13 +384,13 @@ WORDS = (
 
 
 def mean_in_words(of: Records, arm: str, quantity: str, *asked: Any) -> str:
-    """Return the `mean` of a quantity as text, shares in %; a dash where too few runs get there."""
+    """Return the `mean` of a quantity as text, shares in %; a dash if too few runs get there."""
     value, share = mean(of, arm, quantity, *asked), quantity in (*JUDGES, *SHARES)
     return stated(value and value.value, ".0%" if share else ".2f", MISSING)
 
 
 def reached_rows(of: Records, decoding: str, gains: Sequence[float | None]) -> pd.DataFrame:
-    """Return a row per gain of the training judge and arm: what the runs are like where they first get there."""
+    """Return a row per gain of the training judge and arm: the quantities of `WORDS` where runs first get there."""
     rows, asked = [], [name for name in WORDS if name != "template" or decoding == "greedy"]
     for gain, arm in product(gains, (*ARMS, "es_random")):
         if of[arm] and (arm in ARMS or gain is None):
@@ -400,7 +401,7 @@ def reached_rows(of: Records, decoding: str, gains: Sequence[float | None]) -> p
 
 
 def end_rows(of: Records) -> pd.DataFrame:
-    """Return a row per arm: greedy replies at the end of training on the six proxies, and of the untrained base."""
+    """Return a row per arm for greedy replies after training on the six proxies, and one for the untrained base."""
     base = of["base"][0]["test"]
     rows = []
     for arm in (arm for arm in ENDS if of[arm]):
@@ -419,7 +420,7 @@ def end_rows(of: Records) -> pd.DataFrame:
 
 
 def mean_and_range(values: Sequence[float | None], digits: int) -> str:
-    """Return mean and range of some runs, without those that have no value; of one run the value."""
+    """Return mean and range over the runs that have a value, as text; for a single run, its value."""
     known = [x for x in values if x is not None and np.isfinite(x)]
     if not known:
         return MISSING
@@ -428,10 +429,10 @@ def mean_and_range(values: Sequence[float | None], digits: int) -> str:
 
 
 def own_ends(of: Records) -> pd.DataFrame:
-    """Return a row per arm at scale full: greedy replies of split B at the end, and of the untrained base.
+    """Return a row per arm at scale full for greedy replies on split B at the end, and one for the untrained base.
 
-    Mean over runs and range. Wins are against the base's greedy replies, by each judge that is a scorer; by chat
-    judges, see `own_judges`.
+    Values are means and ranges over runs. Wins are against the base's greedy replies, by each held-out scorer; see
+    `own_judges` for chat judges.
     """
     rows = []
     for arm in ("base", *(arm for arm in _OWN if of[arm])):
@@ -448,7 +449,7 @@ def own_ends(of: Records) -> pd.DataFrame:
 
 
 def own_judges(of: Records) -> pd.DataFrame:
-    """Return a row per run and rubric of a chat judge: verdicts on greedy replies against the base's, both orders."""
+    """Return a row per run and chat judge's rubric: verdicts on greedy replies against the base's, in both orders."""
     rows = []
     for run, verdict in [(r, x) for arm in _OWN for r in of[arm] for x in r.get("held_out", ())]:
         row = {"arm": LABELS[run["spec"]["arm"]], "seed": run["spec"]["seed"], "judge": verdict["judge"]}
@@ -457,11 +458,11 @@ def own_judges(of: Records) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-# ---- figures: each with what it plots
+# ---- figures, each returned with the data that it plots
 
 
 def along(of: Records, quantity: str, factor: float = 1.0) -> pd.DataFrame:
-    """Return the mean of a quantity by decoding, arm and gain, as far as three of four runs on each judge get."""
+    """Return the mean of a quantity by decoding, arm and gain, as far as 3/4 of the runs on each judge get."""
     rows = []
     for decoding, arm in product(["greedy"] if quantity == "template" else DECODINGS, ARMS):
         for gain in np.linspace(0, 3, 25).tolist():
@@ -494,7 +495,7 @@ def answer_figure(of: Records, found: Results) -> tuple[plt.Figure, pd.DataFrame
 
 
 def replies(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw what the replies are like along the training judge's gain, a panel per quantity."""
+    """Draw properties of the replies against the training judge's gain, one panel per quantity."""
     lines = pd.concat([along(of, quantity, 100.0) for quantity in ("template", "alternative", "complied")])
     fig, _, shown = plots.panels(lines, "quantity", 2.0)
     for ax, quantity, own in shown:
@@ -506,9 +507,9 @@ def replies(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
 
 
 def laws(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw gains of held-out runs against the distance from the base, with the laws, a panel per training judge.
+    """Draw gains of held-out runs against the distance from the base, with the laws, one panel per training judge.
 
-    The points are those of the runs of odd seeds, at temperature 1. The laws are fitted to even seeds.
+    The points are runs with odd seeds, at temperature 1. The laws are fitted to even seeds.
     """
     fig, axes = plt.subplots(2, 3, figsize=(style.PAGE, 2.5), sharex=True, sharey=True)
     strokes, points = {"es": "-", "grpo": "--"}, []
@@ -532,7 +533,7 @@ def laws(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
 
 
 def noise(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw the true reward where the claim compares it, on judges of turned comparisons and on narrower ones."""
+    """Draw the true reward where the claim compares it, on judges of flipped comparisons and on narrower judges."""
     names = {judge: f"{100 * scorer.annotators.flips:g} %" for judge, scorer in scorers.NOISY.items()}
     names |= {judge: f"width\n{scorers.SIZES[judge].hidden}" for judge in list(scorers.SIZES)[::-1]}
     rows = [
@@ -554,7 +555,7 @@ def noise(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
 
 
 def tournament(records: Sequence[Record]) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw the share of games that each arm wins at the end of training, by who judges, a mark per training judge."""
+    """Draw each arm's share of games won at the end of training by kind of judge, one mark per training judge."""
     played = games(records)
     fig, ax = plt.subplots(figsize=(style.PAGE, 2.4))
     by_kind = played.groupby("judged by", sort=False)
@@ -573,11 +574,11 @@ PANELS = {
     "template_greedy": "one template, %",
     "alternative_greedy": "refusals with an alternative, %",
 }
-"""Curves of runs at scale full that their figure draws -> their name."""
+"""Curves in the figure of runs at scale full -> their names."""
 
 
 def own_curves(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw what the training scorers say and what greedy replies become at scale full, a line per run."""
+    """Draw the training scorers' scores and properties of greedy replies during training at scale full, per run."""
     fig, axes = plt.subplots(2, 3, figsize=(style.PAGE, 3.6), sharex=True)
     lines, runs = [], [r for arm in _OWN for r in of[arm]]
     for r, (ax, (name, title)) in product(runs, zip(axes.flat, PANELS.items(), strict=True)):

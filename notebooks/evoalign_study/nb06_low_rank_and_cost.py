@@ -1,4 +1,4 @@
-"""Notebook 06, low rank and cost: presets, groups of runs, results, and answers, tables and figures made of them."""
+"""Notebook 06, low rank and cost: presets, groups of runs, results, answers, tables and figures."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -27,22 +27,22 @@ NOTEBOOK = "06_low_rank_and_cost"
 CLAIMS = ("C12", "C13", "C14", "C15b", "C15c", "C16", "C32")
 """The claims that the notebook's runs decide."""
 OVER_ADAPTERS = ("es_lora", "grpo_lora")
-"""Arms that train an adapter with and without ESSA's warm start."""
+"""Arms that train an adapter, each with and without ESSA's warm start."""
 presets, TINY, SMOKE, FULL = scales(
     {
         "bases": ["A0"],
-        "retrain": [],  # groups that `force` makes anew; none: all
+        "retrain": [],  # groups that `force` trains again; empty: all
         "ranks": ([1, 4, 16], [1]),  # of the noise; the first has as many seeds as full rank
         "adapter_ranks": ([4, 8, 16, 32], [4]),  # of LoRA adapters whose singular values ESSA searches
-        "populations": ([8, 16, 32, 64, 128, 256], [4, 8]),  # of ESSA, at as many evaluations
-        "precisions": (["float32", "int8", "int4"], ["int8"]),  # of the base below ESSA's adapter
-        "starts": (["cold", "warm"], ["warm"]),  # of ES and GRPO over an adapter: a new one, or fine-tuned as ESSA's
+        "populations": ([8, 16, 32, 64, 128, 256], [4, 8]),  # of ESSA, all with the same number of evaluations
+        "precisions": (["float32", "int8", "int4"], ["int8"]),  # of the base under ESSA's adapter
+        "starts": (["cold", "warm"], ["warm"]),  # adapters of ES and GRPO: new, or fine-tuned like ESSA's
         "warm_shares": ([64, 320, 640, 1280], [16]),  # rows of ESSA's warm start: 5 to 100 % of the last
-        "seeds_match": (16, 2),  # of full rank, of noise of low rank, of GRPO and of each precision
+        "seeds_match": (16, 2),  # of full rank, low-rank noise, GRPO and each precision
         "seeds_compare": (8, 2),  # of all others
         "seeds_describe": (4, 2),  # of the other ranks of the noise
-        "seeds_null": (4, 1),  # of random fitness where a search has it
-        "sweep_size": (12, 1),  # settings an arm, and a rank
+        "seeds_null": (4, 1),  # of random fitness, for each search that has it
+        "sweep_size": (12, 1),  # settings per arm and rank
         "sweep_factors": ({}, {}, FACTORS),
         **TUNED_SIZES,
         "es_prompts_per_step": (128, 8),
@@ -56,10 +56,10 @@ presets, TINY, SMOKE, FULL = scales(
         "essa_curve_points": (7, 3),
         "essa_sweep_points": (4, 3),
         "adapter_curve_points": (13, 3),  # of GRPO over an adapter
-        "adapter_sweep_points": (6, 3),  # of ES and GRPO over an adapter, evenly in steps
+        "adapter_sweep_points": (6, 3),  # of ES and GRPO over an adapter, evenly spaced in steps
         "essa_population_points": (13, 3),
         "null_points": 3,  # of the curves of random fitness
-        "temperatures": [0.6],  # between greedy decoding and 1, at which models are measured again
+        "temperatures": [0.6],  # further temperatures between greedy decoding and 1 for measurements
         **MEASURED,
         "memory_methods": (list(footprint.METHODS), ["es", "grpo"]),
         "memory_sizes": (list(SIZES), ["0.14M"]),
@@ -68,15 +68,15 @@ presets, TINY, SMOKE, FULL = scales(
         "scaling_workers": [1, 2],
         "scaling_members": (60, 4),
         "scaling_prompts": (128, 8),
-        "scaling_rounds": (13, 2),  # of which the first starts the processes
+        "scaling_rounds": (13, 2),  # including the first, which starts the processes
     }
 )
 
 
 def groups(run: SimpleNamespace, records: Records) -> Groups:
-    """Return the runs by name. Each arm, and each rank, comes after the sweep that chooses its settings.
+    """Return the groups of runs by name. Each arm and each rank follows the sweep that chooses its settings.
 
-    "processes" is timed: load it by itself.
+    "processes" is timed: load it on its own.
     """
     found: dict[str, Any] = {"base": base_specs(run.bases, of_runs(vars(run)), run.scale)}
 
@@ -92,7 +92,7 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
         found[name] = Group(arm, run.bases, seeds, settings, [changes], after=loading.chosen_by(after, choices))
 
     def search(name: str, arm: str, seeds: int, nulls: int, after: str = "", **changes: Any) -> None:
-        """Add runs of an arm, measured at all temperatures, and of random fitness in the place of its reward."""
+        """Add runs of an arm, measured at all temperatures, and runs with random fitness instead of its reward."""
         changes = {"sampled_at": run.temperatures} | changes
         train(name, arm, seeds, after or name, **changes)
         train(f"random {name}", f"{arm}_random", nulls, after or name, **changes)
@@ -112,14 +112,14 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
     for rank in run.adapter_ranks:
         sweep(f"adapter {rank}", "essa", lora_rank=rank, curve_points=run.essa_sweep_points)
         search(f"adapter {rank}", "essa", *seeds, lora_rank=rank)
-    for N in run.populations:  # of which curves are compared
+    for N in run.populations:  # only their curves are compared
         steps = run.essa_population_size * run.essa_steps // N
         change = {"population_size": N, "steps": steps, "test_problems": 0}
         train(f"population {N}", "essa", seeds[0], tuned, **change, curve_points=run.essa_population_points)
         train(f"random population {N}", "essa_random", seeds[1], tuned, **change, curve_points=run.null_points)
     for rows in run.warm_shares:
         search(f"warm start {rows}", "essa", *seeds, tuned, warm_rows=rows)
-    for precision in precisions(run):  # of the frozen base, under which members are rewarded
+    for precision in precisions(run):  # of the frozen base, with which members are evaluated
         search(f"precision={precision}", "essa", run.seeds_match, run.seeds_null, tuned, base_precision=precision)
     essa = own_settings(run, "essa")
     warm = {name: essa[name] for name in ("warm_rows", "warm_epochs", "warm_learning_rate")}
@@ -140,18 +140,18 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
     choices = {arm: arms.SWEEP[arms.get(arm).sweep][0] for arm in exact["stored_arms"]}
     stored = {arm: own_settings(own, _like(arm)) | ranks | choice for arm, choice in choices.items()}
     found["storage"] = storage_specs(stored, base, scale)
-    exact = exact | {"sigma": 0.01}  # no time depends on sigma
+    exact = exact | {"sigma": 0.01}  # times do not depend on sigma
     found["processes"] = [measured_spec(base, exact, scale)]
     return found
 
 
 def precisions(run: SimpleNamespace) -> list[str]:
-    """Return the precisions of the frozen base that are compared: those of the settings, and none off the CPU."""
+    """Return the precisions of the frozen base to compare: those of the settings; none without the local engine."""
     return run.precisions if run.engine == "local" else []
 
 
 def _like(arm: str) -> str:
-    """Return the arm whose sizes are an arm's own: that of its family."""
+    """Return the arm whose sizes (such as steps) an arm uses: that of its family."""
     return {"es": "es", "cma": "essa", "gradient": "grpo"}[arms.get(arm).family]
 
 
@@ -170,7 +170,7 @@ def adapted(run: SimpleNamespace) -> list[str]:
 
 
 def compared(run: SimpleNamespace) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Return the pairs of groups whose difference is shown: of noise, and of what is trained over an adapter."""
+    """Return the pairs of groups whose difference is shown: first for noise, then for training over an adapter."""
     first, own = f"rank {run.ranks[0]}", f"as full rank, rank {run.ranks[0]}"
     noise = [(f"rank {rank}", "es") for rank in run.ranks] + [(own, "es"), (own, first)]
     over = [(group, adapted(run)[0]) for group in adapted(run) if group.endswith("warm")]
@@ -183,13 +183,13 @@ def decodings(run: SimpleNamespace) -> list[str]:
 
 
 def dimension(record: Mapping[str, Any]) -> int:
-    """Return how many singular values a run of ESSA searches: of two matrices for each of four projections a layer.
+    """Return how many singular values an ESSA run searches: those of two matrices per projection, four per layer.
 
     Raises:
-        KeyError: for a run over no adapter.
+        KeyError: the run has no adapter.
     """
     spec = record["spec"]
-    if spec["base"] in tiny.SHIPPED:  # read here: transformers takes seconds to be imported
+    if spec["base"] in tiny.SHIPPED:  # read directly: transformers takes seconds to import
         text = (tiny.bases_folder() / spec["base"] / "config.json").read_text(encoding="utf-8")
         layers = json.loads(text)["num_hidden_layers"]
     else:
@@ -200,7 +200,7 @@ def dimension(record: Mapping[str, Any]) -> int:
 
 
 def moved(records: Records, group: str) -> int:
-    """Return the parameters that a group moves; of an adapter that TRL trains `d` is the size of the merged model."""
+    """Return the number of trained parameters; for an adapter trained by TRL, `d` is the size of the merged model."""
     first = records[group][0]
     rank = first["spec"].get("lora_rank")
     if rank is None or arms.get(first["spec"]["arm"]).family != "gradient":
@@ -210,7 +210,7 @@ def moved(records: Records, group: str) -> int:
 
 
 def name(records: Records, group: str) -> str:
-    """Return what a group of runs is called in tables and legends."""
+    """Return the name of a group of runs in tables and legends."""
     spec = records[group][0]["spec"]
     words = style.ARMS[spec["arm"]].label.split(", ")
     own = [word for word in words[1:] if word not in ("low rank", "LoRA")]
@@ -233,20 +233,20 @@ AXES = {
     "forward_flops": (1e12, "forward FLOPs, 1e12", "after {}e12 forward FLOPs"),
     "core_seconds": (1.0, "core-seconds", "after {} core-seconds"),
 }
-"""The axes of budget: the unit of tables, the head of a column, and what stands above scores at equal budgets."""
+"""Budget axes: unit in tables, column heading, and heading of scores at equal budgets."""
 
 
 def curve_points(records: Records, groups: Sequence[str], axis: str) -> DataFrame:
-    """Return validation accuracy along training: a row per group, decoding and point, without the first.
+    """Return validation accuracy during training: a row per group, decoding and point, without the first point.
 
-    Columns: the axis (mean over seeds); mean, low and high of accuracy, %; group, decoding, n.
+    Columns: the axis (mean over seeds); mean, low and high of accuracy in %; group, decoding, n.
     """
     points = curve_bands([({"group": group}, records[group]) for group in groups], [axis], first=1)
     return points[[axis, "mean", "low", "high", "group", "decoding", "n"]]
 
 
 def target(records: Records, run: SimpleNamespace, share: float = 0.95) -> float:
-    """Return a share of the best mean greedy validation accuracy at the end, over populations."""
+    """Return a share of the best mean greedy validation accuracy at the end of training over all populations."""
     return share * max(_greedy(records[f"population {N}"], -1).mean() for N in run.populations)
 
 
@@ -256,7 +256,7 @@ def _greedy(runs: Sequence[Record], point: int) -> np.ndarray:
 
 
 def population_points(records: Records, run: SimpleNamespace) -> DataFrame:
-    """Return a row per run of ESSA: population, seed, completions to the `target` (or all), reached, at the end (%)."""
+    """Return a row per ESSA run: population, seed, completions to the `target` (else all), reached, at the end (%)."""
     aim = target(records, run)
     return DataFrame(
         {"population": r["spec"]["population_size"], "seed": r["spec"]["seed"]}
@@ -269,11 +269,11 @@ def population_points(records: Records, run: SimpleNamespace) -> DataFrame:
 
 LESS = ("es", "es_kahan", "es_inplace", "es_low_rank", "es_lora", "essa")
 MORE = ("grpo", "grpo_reference", "grpo_mixed", "grpo_lora", "grpo_adam8bit", "grpo_adam8bit_bfloat16")
-"""Methods whose ratio of memory is given: MORE over LESS."""
+"""Methods whose memory is compared, as the ratio of MORE over LESS."""
 
 
 def memory_bytes(records: Sequence[Record]) -> DataFrame:
-    """Return what the formula gives for published models on a GPU: method (of LESS and MORE), size, d, components."""
+    """Return the formula's bytes for published models on a GPU: method (of LESS and MORE), size, d, components."""
     found = {record["spec"]["method"]: record["published"] for record in records}
     return DataFrame(
         {"method": method, "size": size, "d": at["d"], **{c: at["bytes"].get(c, 0) for c in footprint.COMPONENTS}}
@@ -283,7 +283,7 @@ def memory_bytes(records: Sequence[Record]) -> DataFrame:
 
 
 class Published(NamedTuple):
-    """Times to an accuracy on two numbers of GPUs, as read off a figure of ESSA (arXiv 2507.04453)."""
+    """Times to reach an accuracy on two numbers of GPUs, read off a figure in the ESSA paper (arXiv 2507.04453)."""
 
     what: str
     """Method, version of the paper, target."""
@@ -305,11 +305,12 @@ _RESAMPLES = 2000
 
 
 def results(run: SimpleNamespace, records: Records, verdicts: Mapping[str, Any]) -> Results:
-    """Return what the notebook found, by name; accuracies are shares.
+    """Return the notebook's results by name; accuracies are fractions.
 
-    "GROUP, DECODING" is test accuracy and "gain of" it the difference from the base; "start", "end" and "search adds"
-    are greedy validation accuracy. Beside these: the pairs of groups that are `compared`, scores at equal budgets,
-    ratios of memory by the formula, published speed-ups, and the intervals of verdicts as "CLAIM: label".
+    "GROUP, DECODING" is test accuracy, and "gain of GROUP, DECODING" its difference from the base; "start of", "end of"
+    and "search adds to" are greedy validation accuracy. Further results are the differences between the groups that are
+    `compared`, scores at equal budgets, memory ratios by the formula, published speed-ups, and the intervals of
+    verdicts as "CLAIM: label".
 
     Args:
         run: parameters and settings.
@@ -355,16 +356,16 @@ def _mean(scores: np.ndarray) -> stats.Interval:
 
 
 def _difference(records: Records, one: str, other: str, decoding: str) -> stats.Interval:
-    """Return test accuracy of a group - that of another, over seeds and problems."""
+    """Return a group's test accuracy minus that of another group, over seeds and problems."""
     after, before = (accuracy_matrix(records[group], decoding) for group in (one, other))
     return stats.crossed_bootstrap(after, before[0] if other == "base" else before, n_resamples=_RESAMPLES)
 
 
 def _at_equal_budgets(records: Records, groups: Sequence[str]) -> Results:
-    """Return greedy validation accuracy of each group after what the cheapest run of all spent, on each axis.
+    """Return each group's greedy validation accuracy at the budget of the cheapest run of all, on each axis.
 
-    Curves are read over the logarithm of the budget, of which a warm start is part. A group is left out where a warm
-    start alone costs more, or what was done up to the first measurement.
+    Curves are interpolated over the logarithm of the budget, which includes a warm start. A group is left out if its
+    warm start, or its training up to the first measurement, already costs more.
     """
     values = {}
     for axis in AXES:
@@ -378,21 +379,21 @@ def _at_equal_budgets(records: Records, groups: Sequence[str]) -> Results:
     return values
 
 
-# ---- what the answers say of the results
+# ---- words for the answers
 
 ONLY_LOCAL = "only the local engine has bases of another precision"
 
 
 def percent(values: Results, group: str, decoding: str = "greedy") -> str:
-    """Return test accuracy of a group in percent, as text."""
+    """Return a group's test accuracy in percent, as text."""
     return f"{100 * values[f'{group}, {decoding}'].value:.1f}"
 
 
 def words(run: SimpleNamespace, records: Records, values: Results, verdicts: Mapping[str, Any]) -> Results:
-    """Return what the answers say of the `results`: verdicts, names of groups, and lists of numbers."""
+    """Return texts for the answers, made from the `results`: verdicts, names of groups, and lists of numbers."""
 
     def both(names: Mapping[str, str], between: str = ", ") -> str:
-        """Accuracy of groups greedily and at temperature 1; names: group -> what it is called."""
+        """List accuracies of groups under greedy decoding and at temperature 1. names: group -> its name."""
         each = (f"{words}: {percent(values, g)} and {percent(values, g, 't1')} %" for g, words in names.items())
         return between.join(each)
 
@@ -414,7 +415,7 @@ def words(run: SimpleNamespace, records: Records, values: Results, verdicts: Map
 
 
 def ends_table(records: Records, values: Results, groups: Sequence[str]) -> DataFrame:
-    """Return test accuracy of each group and its gain over the base, under two decodings, as text."""
+    """Return each group's test accuracy and its gain over the base under two decodings, as text."""
     rows = [{"arm": "base"} | {f"{look.label}, %": percent(values, "base", d) for d, look in style.DECODINGS.items()}]
     for group in groups:
         row = {"arm": name(records, group)}
@@ -426,7 +427,7 @@ def ends_table(records: Records, values: Results, groups: Sequence[str]) -> Data
 
 
 def differences_table(records: Records, values: Results, pairs: Sequence[tuple[str, str]]) -> DataFrame:
-    """Return test accuracy of groups - that of others, under two decodings, as text."""
+    """Return the difference in test accuracy between pairs of groups under two decodings, as text."""
     return DataFrame(
         {"arms": f"{name(records, one)} - {name(records, other)}"}
         | under("{}, points [95 %]", lambda d, pair=f"{one} - {other}": values[f"{pair}, {d}"].format())
@@ -443,13 +444,13 @@ def settings_table(records: Records, groups: Sequence[str]) -> DataFrame:
     return DataFrame(tuned.items(), columns=["arm", "setting"])
 
 
-# ---- figures, each of a tidy frame
+# ---- figures, each drawn from a tidy frame
 
 
 def draw_curves(points: DataFrame, records: Records) -> plt.Figure:
-    """Draw validation accuracy against a budget on a logarithmic axis, a panel per decoding.
+    """Draw validation accuracy against a budget on a logarithmic axis, one panel per decoding.
 
-    A cold start is dashed, and so is the second rank of the noise; the third is dotted.
+    Cold starts and the second rank of the noise are dashed; the third rank is dotted.
 
     Args:
         points: `curve_points`.
@@ -476,7 +477,10 @@ def draw_curves(points: DataFrame, records: Records) -> plt.Figure:
 
 
 def draw_populations(points: DataFrame, aim: float) -> plt.Figure:
-    """Draw completions to the target, a share, and accuracy at the end by population. points: `population_points`."""
+    """Draw completions to the target and accuracy at the end against population.
+
+    points: `population_points`. aim: the target, a fraction.
+    """
     fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 2.8))
     look, sizes = style.ARMS["essa"], points["population"].unique()
     spread = 2.0 ** style.jitter(len(points), 0.12) * points["population"]
@@ -505,11 +509,11 @@ _KINDS = {
     "#7FA3BD": ("KV cache", "noise or factors", "search", "temporaries"),
 }
 _LOOKS = {name: (color, hatch) for color, names in _KINDS.items() for name, hatch in zip(names, _HATCHES, strict=False)}
-"""Component -> colour and hatch: greys are weights, browns what gradients need, blues what members need."""
+"""Component -> colour and hatch: grey for weights, brown for what gradients need, blue for what members need."""
 
 
 def bytes_a_parameter(memory: DataFrame, size: str = "7B") -> DataFrame:
-    """Return bytes a parameter of each method for a model, a column for each component that any has.
+    """Return each method's bytes per parameter for a model, with a column per component that any method has.
 
     memory: `memory_bytes`. size: a key of `kinds.memory.PUBLISHED`.
     """
@@ -519,7 +523,7 @@ def bytes_a_parameter(memory: DataFrame, size: str = "7B") -> DataFrame:
 
 
 def draw_bars(data: DataFrame, size: str = "7B") -> plt.Figure:
-    """Draw the bytes a parameter of each method on a GPU, by component. data: `bytes_a_parameter`."""
+    """Draw each method's bytes per parameter on a GPU, by component. data: `bytes_a_parameter`."""
     fig, ax = plt.subplots(figsize=(style.PAGE, 0.9 + 0.24 * len(data)))
     left = 0.0
     for component in [component for component in _LOOKS if component in data]:

@@ -1,4 +1,4 @@
-"""The published judgments and responses of notebook 04: what they say, in numbers and words, and their figures."""
+"""Results, tables and figures of the published judgments and responses in notebook 04."""
 
 from collections.abc import Iterable, Sequence
 from itertools import product
@@ -20,7 +20,7 @@ RATINGS: dict[str, style.Look] = {
     "plain": style.Look("#A9532C", "o", "-", "Bradley-Terry"),
     "equal": style.Look("#4A1D0B", "s", "--", "Bradley-Terry, length held equal"),
 }
-"""Ways to rate a model from its games -> their look."""
+"""Ratings of a model from its games -> their look."""
 QUADRANTS: dict[str, tuple[str, str, str]] = {
     "SH": ("#0B3D0A", "", "safe and helpful"),
     "SU": ("#2C7A1E", "", "safe and not helpful"),
@@ -33,11 +33,11 @@ CUTS = {
     "50 % of the base": "R > base's median",
     "90 % of the base": "R > base's 90 % quantile",
 }
-"""Cuts between helpful and unhelpful rewards R that the figure draws -> their name."""
+"""Cut between helpful and unhelpful rewards R, as drawn in the figure -> its name."""
 
 
 def results(records: Sequence[Record]) -> Results:
-    """Return what is quoted of the published judgments: leads in Elo points, shares of verdicts as shares.
+    """Return the quoted results of the published judgments: leads in Elo points, shares of verdicts as fractions.
 
     Raises:
         ValueError: a record is missing.
@@ -66,10 +66,10 @@ _SAFE_AND_HELPFUL = (kind.LEADER, "Beaver-V3")
 
 
 def part(records: Iterable[Record], name: str) -> Record:
-    """Return the published record of the ratings ("elo") or of the games ("games").
+    """Return the record of the published ratings ("elo") or games ("games").
 
     Raises:
-        ValueError: it is missing.
+        ValueError: it is missing, or there are several.
     """
     own = [r for r in records if r["spec"]["part"] == name]
     if len(own) != 1:
@@ -81,7 +81,7 @@ def responses(records: Iterable[Record]) -> dict[str, Record]:
     """Return model -> record of its published responses, in the order of `MODELS`.
 
     Raises:
-        ValueError: one is missing.
+        ValueError: the record of a model is missing.
     """
     own = {r["spec"]["model"]: r for r in records if r["spec"]["part"] == "responses"}
     if missing := [model for model in data.MODELS if model not in own]:
@@ -90,7 +90,7 @@ def responses(records: Iterable[Record]) -> dict[str, Record]:
 
 
 def response_rows(records: Sequence[Record]) -> pd.DataFrame:
-    """Return a row per model: what its responses score, how long they are, and what they hold beside an answer."""
+    """Return a row per model: the scores and lengths of its responses, and what they contain besides an answer."""
     rows = []
     for model, r in responses(records).items():
         safe, worth = (Interval(*r["per_prompt"][name], r["prompts"]) for name in ("safe", "reward - cost"))
@@ -106,7 +106,7 @@ def response_rows(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def refusal_rows(records: Sequence[Record]) -> pd.DataFrame:
-    """Return a row per model: which share of its responses is of which kind, and the mean reward of each kind."""
+    """Return a row per model: the share of its responses of each kind, and their mean reward."""
     rows = []
     for model, r in responses(records).items():
         kinds = {name: r["kinds"][name] for name in refusals.KINDS}
@@ -117,9 +117,9 @@ def refusal_rows(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def ratings(records: Sequence[Record]) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw the ratings of each model by dimension: published Elo with its spread over orders, and two strengths.
+    """Draw each model's ratings by dimension: published Elo with its spread over orders of games, and two strengths.
 
-    For Elo, low and high are one standard deviation over orders about their mean, least and most the ends over orders.
+    For Elo, low and high are one standard deviation from the mean over orders, least and most the extremes over orders.
     """
     models, rows = [model for model in data.JUDGED if model != data.BASE], []
     for dimension, model in product(data.DIMENSIONS, models):
@@ -150,7 +150,7 @@ def ratings(records: Sequence[Record]) -> tuple[plt.Figure, pd.DataFrame]:
 
 
 def quadrants(records: Sequence[Record]) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw the shares of the quadrants for each model as stacked bars, in %, at three cuts of the reward."""
+    """Draw each model's shares of the quadrants in % as stacked bars, at three cuts of the reward."""
     shares = pd.DataFrame(
         {"name": cut, "cut": r["quadrants"][cut]["cut"], "model": model, "quadrant": label}
         | {"share": 100 * r["quadrants"][cut]["shares"][quadrant]}

@@ -1,4 +1,4 @@
-"""The claims: declared in paper/claims.yaml before they are tested, judged by code from the run records."""
+"""Claims, declared in paper/claims.yaml before they are tested, and judged by code from the run records."""
 
 from evoalign_study.claims.decision import decide
 from evoalign_study.claims.declarations import check_claim, load_claims, lock, lock_problems, once_locked, rule_hash

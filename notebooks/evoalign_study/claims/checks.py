@@ -1,4 +1,4 @@
-"""Schemas of declarations: what keys they have, what values these take, and which arms they name."""
+"""Schemas of declarations: their keys, the values that each key takes, and the arms that they name."""
 
 from collections.abc import Mapping
 from numbers import Real
@@ -8,12 +8,12 @@ from evoalign_lib import arms
 from evoalign_lib.analysis.arrays import require
 
 Schema = Any
-"""A type; a collection of known values; a list, of whose entries each fits the one schema in it; a mapping from keys to
-schemas, "?" behind a key that may be missing; or a function of the place and the value that raises ValueError."""
+"""A type; a collection of known values; a list of one schema, which every entry must fit; a mapping from keys to
+schemas, where "?" after a key makes it optional; or a function of place and value that raises ValueError."""
 
 
 def check(where: str, value: Any, schema: Schema) -> None:
-    """Raise ValueError, naming the place and the value, where a declaration does not fit its schema.
+    """Raise ValueError, naming the place and the value, if a declaration does not fit its schema.
 
     >>> check("claim X", {"above": 1}, {"above": Real, "below?": Real})
     >>> check("claim X", {"abvoe": 1}, {"above": Real, "below?": Real})
@@ -43,26 +43,26 @@ def check(where: str, value: Any, schema: Schema) -> None:
 
 
 def some(known: Any, schema: Schema) -> dict[str, Schema]:
-    """Return the schema of a mapping from any of some keys to values of one schema."""
+    """Return the schema of a mapping whose keys are all optional and whose values share one schema."""
     return {f"{key}?": schema for key in known}
 
 
 def setting(where: str, value: Any) -> None:
-    """Raise ValueError where it is not well declared which setting of a sweep counts."""
+    """Raise ValueError if the declaration of which sweep setting counts is malformed."""
     check(where, value, {"best_of": int, "base": str, "among?": dict})
     for arm, choices in value.get("among", {}).items():
         n = len(choices)
-        require(n == value["best_of"], f"{where}: {n} {arm} settings where the best of {value['best_of']} is taken")
+        require(n == value["best_of"], f"{where}: {n} {arm} settings for a best of {value['best_of']}: declare as many")
         check(f"{where}, {arm}", choices, [dict.fromkeys(arms.swept(arm), Real)])
 
 
 def arm(where: str, value: Any) -> None:
-    """Raise ValueError where an arm is unknown, or its setting is not well declared; its other fields are of specs."""
+    """Raise ValueError if an arm is unknown or its setting is malformed; its other fields are those of specs."""
     check(where, value, dict)
     if "arm" in value:
         check(where, value["arm"], arms.ARMS)
     seeds = value.get("seeds", 1)
     check(f"{where}, seeds", seeds, int)
-    require(seeds > 0, f"{where}: seeds {seeds}: declare how many, from 0 on, judge")
+    require(seeds > 0, f"{where}: seeds {seeds}: declare how many seeds, counted from 0, judge the claim")
     if "setting" in value:
         setting(f"{where}, setting", value["setting"])

@@ -1,4 +1,4 @@
-"""The whole of the judgement: from the findings of one claim to its verdict."""
+"""Decide the verdict on one claim from its findings."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -13,21 +13,22 @@ def decide(
     correction: tuple[float, int] | None = None,
     elsewhere: Sequence[Finding] = (),
 ) -> tuple[str, str]:
-    """Return the verdict and, where it needs one, the reason.
+    """Return the verdict and, if it needs one, the reason.
 
-    Each finding has an excess: how far the quantity lies beyond its bound in the claimed direction. A finding with too
-    few units, or one unit, is underpowered. Otherwise, by the 95 % interval of the excess: wholly above the margin
-    supports; wholly within +-margin (if there is one) is within margin; wholly below the margin contradicts; anything
-    else is underpowered. Where the claim says that two arms match, the 90 % interval (two one-sided tests at 5 %)
-    supports it wholly inside +-margin, contradicts it wholly outside, and is underpowered otherwise. A finding whose
-    quantity is not defined on its runs is underpowered. A claim is contradicted by any finding, supported only by all:
-    no correction for several cells is needed to support it, and none is made to contradict it. Where no cell has runs
-    of all arms it is open. Where one comparison has opposite signs under two decodings, both intervals excluding 0, it
-    depends on decoding.
+    Each finding has an excess: how far its quantity lies beyond the bound in the claimed direction. The 95 % interval
+    of the excess decides: entirely above the margin, the finding is supported; entirely within +-margin (if there is
+    a margin), it is within margin; entirely below the margin, it is contradicted; otherwise it is underpowered. If the
+    claim says that two arms match, the 90 % interval (two one-sided tests at 5 %) decides: entirely inside +-margin is
+    supported, entirely outside contradicted, anything else underpowered. A finding is also underpowered if it has too
+    few units, or only one, or if its quantity is not defined on its runs.
 
-    elsewhere: the same comparisons under decodings that the claim does not declare; they decide nothing but that.
-    correction: a primary claim's p-value after Holm's correction and the number of claims in the family; what would be
-    supported is underpowered unless that p-value is below 0.05.
+    One contradicted finding contradicts the claim; it is supported only if all findings are. So no correction for
+    several cells is needed to support it, and none is made to contradict it. A claim is open if no cell has runs of all
+    arms. It depends on decoding if a comparison has opposite signs under two decodings and both intervals exclude 0.
+
+    elsewhere: the same comparisons under decodings that the claim does not declare; used only for that last check.
+    correction: a primary claim's p-value after Holm's correction, and the number of claims in its family; a claim that
+    would be supported is underpowered unless that p-value is below 0.05.
     """
     findings = [finding for finding in findings if finding.decisive]
     if all(finding.n == 0 for finding in findings):
@@ -56,7 +57,7 @@ def decide(
 
 
 def outcome(finding: Finding, margin: float) -> str:
-    """Return the verdict that one finding by itself would give."""
+    """Return the verdict that one finding would give on its own."""
     if finding.interval is None:
         return "underpowered"
     _, low, high = finding.excess()
@@ -72,7 +73,7 @@ def outcome(finding: Finding, margin: float) -> str:
 
 
 def p_value(findings: Sequence[Finding], margin: float, min_seeds: int) -> float | None:
-    """Return the p-value of a claim, the largest of its findings'; None unless all can be judged."""
+    """Return the p-value of a claim, the largest among its findings; None unless all of them can be judged."""
     decisive = [finding for finding in findings if finding.decisive]
     if not decisive or any(f.interval is None or f.n < min_seeds for f in decisive):
         return None
@@ -80,6 +81,6 @@ def p_value(findings: Sequence[Finding], margin: float, min_seeds: int) -> float
 
 
 def nearness(finding: Finding, margin: float) -> tuple[int, float, float]:
-    """Return what sorts findings from the one that speaks most against a claim."""
+    """Return a sort key that puts the finding with the strongest evidence against a claim first."""
     order = ("contradicted", "underpowered", "within margin", "supported").index(outcome(finding, margin))
     return (order, -1.0, 0.0) if finding.interval is None else (order, -finding.p(margin), finding.excess()[1])

@@ -1,8 +1,8 @@
-"""The claims as paper/claims.yaml declares them, checked, and their lock, the hash of what each declares.
+"""Load and check the claims that paper/claims.yaml declares, and lock each by the hash of its declaration.
 
-The lock, paper/claims.lock, keeps the hash of every rule, so that none changes after its runs without a word. A rule
-that changes after its records exist needs an entry in LOG.md that quotes the new hash. Lines are added to the lock,
-never changed: whoever writes a new hash over an old one is found by the history of git.
+The lock, paper/claims.lock, keeps the hash of every rule, so that no rule can change unnoticed after its runs. A rule
+that changes once its records exist needs an entry in LOG.md that quotes the new hash. Lines are only ever added to the
+lock: the git history reveals a hash that was overwritten.
 """
 
 import hashlib
@@ -20,60 +20,60 @@ from evoalign_study.claims.selection import Claim, committed_records, has_runs
 from evoalign_study.records import canonical_json
 
 SCALES = ("tiny", "full")
-"""At which a claim may be decided."""
+"""The scales at which a claim may be decided."""
 
 _SCHEMA: dict[str, Schema] = dict.fromkeys(("id", "title", "statement", "quantity", "source"), str)
 _SCHEMA |= {"notebooks": [str], "scales": [SCALES], "rule": dict, "cells?": dict, "not_testable?": some(SCALES, str)}
 _SCHEMA |= dict.fromkeys(("primary?", "note?", "caveat?", "superseded?"), str)
 _JUDGED = {"unit": str, "arms": dict, "test": str, "margin": Real, "min_seeds": int}
-"""What a claim has besides whose rule is not open."""
+"""Further fields of a claim, required unless its rule is open."""
 _UNHASHED = ("title", "notebooks", "note", "caveat", "superseded")
 _FEWEST_SEEDS = 8
 _MOST_PRIMARY = 4
 
 
 def load_claims(path: Path | None = None) -> list[Claim]:
-    """Return the declared claims, each checked.
+    """Load the declared claims and check each of them.
 
     path: a claims.yaml; by default the paper's. Raises ValueError for unknown or missing keys, repeated ids, a claim
-    superseded by one that is not declared, and more than four primary claims of a notebook.
+    superseded by an undeclared one, and more than four primary claims in a notebook.
     """
     import yaml
 
     text = (path or paths.PAPER / "claims.yaml").read_text(encoding="utf-8")
-    claims = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in C, where PyYAML was built with it: 8x
-    require(isinstance(claims, list), f"claims.yaml holds a {type(claims).__name__}: it must be a list of claims")
+    claims = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the C loader, if there: 8 times faster
+    require(isinstance(claims, list), f"claims.yaml holds a {type(claims).__name__}: it must hold a list of claims")
     for claim in claims:
         check_claim(claim)
     times = Counter(claim["id"] for claim in claims)
     for name, n in times.items():
-        require(n == 1, f"claim id {name!r} is used {n} times in claims.yaml: ids are unique")
+        require(n == 1, f"claim id {name!r} is used {n} times in claims.yaml: give each claim its own id")
     for claim in claims:
         by = claim.get("superseded", claim["id"])
-        require(by in times, f"claim {claim['id']} is superseded by {by!r}, which is not declared")
+        require(by in times, f"claim {claim['id']} is superseded by {by!r}, which is not declared: declare it")
     for notebook, n in Counter(claim["primary"] for claim in claims if "primary" in claim).items():
-        why = f"at most {_MOST_PRIMARY}, or eight seeds cannot pass Holm's correction"
+        why = f"declare at most {_MOST_PRIMARY}; with more, eight seeds cannot pass Holm's correction"
         require(n <= _MOST_PRIMARY, f"notebook {notebook} has {n} primary claims: {why}")
     return claims
 
 
 def check_claim(claim: Claim) -> None:
-    """Raise ValueError, naming the claim and the field, where a claim is not well declared."""
+    """Raise ValueError, naming the claim and the field, if the declaration of a claim is malformed."""
     name = f"claim {claim.get('id', '(without id)')}"
     is_open = claim.get("rule", {}).get("kind") == "open"
     check(name, claim, _SCHEMA | ({f"{key}?": each for key, each in _JUDGED.items()} if is_open else _JUDGED))
     cells, margin, seeds = claim.get("cells", {}), claim.get("margin", 0), claim.get("min_seeds", _FEWEST_SEEDS)
     primary = claim.get("primary", claim["notebooks"][0])
-    require(len(cells) < 2, f"{name}: cells vary one field of the spec, got {', '.join(cells)}")
-    require(margin >= 0, f"{name}: margin {margin} is negative; 0 declares none")
-    fewest = f"a verdict needs at least {_FEWEST_SEEDS} in a cell"
+    require(len(cells) < 2, f"{name}: cells vary {', '.join(cells)}: declare one field of the spec")
+    require(margin >= 0, f"{name}: margin {margin} is negative: declare 0 for no margin")
+    fewest = f"declare at least {_FEWEST_SEEDS}, which a verdict needs in each cell"
     require(seeds >= _FEWEST_SEEDS, f"{name}: min_seeds {seeds}: {fewest}")
-    require(primary in claim["notebooks"], f"{name} is primary of {primary}, which is none of its notebooks")
+    require(primary in claim["notebooks"], f"{name} is primary of {primary}, which is not one of its notebooks")
     check_rule(claim)
 
 
 def rule_hash(claim: Claim) -> str:
-    """Return the SHA-256 (hexadecimal) of what a claim declares; title, notebooks and remarks are not part of it."""
+    """Return the SHA-256 (hexadecimal) of what a claim declares, without its title, notebooks and remarks."""
     declared = {key: value for key, value in claim.items() if key not in _UNHASHED}
     return hashlib.sha256(canonical_json(declared).encode()).hexdigest()
 
@@ -82,7 +82,7 @@ def rule_hash(claim: Claim) -> str:
 
 
 def read_lock() -> dict[str, list[str]]:
-    """Return paper/claims.lock as the hashes of each claim's rule, oldest first.
+    """Read paper/claims.lock: the hashes of each claim's rule, oldest first.
 
     A line is "id date hash", written when a rule was declared or changed. Raises ValueError for any other line.
     """
@@ -91,16 +91,16 @@ def read_lock() -> dict[str, list[str]]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), 1):
         match = _LINE.fullmatch(line)
         if not match:
-            raise ValueError(f"claims.lock, line {number} is not 'id date hash': {line[:100]!r}; write it by --lock")
+            raise ValueError(f"claims.lock, line {number} is not 'id date hash': {line[:100]!r}; write it with --lock")
         locked.setdefault(match[1], []).append(match[2])
     return locked
 
 
 def lock_problems() -> list[str]:
-    """Return, one line each, what does not hold of the claims and their lock.
+    """Return the problems of the claims and their lock, one line each.
 
-    Every rule is the one of its last line. Each line of a claim but the first, and each that was once in the lock and
-    is no more (`once_locked`), is quoted in LOG.md by the first 12 digits of its hash.
+    Every rule must match the last line of its claim. For every line of a claim after its first, and for every line that
+    has disappeared from the lock (`once_locked`), LOG.md must quote the first 12 digits of the hash.
     """
     locked, log, problems = read_lock(), _log(), []
     declared = {claim["id"]: claim for claim in load_claims()}
@@ -124,7 +124,7 @@ def lock_problems() -> list[str]:
 
 
 def once_locked() -> list[tuple[str, str]] | None:
-    """Return claim and hash of every line that any commit has added to claims.lock; None where there is no git."""
+    """Return claim and hash of every line that any commit has added to claims.lock; None without git."""
     command = ["git", "log", "--full-history", "--format=", "--patch", "--unified=0", "--no-ext-diff", "--no-color"]
     command += ["--", str(paths.PAPER / "claims.lock")]
     try:
@@ -136,10 +136,10 @@ def once_locked() -> list[tuple[str, str]] | None:
 
 
 def lock(date: str) -> list[str]:
-    """Add to paper/claims.lock a line for every rule that it does not hold yet, and return these lines.
+    """Add a line to paper/claims.lock for every rule that is not in it yet, and return these lines.
 
-    date: year-month-day. A rule that was locked before, or that is declared when its runs exist, is a change: raises
-    ValueError, and writes nothing, unless LOG.md quotes the first 12 digits of its hash.
+    date: year-month-day. A rule counts as changed if the claim was locked with another one, or if its runs exist
+    already. Raises ValueError and writes nothing unless LOG.md quotes the first 12 digits of each changed rule's hash.
     """
     locked, log = read_lock(), _log()
     records = [record for scale in SCALES for record in committed_records(scale)]

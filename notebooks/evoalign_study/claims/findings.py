@@ -1,4 +1,4 @@
-"""A finding: one quantity that a claim rests on, with its interval and the bound that it should lie beyond."""
+"""Findings: the quantities that a claim rests on, each with its interval and the bound that it should lie beyond."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from evoalign_lib.analysis.stats import Interval
 from evoalign_study.claims.selection import Runs, lacking
 
 MISSING = "missing"
-"""The value of a finding under a decoding that too few runs were measured under."""
+"""The value of a finding under a decoding for which too few runs were measured."""
 _Z = NormalDist().inv_cdf(0.975)
 
 
@@ -24,53 +24,53 @@ class Finding:
     label: str
     """The cell, quantity or comparison, such as "A0"."""
     n: int
-    """Units in the smaller arm; 0 where an arm has no run."""
+    """Units in the smaller arm; 0 if an arm has no runs."""
     have: str
     """The runs found, in words."""
     interval: Interval | None
-    """The quantity; None without runs, and where it is not defined on them (`context` says why)."""
+    """The quantity; None if there are no runs, or if it is not defined on them (`context` says why)."""
     bound: float = 0.0
     """The value that the quantity is compared with."""
     side: str = "above"
-    """Where the claim says that the quantity lies: "above" or "below" the bound, or "within" the margin of it."""
+    """Where the claim says the quantity lies: "above" or "below" the bound, or "within" the margin around it."""
     test: float | None = None
-    """The two-sided p-value of a test that the rule names (for "within" that of two one-sided tests); None: the
-    interval's own."""
+    """The two-sided p-value of the test that the rule names (for "within", of two one-sided tests); None: the p-value
+    follows from the interval."""
     value: str = ""
     """The quantity with its interval, in words."""
     context: str = ""
-    """What the words of a verdict say of it besides: base accuracy, n, smallest detectable effect."""
+    """What the verdict adds in words: base accuracy, n, smallest detectable effect."""
     decisive: bool = True
-    """Whether the verdict rests on it; otherwise it is only reported."""
+    """Whether the verdict rests on it; if not, it is only reported."""
     lacks: str = ""
-    """The sweep that decides which runs count, while it is not finished."""
+    """What is missing from an unfinished sweep that decides which runs count."""
     decoding: str = ""
-    """How the completions were decoded; empty where that is not a property of the quantity."""
+    """How the completions were decoded; empty if the quantity does not depend on it."""
     compared: str = ""
-    """What is compared, without the decoding: findings that share it repeat one comparison."""
+    """What is compared, without the decoding: findings that share this text repeat one comparison."""
 
     @property
     def text(self) -> str:
-        """The quantity in words, with its context; empty without runs."""
+        """The quantity in words, with its context; empty if there are no runs."""
         return f"{self.label.replace('_', ' ')} {self.value} {self.context}".strip() if self.value else ""
 
     def excess(self) -> tuple[float, float, float]:
-        """Return how far value, low and high lie beyond the bound in the claimed direction, smallest end second."""
+        """Return how far value, low and high lie beyond the bound in the claimed direction, the smaller end second."""
         value, low, high = (x - self.bound for x in (self.interval.value, self.interval.low, self.interval.high))
         return (-value, -high, -low) if self.side == "below" else (value, low, high)
 
     def sign(self) -> int:
-        """Return 1 or -1 where the whole interval lies above or below 0, and 0 otherwise."""
+        """Return 1 if the whole interval lies above 0, -1 if it lies below 0, and 0 otherwise."""
         if self.interval is None:
             return 0
         return int(self.interval.low > 0) - int(self.interval.high < 0)
 
     def p(self, margin: float) -> float:
-        """Return the p-value that the quantity does not lie where the claim says; 1 where it points the other way.
+        """Return the p-value for the quantity not lying where the claim says; 1 if it points the other way.
 
-        It is that of the rule's own test, or two-sided from the interval, as if the estimate were normal with the
-        spread that the interval's end beside the bound shows: below 0.05 exactly where the 95 % interval lies beyond
-        the margin.
+        It comes from the rule's own test if there is one. Otherwise it is two-sided and comes from the interval: the
+        estimate is taken as normal, with the spread given by the interval's end nearer the bound, so that p is below
+        0.05 exactly if the 95 % interval lies beyond the margin.
         """
         if self.side == "within":
             return self.test
@@ -85,11 +85,11 @@ class Finding:
 
 
 class Undecided(Exception):
-    """The runs are there, but the quantity is not defined on them; says why."""
+    """The quantity is not defined on the existing runs; the message says why."""
 
 
 def defined(statistic: Callable[..., Any], *scores: Any, **options: Any) -> Any:
-    """Return a statistic of scores. Raises Undecided where it refuses them: too few, or without spread."""
+    """Return a statistic of scores. Raises Undecided if it rejects them as too few or without spread."""
     try:
         return statistic(*scores, **options)
     except ValueError as error:
@@ -97,10 +97,10 @@ def defined(statistic: Callable[..., Any], *scores: Any, **options: Any) -> Any:
 
 
 def mean_interval(values: Sequence[NDArray[np.float64]], resamples: int) -> Interval:
-    """Return the mean of an arm, or its difference from another, over seeds, and over problems where each has results.
+    """Return the mean of an arm, or its difference from another, over seeds (and problems, if each has results).
 
-    values: of each arm (seeds, problems), or (seeds,) of one score a run; of a fixed model (problems,). Raises
-    Undecided where there are too few scores.
+    values: for each arm, an array (seeds, problems), or (seeds,) with one score per run; (problems,) for a fixed model.
+    Raises Undecided if there are too few scores.
     """
     if np.ndim(values[0]) == 2:
         return stats.crossed_bootstrap(*values, n_resamples=resamples)
@@ -110,7 +110,7 @@ def mean_interval(values: Sequence[NDArray[np.float64]], resamples: int) -> Inte
 
 
 def there(values: Iterable[Any], least: int, who: str) -> NDArray[np.float64]:
-    """Return the values of the runs that get somewhere; None: one does not. Raises Undecided where too few do."""
+    """Return the values but None, which marks a run that never gets there. Raises Undecided if too few are left."""
     values = list(values)
     known = [value for value in values if value is not None]
     if len(known) < least:
@@ -119,7 +119,7 @@ def there(values: Iterable[Any], least: int, who: str) -> NDArray[np.float64]:
 
 
 Measured = tuple[Interval, str, str] | tuple[Interval, str, str, float | None]
-"""A quantity with its interval, value and context in words, and the p-value of the rule's own test, if it has one."""
+"""The interval of a quantity, its value and context in words, and the p-value of the rule's own test, if any."""
 
 
 def hold(
@@ -133,16 +133,17 @@ def hold(
     least: int = 0,
     **kept: Any,
 ) -> Finding:
-    """Measure a quantity and hold it against a bound: the one rule of which every kind is made.
+    """Measure a quantity and compare it with a bound: the step that every kind of rule is built from.
 
     Args:
         label: what is measured.
-        arms: the runs that it is measured on. Where one of them has none nothing is measured.
-        measure: measures it on such runs, or raises Undecided.
-        n: units in the smaller arm; by default runs. Without any nothing is measured.
+        arms: the runs that it is measured on. If an arm has no runs, nothing is measured.
+        measure: measures the quantity on these runs, or raises Undecided.
+        n: units in the smaller arm; by default, its runs. With 0 units nothing is measured.
         have: the runs found, in words.
-        decoded: whether a run was measured under the decoding, where that is asked. Only such runs count, and where an
-            arm has fewer than `least` nothing is decided; of a fixed model one is enough.
+        decoded: tells whether a run was measured under the decoding; None: all runs count. Runs that were not are
+            left out.
+        least: runs that each arm needs under the decoding, or else nothing is decided; one is enough for a fixed model.
         kept: further fields of the finding: bound, side, decoding and the like.
     """
     have = have or f"{label.replace('_', ' ')}: {', '.join(runs.have for runs in arms)}"
@@ -164,12 +165,12 @@ def hold(
 
 
 def sizes(arms: Iterable[Runs]) -> list[int]:
-    """Return how many runs arms have, without those that are one fixed model, if not all are."""
+    """Return how many runs each arm has, leaving out fixed models unless all arms are fixed models."""
     return [len(runs.records) for runs in arms if not runs.fixed] or [1]
 
 
 def versus(numbers: Iterable[int]) -> str:
-    """Return numbers of the sides of a comparison in words, those that are equal once.
+    """Return the numbers of a comparison's sides as text, with equal numbers given once.
 
     >>> versus([16, 16]), versus([16, 12])
     ('16', '16 v 12')
@@ -178,7 +179,7 @@ def versus(numbers: Iterable[int]) -> str:
 
 
 def significant(interval: Interval, digits: int = 3) -> str:
-    """Return an interval in words, in numbers of so many significant digits.
+    """Return an interval as text, rounded to this many significant digits.
 
     >>> significant(Interval(1.2345, 1.1, 12.34, 8))
     '1.23 [1.1, 12.3]'

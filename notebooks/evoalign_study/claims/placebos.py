@@ -1,11 +1,11 @@
 """Placebos: would an arm that learned nothing win by the same rule?
 
-Steadier curves, less spread and less dependence on data are all won by a model that never moves. So a rule that favours
-an arm is evaluated again with each null in the place of that arm: random or shuffled fitness, random reward, and the
-untrained base. What a null wins is no evidence.
+A model that never moves wins on steadier curves, less spread and less dependence on data. So a rule that favours an
+arm is evaluated again with each null in place of that arm: random or shuffled fitness, random reward, and the
+untrained base. A comparison that a null wins is no evidence.
 
-A null is judged on the runs that exist, of the claim's arm of its own family but for the hyper-parameters
-(`Evidence.stand_in`), in the cells in which it has any; nobody tunes it, and `FEWEST` runs are enough.
+A null is judged on its existing runs, in the cells where it has any. They must have the spec of the claim's arm of the
+same family, except for the hyper-parameters (`Evidence.stand_in`): nulls are not tuned. `FEWEST` runs are enough.
 """
 
 from dataclasses import replace
@@ -18,18 +18,18 @@ from evoalign_study.claims.rules import RULES, find
 from evoalign_study.claims.selection import BASE, NULLS, Claim, Evidence, arm_words
 
 FEWEST = 4
-"""Runs that a null needs in a cell to be judged."""
+"""Runs that a null needs in each cell to be judged."""
 
 _QUICK = 100
 
 
 class Placebo(NamedTuple):
-    """What became of a rule with a null in the place of the arm that it favours."""
+    """The result of a rule with a null in place of the arm that it favours."""
 
     null: str
     """One of `NULLS`."""
     findings: tuple[Finding, ...]
-    """The decisive findings of the cells in which the null has runs."""
+    """The decisive findings from the cells where the null has runs."""
     passed: bool
     """Whether the rule holds for the null."""
 
@@ -41,17 +41,17 @@ class Placebo(NamedTuple):
 
 
 _RANKS = {"rank", "lora_rank"}
-"""Settings by which a null is one of noise of low rank, or over an adapter."""
+"""Settings that mark a null with low-rank noise, or one over an adapter."""
 
 
 def ask(claim: Claim, evidence: Evidence) -> list[Placebo]:
-    """Evaluate a claim's rule with each null in the place of the favoured arm; nothing where no null has enough runs.
+    """Evaluate a claim's rule with each null in place of the favoured arm; nulls without enough runs are left out.
 
     Raises ValueError as the rule does.
     """
     asked = []
     for null in NULLS if RULES[claim["rule"]["kind"]].favours(claim) else ():
-        # the values themselves do not depend on the number of resamples, and most nulls fail by them
+        # most nulls fail by the estimates alone, which do not depend on the number of resamples
         findings = _findings(claim, replace(evidence, null=null, resamples=min(_QUICK, evidence.resamples)))
         passed = all(f.interval is not None and f.excess()[0] > claim["margin"] for f in findings)
         if findings and passed:
@@ -63,13 +63,13 @@ def ask(claim: Claim, evidence: Evidence) -> list[Placebo]:
 
 
 def _findings(claim: Claim, evidence: Evidence) -> list[Finding]:
-    """Return the decisive findings of a claim's rule in the cells in which the null has runs enough."""
+    """Return the decisive findings of a claim's rule in the cells where the null has enough runs."""
     findings = find(claim | {"min_seeds": FEWEST}, evidence)
     return [finding for finding in findings if finding.decisive and finding.n >= FEWEST]
 
 
 def summary(claim: Claim, placebos: list[Placebo]) -> str:
-    """Return in words which nulls the rule held for, which not, and which have no runs to ask it of."""
+    """Describe for which nulls the rule held, for which it failed, and which have no runs to test."""
     if not RULES[claim["rule"]["kind"]].favours(claim):
         return "favours no arm"
     if not placebos:
@@ -84,9 +84,9 @@ def summary(claim: Claim, placebos: list[Placebo]) -> str:
 
 
 def _fits(claim: Claim, null: str) -> bool:
-    """Return whether a null is of the family of an arm of a claim; the untrained base is one of every claim.
+    """Return whether a null belongs to the family of one of a claim's arms; the untrained base fits every claim.
 
-    A null over an adapter, or of noise of low rank, is one of a claim that has such an arm.
+    A null over an adapter, or with low-rank noise, fits only a claim that has such an arm.
     """
     if null == BASE:
         return True

@@ -1,7 +1,7 @@
-"""What a comparison of weights may take: of displacements, of merged models, of lines, of coverage.
+"""Quantities that compare weights: of displacements, merged models, lines between models, and coverage.
 
-A side of a comparison is made of the training runs of an arm: where each run ended, the means of several runs, or a run
-shrunk to the length of such a mean. Each model so named has a record of its own (kinds "products", "merge", "path",
+A side of a comparison is built from the training runs of an arm: the end of each run, means of several runs, or runs
+shrunk to the length of such a mean. Each of these models has its own record (kinds "products", "merge", "path",
 "noise" and "coverage"), found by the digests of the runs' weights. A new quantity is an entry in `QUANTITIES`.
 """
 
@@ -30,30 +30,30 @@ Array = NDArray[np.float64]
 
 
 class Side(NamedTuple):
-    """One side of a comparison, with the runs that it is made of."""
+    """One side of a comparison, with the runs that it is built from."""
 
     arm: str
-    """Of the claim."""
+    """An arm of the claim."""
     mean: int = 1
-    """Runs whose mean a model is: those of the arm in the order of their seeds, each in one mean."""
+    """Runs averaged into each model: those of the arm in the order of their seeds, each used once."""
     shrunk: int = 0
-    """Runs as short as whose mean each run is made; 0: it keeps its length."""
+    """Each run is shrunk to the length of the mean of this many runs; 0: it keeps its length."""
     runs: Sequence[Record] = ()
-    """Sorted by seed."""
+    """The runs, sorted by seed."""
     evidence: Evidence | None = None
-    """In which the runs were measured."""
+    """The evidence that holds the runs' measurements."""
     decoding: str = ""
-    """Under which they are compared."""
+    """The decoding under which they are compared."""
 
     @property
     def words(self) -> str:
-        """What is made of the arm's runs; empty where they are taken as they are."""
+        """How the models are made from the arm's runs; empty if the runs are used as they are."""
         if self.shrunk:
             return f"shrunk to the mean of {self.shrunk}"
         return f"mean of {self.mean}" if self.mean > 1 else ""
 
     def models(self) -> list[Model | None]:
-        """Return the models of the side, in the order of the seeds; None: the untrained base, in the place of runs."""
+        """Return the models of the side, in the order of the seeds; None: the untrained base, as a null."""
         digests, size = [run["digest"] for run in self.runs], max(self.mean, self.shrunk)
         if None in digests:
             return [None] * len(digests)
@@ -64,29 +64,29 @@ class Side(NamedTuple):
 
 
 def side_of(declared: str | Mapping[str, Any]) -> Side:
-    """Return a side as a claim declares it: the name of an arm, or a mapping with `mean` or `shrunk` besides."""
+    """Return a side from its declaration: the name of an arm, or a mapping that also has `mean` or `shrunk`."""
     return Side(declared) if isinstance(declared, str) else Side(**declared)
 
 
 def check_side(arm: tuple[str, ...], where: str, declared: str | Mapping[str, Any]) -> None:
-    """Raise ValueError where a side is not well declared."""
+    """Raise ValueError if the declaration of a side is malformed."""
     if isinstance(declared, str):
         check(where, declared, arm)
         return
     check(where, declared, {"arm": arm, "mean?": int, "shrunk?": int})
     side = side_of(declared)
     one = side.mean >= 1 and side.shrunk >= 0 and not (side.mean > 1 and side.shrunk)
-    require(one, f"{where}: side {dict(declared)}: take a mean of runs, or shrink each")
+    require(one, f"{where}: side {dict(declared)}: declare either a mean of runs or by how many to shrink each")
 
 
 _Read = Callable[[Sequence[Record], str], Any]
-"""Reads one number per model from its records, (models,), or right answers, (models, problems), under a decoding."""
+"""Reads one number per model from the records, (models,), or right answers, (models, problems), under a decoding."""
 _Find = Callable[[Sequence[Side]], Interval]
 _Count = Callable[[Side], Sequence[Any]]
 
 
 def _measured_alike(evidence: Evidence, kind: str) -> list[Record]:
-    """Return the records of a kind; those of coverage with the settings that most of them have."""
+    """Return the records of a kind; for coverage, only those with the most common settings."""
     records = evidence.having("kind", kind)
     if kind != "coverage":
         return records
@@ -97,7 +97,7 @@ def _measured_alike(evidence: Evidence, kind: str) -> list[Record]:
 
 
 def _records(kind: str, side: Side) -> list[Record]:
-    """Return the records of a kind of those models of a side that have one."""
+    """Return the records of a kind for the models of a side; models without a record are left out."""
 
     def by_model() -> dict[Model | None, Record]:
         specs = [(record["spec"], record) for record in _measured_alike(side.evidence, kind)]
@@ -114,32 +114,32 @@ _merged, _noisy, covered = (partial(_records, kind) for kind in ("merge", "noise
 
 
 def _displaced(side: Side) -> list[Record]:
-    """Return the runs of a side that have products."""
+    """Return the runs of a side with recorded inner products."""
     blocks = [r["spec"][block]["digests"] for r in side.evidence.having("kind", "products") for block in ("a", "b")]
     known = {digest for digests in blocks for digest in digests}
     return [run for run in side.runs if run.get("digest") in known]
 
 
 def _displacements(*sides: Side) -> geometry.Displacements:
-    """Return the products of all runs of the sides, by layer, in their order."""
+    """Return the inner products of all runs of the sides, by layer, in the order of the runs."""
     runs = [run for side in sides for run in side.runs]
     return defined(geometry.recorded, sides[0].evidence.having("kind", "products"), runs)
 
 
 def norms_over_walk(moved: geometry.Displacements, runs: Sequence[Record]) -> Array:
-    """Return the norm of each run of ES over alpha sqrt(d T / N), T without tied steps; NaN where it stood still."""
+    """Return each ES run's norm over alpha sqrt(d T / N), T without tied steps; NaN if the run never moved."""
     walks = []
     for run in runs:
         spec, tied = run["spec"], run["counts"]["tied"]
         walks.append(geometry.es_norm(spec["alpha"], moved.d, spec["steps"] - tied, spec["population_size"]))
-    with np.errstate(invalid="ignore"):  # a run that stood still: 0 / 0
+    with np.errstate(invalid="ignore"):  # a run that never moved: 0 / 0
         return np.sqrt(np.diagonal(moved.total)) / walks
 
 
 def head_shares(moved: geometry.Displacements) -> Array:
-    """Return the head's share of the squared displacement of each run over its share of the weights.
+    """Return the head's share of each run's squared displacement, divided by its share of the weights.
 
-    Where both are tied the head is the embedding. Raises Undecided where there is none.
+    If head and embedding are tied, the embedding is used. Raises Undecided if there is no head.
     """
     rows = [row for row, name in enumerate(moved.names) if name in ("head", "embedding (tied)")]
     if not rows:
@@ -148,17 +148,17 @@ def head_shares(moved: geometry.Displacements) -> Array:
 
 
 def unevenness(moved: geometry.Displacements) -> list[float]:
-    """Return how far the layers' shares of each run's squared displacement are from their shares of the weights."""
+    """Return the total variation between the layers' shares of each run's squared displacement and of the weights."""
     return [geometry.total_variation(shares, moved.size_shares) for shares in moved.shares.T]
 
 
 def unmoved(moved: geometry.Displacements, dtype: str) -> Array:
-    """Return the share of the weights of each run that stay where the base has them, both ends rounded to dtype."""
+    """Return the share of each run's weights that equal the base's, both rounded to dtype."""
     return (moved.unmoved(dtype) * moved.entries[:, None]).sum(0) / moved.d
 
 
 def _joint(sides: Sequence[Side]) -> tuple[Array, Array, Array]:
-    """Return the products of the runs of two sides, and the rows of each."""
+    """Return the inner products of the runs of two sides, and the rows of each side."""
     gram = _displacements(*sides).total
     return gram, *np.split(np.arange(len(gram)), [len(sides[0].runs)])
 
@@ -182,9 +182,9 @@ def _common_share(sides: Sequence[Side]) -> Interval:
 
 
 def _lines(first: Side | None, last: Side) -> list[tuple[Record, bool]]:
-    """Return the path records between models, pair by pair, where there are any, and whether they run backwards.
+    """Return the path records between paired models, as far as there are any, and whether they run backwards.
 
-    first: None: the lines begin at the base.
+    first: the side where the lines begin; None: they begin at the base.
     """
     records, ends = last.evidence.having("kind", "path"), last.models()
     known = last.evidence.once("path", lambda: path_points.by_ends(records))
@@ -194,20 +194,20 @@ def _lines(first: Side | None, last: Side) -> list[tuple[Record, bool]]:
 
 
 def _errors(lines: Iterable[tuple[Record, bool]], decoding: str) -> Array:
-    """Return the errors (pairs, problems, points) along lines, all in one direction."""
+    """Return the errors (pairs, problems, points) along lines, all in the same direction."""
     every = [path_points.errors([record], decoding)[:, :, :: -1 if backwards else 1] for record, backwards in lines]
     return np.concatenate(every)
 
 
 def _barrier(sides: Sequence[Side]) -> Interval:
-    """Return the height of the mean curve over the line between its ends, its upper end that of `upper_bound`."""
+    """Return the barrier of the mean curve over the line between its ends; its interval reaches to `upper_bound`."""
     errors = _errors(_lines(*sides), sides[0].decoding)
     barrier = path_points.mean_barrier(errors, **_resampled(sides, 1000))
     return replace(barrier.interval, high=max(barrier.interval.high, connectivity.upper_bound(barrier)), n=len(errors))
 
 
 def _half_gain(sides: Sequence[Side]) -> Interval:
-    """Return where on the line from the base half of the gain lies, or the difference of two sides."""
+    """Return where on the line from the base half of the gain is reached; for two sides, the difference."""
     rewards, *baseline = [1 - _errors(_lines(None, side), side.decoding) for side in sides]
     other = baseline[0] if baseline else None
     place = connectivity.half_gain_interval(rewards, baseline=other, monotone=True, **_resampled(sides, 1000))
@@ -218,25 +218,25 @@ def _half_gain(sides: Sequence[Side]) -> Interval:
 
 
 def skills(models: Sequence[Record], what: str) -> Array:
-    """Return each model's mean over skills that no reward touches: "greedy" accuracy, or "kl" from the base, nats."""
+    """Return each model's mean over unrewarded skills: "greedy" accuracy, or "kl" from the base in nats."""
     return np.array([np.mean([skill[what] for skill in model["skills"].values()]) for model in models])
 
 
 def _kept(part: str, records: Sequence[Record], decoding: str) -> Array:
-    """Return the share of each model's accuracy that it keeps under noise, the mean over draws and sigmas."""
+    """Return the share of its accuracy that each model keeps under noise, as the mean over draws and sigmas."""
     clean, left = ([np.mean(record[block][decoding]) for record in records] for block in ("clean", part))
     if 0 in clean:
         raise Undecided("a model has no accuracy to keep")
     return np.divide(left, clean)
 
 
-# ---- what a model can solve within some samples
+# ---- problems that a model solves within several samples
 
 
 def _reached(record: Record, decoding: str) -> Array:
-    """Return the chances that one sample of each problem is right, at the temperature of a decoding.
+    """Return the chance that one sample for each problem is right, at the temperature of a decoding.
 
-    Where none is given, at the record's own: that of the highest pass@64 on the validation set.
+    If no decoding is given, the record's own temperature is used: the one with the highest validation pass@64.
     """
     at = decoding or coverage.own_temperature(record["validation"])
     if at not in record["reach"]:
@@ -249,7 +249,7 @@ def _greedy(records: Iterable[Record]) -> Array:
 
 
 def _base_of(evidence: Evidence) -> Record:
-    """Return what the base can solve."""
+    """Return the coverage record of the base."""
     for record in evidence.once("alike", lambda: _measured_alike(evidence, "coverage")):
         if "end" not in record["spec"]:
             return record
@@ -257,20 +257,20 @@ def _base_of(evidence: Evidence) -> Record:
 
 
 def base_chances(evidence: Evidence, decoding: str) -> Array:
-    """Return the chance that one sample of the base is right, (problems,). Raises Undecided as `chances`."""
+    """Return the chance that one sample of the base is right, (problems,). Raises Undecided as `chances` does."""
     return _reached(_base_of(evidence), decoding)
 
 
 def chances(records: Sequence[Record], decoding: str) -> Array:
     """Return the chance that one answer of each model to each problem is right, (models, problems).
 
-    Greedy answers are right or not. Raises Undecided where a temperature was not measured.
+    For greedy answers it is 0 or 1. Raises Undecided if a temperature was not measured.
     """
     return _greedy(records) if decoding == "greedy" else np.array([_reached(record, decoding) for record in records])
 
 
 def _support_change(sides: Sequence[Side]) -> Interval:
-    """Return the net change of support against the base, the mean over runs, or the difference of two sides."""
+    """Return the net change of support from the base, averaged over runs; for two sides, the difference."""
     base = base_chances(sides[0].evidence, sides[0].decoding)
     runs, *other = [np.array([_reached(record, side.decoding) for record in covered(side)]) for side in sides]
     change = coverage.support_change(base, runs, coverage.SOLVED_WITHIN, *other, **_resampled(sides))
@@ -278,13 +278,13 @@ def _support_change(sides: Sequence[Side]) -> Interval:
 
 
 def _gain(sides: Sequence[Side]) -> Interval:
-    """Return the greedy accuracy of runs - that of their base, on the same problems."""
+    """Return the greedy accuracy of runs minus that of their base on the same problems."""
     runs, start = _greedy(covered(sides[0])), _greedy([_base_of(sides[0].evidence)])
     return stats.crossed_bootstrap(runs, np.repeat(start, len(runs), 0), **_resampled(sides))
 
 
 def _solved(within: int) -> _Read:
-    """Read the chances that models solve problems within some samples, or of greedy answers."""
+    """Make a reader of the chance that each model solves each problem within this many samples."""
     return lambda records, decoding: coverage.pass_at(chances(records, decoding), within)
 
 
@@ -303,32 +303,32 @@ def _unless_nan(interval: Interval, why: str) -> Interval:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A quantity of one side, or a difference of two."""
+    """A quantity of one side, or a difference between two."""
 
     words: str
-    """What it is called in labels."""
+    """Its name in labels."""
     measured: _Count | None
-    """The models of a side that were measured; None: lines between the models of two sides."""
+    """Returns the models of a side that were measured; None: lines between the models of two sides are counted."""
     find: _Find
-    """Its value with its 95 % interval. Raises Undecided where it is not defined."""
+    """Computes its value with a 95 % interval. Raises Undecided if it is not defined."""
     sides: tuple[int, ...] = (1, 2)
     """How many sides it may have."""
     decoded: bool = False
     """Whether it depends on how completions are decoded."""
     sampled: bool = False
-    """Whether it is one of samples alone, so that it is not asked of greedy answers."""
+    """Whether it needs samples, so that it is skipped under greedy decoding."""
     unit: str = ""
-    """"points", "ratio" (of a difference of logarithms), or empty."""
+    """"points", "ratio" (the value is a difference of logarithms), or empty."""
 
     def units(self, sides: Sequence[Side]) -> list[int]:
-        """Return how many models were measured of each side, or lines of both together."""
+        """Return how many models of each side were measured, or how many lines between both."""
         if self.measured is None:
             return [len(_lines(*sides))]
         return [len(self.measured(side)) for side in sides]
 
 
 def _of_each(words: str, measured: _Count, read: _Read, **options: Any) -> Quantity:
-    """Make a quantity of what is read from the record of each model."""
+    """Make a quantity from a reader of each model's record."""
 
     def find(sides: Sequence[Side]) -> Interval:
         return mean_interval([read(measured(side), side.decoding) for side in sides], sides[0].evidence.resamples)
@@ -337,7 +337,7 @@ def _of_each(words: str, measured: _Count, read: _Read, **options: Any) -> Quant
 
 
 def _of_runs(words: str, read: Callable[[geometry.Displacements, Sequence[Record]], Any], **options: Any) -> Quantity:
-    """Make a quantity of one number per run, read from the products of a side."""
+    """Make a quantity from one number per run, read from the inner products of a side."""
 
     def find(sides: Sequence[Side]) -> Interval:
         return mean_interval([read(_displacements(side), side.runs) for side in sides], sides[0].evidence.resamples)
@@ -377,4 +377,4 @@ QUANTITIES: dict[str, Quantity] = {
     "solved": _of_each(f"solved within {_WITHIN} samples", covered, _solved(_WITHIN), sampled=True, **_RIGHT),
     "half_gain": Quantity("place of half the gain", partial(_lines, None), _half_gain, **_DECODED),
 }
-"""What a rule of kind "weights" may ask, by the name that declares it."""
+"""Quantities that a rule of kind "weights" may compare, by the name that declares them."""

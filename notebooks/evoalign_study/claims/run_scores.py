@@ -1,6 +1,6 @@
-"""What a comparison may take of a run: its results on each problem, or one score.
+"""Measures that a comparison reads from a run: its results on each problem, or one score.
 
-A new measure is an entry in `MEASURES`. It says whether more of it is better, so that a rule knows whom it favours.
+A new measure is an entry in `MEASURES`. It says whether more is better, so that a rule knows which arm it favours.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from evoalign_study.records import accuracy_matrix
 _Arms = Sequence[Sequence[Record]]
 _Arrays = list[NDArray[np.float64]]
 _CLOSE = 0.05
-"""Two budgets that differ by no more than this share count as equal."""
+"""Two budgets count as equal if they differ by no more than this share."""
 
 
 class Taken(NamedTuple):
-    """A measure as a claim declares it: its key in `MEASURES`, the decoding, and where it is taken."""
+    """A measure as a claim declares it: its key in `MEASURES`, the decoding, and the place where it is read."""
 
     kind: str
     decoding: str
@@ -46,11 +46,11 @@ class Taken(NamedTuple):
         return MEASURES[self.kind]
 
     def has(self, record: Record) -> bool:
-        """Return whether a record has what is needed."""
+        """Return whether a record has the measure under this decoding."""
         return self.measure.has(record, self.decoding)
 
     def words(self, decoding: bool = True) -> str:
-        """Return what is taken, with or without its decoding.
+        """Describe the measure, with or without its decoding.
 
         >>> Taken.of({"right": "t1", "at_kl": 0.5}).words()
         'right answers temperature 1 at KL 0.5'
@@ -61,32 +61,32 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True)
 class Measure:
-    """A measure: its words, its sense, and how it is read from the records of several arms."""
+    """A measure: its name, its direction, and how it is read from the records of several arms."""
 
     words: str
-    """What it is called in labels."""
+    """Its name in labels."""
     has: Callable[[Record, str], bool]
-    """Whether a record has what is needed under a decoding."""
+    """Whether a record has the measure under a decoding."""
     read: Callable[[Case, Taken, _Arms], _Arrays]
-    """Right answers of each arm, (seeds, problems), or one score a run, (seeds,), fractions. Raises Undecided where it
-    has no value."""
+    """Reads each arm's right answers, (seeds, problems), or one score per run, (seeds,), as fractions. Raises Undecided
+    if the measure has no value."""
     more_is_better: bool = True
     """Whether an arm with more of it is favoured."""
     at: tuple[str, ...] = ()
-    """Where it is taken, for those that need to say it: one of these."""
+    """Keys that say where it is read; a claim must declare exactly one of them. Empty: there is no such place."""
     unit: str = " %"
-    """Behind a mean in words."""
+    """The unit written after a mean."""
     rate: bool = False
-    """Whether a score is 0 or 1: such arms are compared by rate, and no others."""
+    """Whether a score is 0 or 1: these measures, and no others, are compared by rate."""
 
 
 def curve(record: Record, name: str) -> NDArray[np.float64]:
-    """Return a curve as numbers, NaN where a diverged run has none."""
+    """Return a curve as an array, with NaN where a diverged run has no value."""
     return np.array(record["curve"][name], np.float64)
 
 
 def curves_of(arms: _Arms, name: str) -> list[list[NDArray[np.float64]]]:
-    """Return a curve of each run of each arm, as `curve`."""
+    """Return the `curve` of each run of each arm."""
     return [[curve(record, name) for record in arm] for arm in arms]
 
 
@@ -95,7 +95,7 @@ def _key(decoding: str) -> str:
 
 
 def _validation(case: Case, taken: Taken, arms: _Arms) -> _Arrays:
-    """Read validation accuracy where the arms' means first reach a level, or at the largest budget both reached."""
+    """Read validation accuracy where each arm's mean first reaches a level, or at the largest budget all runs reach."""
     accuracies = curves_of(arms, f"validation_{taken.decoding}")
     if "at_mean" in taken.at:
         level, reached = taken.at["at_mean"], [np.mean(arm, axis=0).max() for arm in accuracies]
@@ -105,7 +105,7 @@ def _validation(case: Case, taken: Taken, arms: _Arms) -> _Arrays:
         return [curves.scores_at_mean(arm, level)[1] for arm in accuracies]
     spent = curves_of(arms, taken.at["at_equal"])
     budget = _smallest_budget(spent)
-    if not budget > max(axis[0] for arm in spent for axis in arm):  # of which a warm start may be all that it costs
+    if not budget > max(axis[0] for arm in spent for axis in arm):  # a warm start may cost as much as a whole run
         raise Undecided("a run spent no more than another one had before its first step")
     return [
         np.array([curves.score_at(*line, budget) for line in zip(axes, scores, strict=True)])
@@ -114,7 +114,7 @@ def _validation(case: Case, taken: Taken, arms: _Arms) -> _Arrays:
 
 
 def _smallest_budget(spent: list[list[NDArray[np.float64]]]) -> float:
-    """Return what the cheapest run has spent at its end."""
+    """Return the total budget of the cheapest run."""
     budget = min(axis[-1] for arm in spent for axis in arm)
     if not budget > 0:  # random fitness generates nothing
         raise Undecided("a run spent nothing")
@@ -124,8 +124,8 @@ def _smallest_budget(spent: list[list[NDArray[np.float64]]]) -> float:
 def _validated(case: Case, taken: Taken, arms: _Arms) -> _Arrays:
     """Read right answers on each validation problem at an equal budget, from decoding records.
 
-    The budget is that of the cheapest run at its end. An arm whose runs end with it, within 5 %, is taken there, and
-    another arm at the earlier step at which its decoding records measured it.
+    The budget is the total of the cheapest run. An arm whose runs spend this budget within 5 % is read at its end; any
+    other arm at the earlier step, measured by its decoding records, that comes within 5 % of it.
     """
     lacking = sum(not _has_validated(record, taken.decoding) for arm in arms for record in arm)
     if lacking:
@@ -154,7 +154,7 @@ def _has_validated(record: Record, decoding: str) -> bool:
 
 
 def _fell(case: Case, taken: Taken, arms: _Arms) -> _Arrays:
-    """Say of each run whether its right answers on the test questions fell below those of its untrained base."""
+    """Return for each run whether its right answers on the test questions fell below those of its untrained base."""
     bases = [[case.evidence.base_of(record) for record in arm] for arm in arms]
     if any(base is None or taken.decoding not in base["test"] for arm in bases for base in arm):
         raise Undecided("the untrained base of a run has no record under this decoding")
@@ -163,16 +163,16 @@ def _fell(case: Case, taken: Taken, arms: _Arms) -> _Arrays:
 
 
 def _right_at(case: Case, taken: Taken, arms: _Arms) -> _Arrays:
-    """Read right answers on split B at each run's first point whose proxy reward, or KL, is at the level.
+    """Read right answers on split B at each run's first point where proxy reward, or KL, has reached the level.
 
-    Runs that never get there are censored; raises Undecided where fewer than the claim's seeds do.
+    Runs that never get there are censored; raises Undecided if fewer than the claim's `min_seeds` do.
     """
     rows = [[collapse.right_at(record, taken.decoding, **taken.at) for record in arm] for arm in arms]
     return [there(arm, case.claim["min_seeds"], "an arm get there") for arm in rows]
 
 
 def _each_run(read: Callable[[Record, str], float]) -> Callable[[Case, Taken, _Arms], _Arrays]:
-    """Read one score of a run at a time."""
+    """Make a reader of arms from a reader of one run's score."""
     return lambda case, taken, arms: [np.array([read(r, taken.decoding) for r in arm], np.float64) for arm in arms]
 
 
@@ -199,7 +199,7 @@ MEASURES: dict[str, Measure] = {
         "runs whose right answers fell", lambda r, decoding: decoding in r.get("test", {}), _fell, rate=True, **_fewer
     ),
 }
-"""What a comparison may take of a run, by the key that declares it."""
+"""Measures that a comparison may read from a run, by the key that declares them."""
 
 
 AT: dict[str, Callable[[Any], str]] = {
@@ -208,11 +208,11 @@ AT: dict[str, Callable[[Any], str]] = {
     "at_kl": lambda level: f"at KL {level:g}",
     "at_mean": lambda level: f"at mean {100 * level:g} %",
 }
-"""Where a measure may be taken, in words."""
+"""Places where a measure may be read, with their wording in labels."""
 
 
 def check_measure(where: str, measure: Mapping[str, Any]) -> None:
-    """Raise ValueError where a measure is not well declared."""
+    """Raise ValueError if the declaration of a measure is malformed."""
     levels = {"at_equal?": BUDGETS} | some(AT.keys() - {"at_equal"}, Real)
     check(where, measure, levels | some(MEASURES, DECODINGS))
     kinds = sorted(measure.keys() & MEASURES.keys())

@@ -1,7 +1,7 @@
-"""Which runs a claim is judged by: of each arm and cell, of the setting that won a sweep, under each decoding.
+"""Select the runs that judge a claim, by arm and cell, by the setting that won a sweep, and by decoding.
 
-`Evidence` holds the records. It can also put a null arm, which learned nothing, in the place of an arm that a rule
-favours; `placebos` says why.
+`Evidence` holds the records. It can also replace the arm that a rule favours by a null arm, which learned nothing;
+`placebos` says why.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Fields = Mapping[str, Any]
 _Names = Collection[str | None]
 
 BUDGETS = ("completions", "generated_tokens", "forward_flops", "core_seconds")
-"""Axes of a budget that a curve may have."""
+"""Budget axes that a curve may have."""
 DECODINGS = ("greedy", "t0.6", "t1")
-"""Under which arms are compared: greedily, and sampled at these temperatures."""
+"""Decodings under which arms are compared: greedy, and sampled at these temperatures."""
 BASE = "base"
 """The null that is the untrained model itself."""
 NULLS = (*(name for name, arm in arms.ARMS.items() if arm.null), BASE)
 """Arms that learn nothing."""
 JUDGED_SEEDS = 16
-"""Runs with a seed below this judge a claim, unless an arm of it declares more `seeds`: what a later notebook runs
-besides, for a purpose of its own, changes no earlier verdict."""
+"""A claim is judged by runs with seeds below this, unless one of its arms declares other `seeds`: additional runs that
+a later notebook makes for another purpose change no earlier verdict."""
 
 _OF_DECODING = ("kind", "digest", "temperatures", "samples", "at_step", "curve_temperature")
-"""What the spec of a record of kind "decoding" has besides that of the run whose model it measures."""
+"""Fields by which the spec of a "decoding" record differs from that of the run whose model it measures."""
 _SAMPLES = 16
 
 
@@ -45,41 +45,41 @@ class Runs(NamedTuple):
     have: str
     """Their number in words."""
     lacks: str = ""
-    """What their sweep lacks."""
+    """What is missing from their sweep."""
     fixed: bool = False
-    """Whether it is one model without unit, which moves with the problems alone and needs no replicates."""
+    """Whether this is one model without a unit, which needs no replicates: it varies over the problems alone."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The records that claims are judged by, and how. Make it with `Evidence.of`."""
+    """The records that judge claims, and how they are used. Create it with `Evidence.of`."""
 
     records: Sequence[Record]
-    """Finished records of one scale; each trained or untrained model's with its `decoded` block, if it has one."""
+    """Finished records of one scale; those of trained and untrained models with their `decoded` block, if any."""
     resamples: int = 10_000
-    """Of every bootstrap interval; permutation tests draw twice as many."""
+    """Resamples of every bootstrap interval; permutation tests draw twice as many."""
     null: str | None = None
-    """One of `NULLS`, to be put in the place of the arm that a rule favours."""
+    """One of `NULLS`, which replaces the arm that a rule favours."""
     _kept: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What was made of the records, see `once`."""
+    """Cached results computed from the records, see `once`."""
 
     @classmethod
     def of(cls, records: Iterable[Record], scale: str, resamples: int = 10_000) -> Evidence:
-        """Take the finished records of one scale, each joined with the decoding records of its model.
+        """Collect the finished records of one scale, each joined with the decoding records of its model.
 
-        Raises ValueError as `join_decodings`.
+        Raises ValueError as `join_decodings` does.
         """
         used = [r for r in records if r["status"] == "finished" and r["spec"]["scale"] == scale]
         return cls(join_decodings(used), resamples)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what was made of the records under a key, made when first asked for."""
+        """Return the cached result of a key, computed on first use."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
 
     def having(self, name: str, value: str) -> list[Record]:
-        """Return the records whose specs have this value of a field, in their order."""
+        """Return the records whose specs have this value in a field, in their original order."""
 
         def by_value() -> dict[Any, list[Record]]:
             grouped = defaultdict(list)
@@ -90,7 +90,7 @@ class Evidence:
         return self.once(("having", name), by_value).get(value, [])
 
     def base_of(self, run: Record) -> Record | None:
-        """Return the record of the untrained model that a run started from; None where there is none."""
+        """Return the record of the untrained model that a run started from; None if there is none."""
         for record in self.having("kind", "base"):
             if all(run["spec"].get(name) == value for name, value in record["spec"].items() if name != "kind"):
                 return record
@@ -111,11 +111,11 @@ class Case:
 
     @property
     def null(self) -> str | None:
-        """The null in the place of what the rule favours, if there is one."""
+        """The null that replaces the arms that the rule favours, if there is one."""
         return self.evidence.null
 
     def name(self, arm: str, favoured: bool = False) -> str:
-        """Return what an arm is called in words, or the null that stands in the place of a favoured one."""
+        """Return the name of an arm in words, or that of the null that replaces a favoured one."""
         if favoured and self.null:
             return arm_words(self.null)
         declared = self.claim["arms"][arm]
@@ -126,12 +126,12 @@ class Case:
     def select(
         self, names: Iterable[str], where: Fields | None = None, favoured: _Names = (), apart: Sequence[str] = ()
     ) -> dict[str, Runs]:
-        """Return the runs of arms in one cell, the null in the place of the favoured ones where there is a null.
+        """Return the runs of arms in one cell; if there is a null, its runs replace those of the favoured arms.
 
-        Those of one arm differ in nothing but the unit.
+        The runs of one arm differ only in the unit.
 
         where: further fields of their specs. apart: settings in which the null's runs may differ, see `stand_in`.
-        Raises ValueError for runs that differ otherwise, and for a sweep that is not the declared one.
+        Raises ValueError for runs that differ in anything else, and for a sweep that is not the declared one.
         """
         own = {name: self._runs(name, self.claim["arms"][name] | (where or {})) for name in names}
         beside = {name: runs.records for name, runs in own.items()}
@@ -141,19 +141,20 @@ class Case:
     def in_cells(
         self, names: Sequence[str], cells: Iterable[tuple[str, Fields]], favoured: _Names, *apart: str
     ) -> dict[str, list[Runs]]:
-        """Return the runs of arms in each of several cells, as `select`."""
+        """Return the runs of arms in each of several cells, as `select` does for one."""
         by_cell = [self.select(names, where, favoured, apart) for _, where in cells]
         return {name: [runs[name] for runs in by_cell] for name in names}
 
     def stand_in(self, favoured: str, beside: Mapping[str, Sequence[Record]], apart: Sequence[str] = ()) -> Runs:
-        """Return the runs of the null that take the place of a favoured arm's.
+        """Return the runs of the null that replace those of a favoured arm.
 
-        A null arm's runs must have the spec of an arm of its own family, but for the hyper-parameters, which nobody
-        tunes for a null; of several settings that with most runs stands in. The untrained base stands in for as many
-        runs as the favoured arm has: with the results of its own record, and a curve that stays at its first point.
+        A null arm's runs must have the spec of a compared arm of the same family, except for the hyper-parameters,
+        which are not tuned for nulls; of several settings, the one with the most runs is used. The untrained base
+        replaces as many runs as the favoured arm has, with the results of its own record and a curve that stays at its
+        first point.
 
         beside: the runs of the arms that are compared.
-        apart: further settings in which the null's runs may differ, as a rule may do with a curve of fewer points.
+        apart: further settings in which the null's runs may differ; some rules accept a curve of fewer points.
         """
         runs, unit, evidence = beside[favoured], self.claim["unit"], self.evidence
         if not runs:
@@ -181,7 +182,7 @@ class Case:
 
 
 def _select(evidence: Evidence, arm: str, wanted: dict[str, Any], unit: str) -> Runs:
-    """Return the runs of an arm whose specs are as wanted, of the setting that won its sweep."""
+    """Return the runs of an arm with the wanted spec fields and, if declared so, the setting that won its sweep."""
     fields = {name: value for name, value in wanted.items() if name not in ("setting", "seeds")}
     seeds, name = wanted.get("seeds", JUDGED_SEEDS), arm_words(wanted.get("arm", wanted["kind"]))
     of_kind = evidence.having("arm", wanted["arm"]) if wanted.get("arm") else evidence.having("kind", wanted["kind"])
@@ -196,15 +197,15 @@ def _select(evidence: Evidence, arm: str, wanted: dict[str, Any], unit: str) -> 
 
 
 def have_in_cells(labels: Iterable[str], arms: Iterable[Sequence[Runs]]) -> str:
-    """Return in words the runs that arms have in each cell."""
+    """Describe the runs that arms have in each cell."""
     by_cell = zip(labels, zip(*arms, strict=True), strict=True)
     return "; ".join(f"{label}: {', '.join(runs.have for runs in each)}" for label, each in by_cell)
 
 
 def arm_words(name: str, arm: str | None = None) -> str:
-    """Return what an arm is called in words.
+    """Return the name of an arm in words.
 
-    name: a key of `arms.ARMS`, or what a claim calls runs of `arm`.
+    name: a key of `arms.ARMS`, or a claim's own name for runs of `arm`.
 
     >>> arm_words("es_sampled"), arm_words("grpo_unscaled", "grpo"), arm_words("n30", "es"), arm_words("base")
     ('ES with sampled fitness', 'GRPO unscaled', 'ES n30', 'base')
@@ -220,15 +221,15 @@ def arm_words(name: str, arm: str | None = None) -> str:
 
 
 def cells(claim: Claim) -> list[tuple[str, dict[str, Any]]]:
-    """Return the label and the spec field of every cell; one cell without field where none are declared."""
+    """Return the label and the spec field of every cell; one cell without a field if none are declared."""
     declared = claim.get("cells", {})
     return [(str(value), {field: value}) for field, values in declared.items() for value in values] or [("", {})]
 
 
 def matches(record: Record, wanted: Mapping[str, Any]) -> bool:
-    """Return whether a record's spec has these fields; None asks for a field that is absent.
+    """Return whether a record's spec has these fields; None requires that a field is absent.
 
-    A field of a block of the spec is named with a point: "start.run.steps".
+    A dot names a field inside a block of the spec: "start.run.steps".
     """
     return all(_field(record["spec"], field) == value for field, value in wanted.items())
 
@@ -240,7 +241,7 @@ def _field(spec: Any, name: str) -> Any:
 
 
 def has_runs(claim: Claim, records: Iterable[Record]) -> bool:
-    """Return whether there is any replicate of any arm that a claim compares, whatever its setting."""
+    """Return whether any arm that a claim compares has a replicate, whatever its setting."""
     declared = claim.get("arms", {}).values()
     compared = [{k: v for k, v in arm.items() if k not in ("setting", "seeds")} for arm in declared]
     wanted = [arm | where for arm in compared for _, where in cells(claim)]
@@ -248,30 +249,30 @@ def has_runs(claim: Claim, records: Iterable[Record]) -> bool:
 
 
 def judges(record: Record, seeds: int = JUDGED_SEEDS) -> bool:
-    """Return whether a run is one of the first `seeds`; a model without seed is."""
+    """Return whether a run's seed is below `seeds`; True for a model without a seed."""
     return record["spec"].get("seed", 0) < seeds
 
 
 def check_one_base(label: str, records: Iterable[Record]) -> None:
-    """Raise ValueError, naming the digests, where runs start from different bases."""
+    """Raise ValueError, naming the digests, if runs start from different bases."""
     digests = sorted({record["spec"]["base_digest"] for record in records})
     require(len(digests) < 2, f"{label}: runs start from different bases ({', '.join(digests)})")
 
 
 def lacking(selected: Iterable[Runs]) -> str:
-    """Return in words what the sweeps of these runs lack."""
+    """Describe what is missing from the sweeps of these runs."""
     return "; ".join(dict.fromkeys(runs.lacks for runs in selected if runs.lacks))
 
 
 def join_decodings(records: Iterable[Record]) -> list[Record]:
-    """Return the records without those of kind "decoding", whose results join the record of the model they measure.
+    """Merge the records of kind "decoding" into those of the models that they measure, and return the latter.
 
-    A decoding record belongs to the run whose spec is its own without `kind`, `digest`, `temperatures`, `samples`,
-    `at_step` and `curve_temperature`. Its `test` block joins the run's, and so does its `curve`; `decoded` gets its
-    `validation` block, and as `validation_at` that of each earlier step.
+    A decoding record belongs to the run whose spec equals its own without `kind`, `digest`, `temperatures`, `samples`,
+    `at_step` and `curve_temperature`. Its `test` block and its `curve` are merged into the run's. Its `validation`
+    block goes into `decoded`; a block measured at an earlier step goes into `validation_at` there.
 
-    Raises ValueError where a decoding record measured other weights than the run's, other points of its curve, or other
-    than 16 samples.
+    Raises ValueError if a decoding record measured other weights than the run's, other points of its curve, or a number
+    of samples other than 16.
     """
     by_run, models = defaultdict(list), []
     for record in records:
@@ -286,12 +287,12 @@ def join_decodings(records: Iterable[Record]) -> list[Record]:
 
 
 def _differing(one: Fields, other: Fields, apart: Iterable[str]) -> Iterator[str]:
-    """Yield the settings in which two specs differ, but for some."""
+    """Yield the settings in which two specs differ, except for some."""
     return (name for name in (one.keys() | other.keys()) - {*apart} if one.get(name) != other.get(name))
 
 
 def _family(record: Record) -> str:
-    """Return the family of a run's arm; that of an untrained model is "none"."""
+    """Return the family of a run's arm; "none" for an untrained model."""
     return arms.get(record["spec"]["arm"]).family if "arm" in record["spec"] else "none"
 
 
@@ -303,7 +304,7 @@ def _joined(record: Record, again: Record) -> Record:
     spec, digest = again["spec"], record.get("digest", record["spec"]["base_digest"])
     made = f"the decoding record {again['spec_hash']} has"
     own = spec["digest"] == digest and spec["samples"] == _SAMPLES
-    wanted = f"its run ended with {digest}: it needs {_SAMPLES} samples of the run's own weights, make it again"
+    wanted = f"its run ended with {digest}: make it again with {_SAMPLES} samples of the run's own weights"
     require(own, f"{made} {spec['samples']} samples of weights {spec['digest']}, {wanted}")
     known = record.get("decoded", {"validation": {}, "validation_at": {}})
     at = {spec["at_step"]: again["validation_at_step"]} if "at_step" in spec else {}
@@ -318,7 +319,7 @@ def _joined(record: Record, again: Record) -> Record:
 
 
 def _frozen(run: Record, base: Record) -> Record:
-    """Return a run that spent what another did and stayed at its start."""
+    """Return a run with the budget of another one that stayed at its starting point."""
     curve = {
         name: values if name in ("step", *BUDGETS) else values[:1] * len(values)
         for name, values in run.get("curve", {}).items()
@@ -333,10 +334,10 @@ def _frozen(run: Record, base: Record) -> Record:
 
 
 def _replicates(chosen: list[Record], unit: str, name: str, context: str) -> Runs:
-    """Return runs sorted by unit. Raises ValueError where they differ in anything else, or have a unit twice."""
+    """Return runs sorted by unit. Raises ValueError if they differ in anything else, or if a unit occurs twice."""
     n, units, have = len(chosen), [record["spec"].get(unit) for record in chosen], f"{len(chosen)} of {name}"
     if chosen and all(unit not in record["spec"] for record in chosen):
-        require(n == 1, f"{context}: {n} records without {unit!r}: select one by its spec")
+        require(n == 1, f"{context}: {n} records without {unit!r}: select one of them by its spec")
         return Runs(chosen, have, fixed=True)
     twice = f"two records of one {unit} among {sorted(map(str, units))}"
     require(len(set(units)) == n, f"{context}: {twice}: select by their specs")
@@ -345,23 +346,23 @@ def _replicates(chosen: list[Record], unit: str, name: str, context: str) -> Run
 
 
 def check_alike(label: str, records: Sequence[Record], apart: Iterable[str]) -> None:
-    """Raise ValueError, naming the settings, where the specs of runs differ in others than these."""
+    """Raise ValueError, naming the settings, if the specs of runs differ in any setting but those in `apart`."""
     for record in records:
         differing = sorted(_differing(_settings_of(record), _settings_of(records[0]), apart))
-        require(not differing, f"{label}: runs differ in {', '.join(differing)}: name its value in the claim's arms")
+        require(not differing, f"{label}: runs differ in {', '.join(differing)}: declare the value in the claim's arms")
 
 
 def _settings_of(record: Record) -> Mapping[str, Any]:
-    """Return the spec of a run; where it goes on from another run, that one's settings in the place of its weights."""
+    """Return the spec of a run; if it continues another run, `start` holds that run's settings, not its weights."""
     spec = record["spec"]
     return spec | {"start": spec["start"]["run"]} if "start" in spec else spec
 
 
 def _tuned(records: Sequence[Record], run: Mapping[str, Any], setting: Mapping[str, Any]) -> dict[str, float] | str:
-    """Return the setting that won the sweep from which a run's is taken, or say what the sweep lacks.
+    """Return the setting that won the sweep from which a run takes its setting, or say what the sweep still lacks.
 
-    The sweep: runs of the arm's sweep with the seed of sweeps and without test set, which otherwise differ from the run
-    in the setting, in their length and in how often they were evaluated.
+    The sweep consists of runs of the arm's sweep arm with the seed of sweeps and without a test set. Otherwise they
+    differ from the run only in the setting, in their length and in how often they were evaluated.
     """
     arm, names = arms.get(run["arm"]).sweep, arms.swept(run["arm"])
     base = run["base"] if setting["base"] == "own" else setting["base"]
@@ -374,22 +375,22 @@ def _tuned(records: Sequence[Record], run: Mapping[str, Any], setting: Mapping[s
     by_setting = {tuple(record["spec"][name] for name in names): record for record in made}
     sweep, best_of = f"the sweep of {arm_words(arm)} on {base}", setting["best_of"]
     counted = f"{sweep} has {len(made)} runs of {len(by_setting)} settings where {best_of} were declared, one run each"
-    require(len(made) == len(by_setting) <= best_of, f"{counted}: the best of more is another rule")
+    require(len(made) == len(by_setting) <= best_of, f"{counted}: declare another rule for the best of more")
     declared = [tuple(choice[name] for name in names) for choice in setting.get("among", {}).get(arm, ())]
     others = sorted(by_setting.keys() - set(declared)) if declared else []
     has = f"{sweep} has {' and '.join(names)} {', '.join(map(str, others))}"
     require(not others, f"{has}, which the claim does not declare among its settings: take them out, or declare them")
     if len(made) < best_of:
         return f"{sweep} has {len(made)} of {best_of} settings"
-    # in the order of the settings: of equal scores the first wins
+    # in the order of the settings, so that the first wins among equal scores
     return arms.ranked([by_setting[values] for values in sorted(by_setting)])[0][1]
 
 
 def committed_records(scale: str = "tiny") -> list[Record]:
-    """Return the committed records of a scale, notebook by notebook, without a torn last line.
+    """Return the committed records of a scale, notebook by notebook, without an incomplete last line.
 
-    Raises ValueError for a damaged or edited line (`records.read_records`), for a spec that has two records, and for
-    one that does not say its kind and scale.
+    Raises ValueError for a damaged or edited line (`records.read_records`), for a spec with two records, and for a spec
+    without a kind or a scale.
     """
     records, files = [], {}
     for file in record_files(scale):

@@ -1,4 +1,4 @@
-"""Claims and verdicts as tables: a row per claim, and a row per comparison that a verdict was made of."""
+"""Tables of claims and verdicts, with a row per claim or a row per comparison behind a verdict."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,13 +11,13 @@ from evoalign_study.claims.verdicts import Verdict
 
 
 def table_of_statements(ids: Iterable[str]) -> DataFrame:
-    """Return the claims of these ids as paper/claims.yaml declares them. Columns, both text: claim, what is claimed."""
+    """Return the claims with these ids as paper/claims.yaml declares them. Text columns: claim, what is claimed."""
     declared = {claim["id"]: " ".join(claim["statement"].split()) for claim in load_claims()}
     return DataFrame([{"claim": name, "what is claimed": declared[name]} for name in ids])
 
 
 def table_of_verdicts(verdicts: Iterable[Verdict]) -> DataFrame:
-    """Return a row per claim: its verdict, the comparison that speaks most against it, and what checks it.
+    """Return a row per claim: its verdict, the strongest comparison against it, and the checks made on it.
 
     Columns, all text: claim, in short, verdict, closest comparison, other decodings, placebo.
     """
@@ -28,22 +28,22 @@ def table_of_verdicts(verdicts: Iterable[Verdict]) -> DataFrame:
 
 
 def table_of_comparisons(verdicts: Iterable[Verdict]) -> DataFrame:
-    """Return a row per comparison, those of one claim together and the decisive ones first.
+    """Return a row per comparison, grouped by claim, with decisive comparisons first.
 
-    Columns: claim, comparison, decoding, estimate with its interval and unit, n, decides ("yes" where the verdict rests
-    on it), other decodings (the same comparison under each of them, where it decides nothing). n is an integer, all
-    else text. A comparison without runs says so.
+    Columns: claim, comparison, decoding, estimate with its interval and unit, n, decides ("yes" if the verdict rests
+    on it), other decodings (the same comparison under each decoding that decides nothing). n is an integer, all other
+    columns are text. A comparison without runs says so.
     """
     columns = ["claim", "comparison", "decoding", "estimate [95 %]", "n", "decides", "other decodings"]
-    rows: dict[tuple[str, str, str], list[Any]] = {}  # the last cell: other decoding -> what is found under it
+    rows: dict[tuple[str, str, str], list[Any]] = {}  # the last cell: other decoding -> its result
     for verdict in verdicts:
-        first: dict[str, list[Any]] = {}  # comparison -> the row that takes it under other decodings
+        first: dict[str, list[Any]] = {}  # comparison -> the row that lists its other decodings
         for finding in sorted(verdict.findings, key=lambda finding: not finding.decisive):
             what = (finding.compared or finding.label).replace("_", " ")
             words = decoding_words(finding.decoding) if finding.decoding else ""
             value = "not measured" if finding.value == MISSING else finding.value or "no runs"
             place = (verdict.id, what, finding.decoding)
-            if place in rows:  # what a claim reports under another decoding is found again among the other decodings
+            if place in rows:  # a comparison that the claim reports itself comes again among the other decodings
                 continue
             if finding.decisive or what not in first:
                 rows[place] = [verdict.id, what, words, value, finding.n, "yes" if finding.decisive else "no", {}]

@@ -1,12 +1,12 @@
-"""Verdicts: the claims of paper/claims.yaml judged by code from the run records, and put into words.
+"""Verdicts on the claims of paper/claims.yaml, judged from the run records and put into words.
 
-A claim selects its runs by the fields of their specs, and its rule makes findings of them. `decide` is the whole of the
-judgement; what an arm that learned nothing would win by the same rule is no evidence (`placebos`).
+A claim selects its runs by the fields of their specs, and its rule turns them into findings. `decide` alone makes the
+judgement from these; a comparison that an arm without learning would also win is no evidence (`placebos`).
 
-ES optimises greedy decoding and GRPO samples at temperature 1, so that a comparison under one of the two favours an
-arm. So each comparison that a verdict rests on is made again under every decoding of `DECODINGS` that its claim does
-not declare. Where the order of the arms changes, both intervals excluding 0, the verdict is "depends on decoding".
-Nothing else about a verdict rests on these.
+ES optimises greedy decoding and GRPO samples at temperature 1, so a comparison under either decoding favours one arm.
+Each comparison that a verdict rests on is therefore repeated under every decoding of `DECODINGS` that its claim does
+not declare. If the order of the arms changes and both intervals exclude 0, the verdict is "depends on decoding". The
+repeated comparisons affect a verdict in no other way.
 """
 
 from collections import Counter, defaultdict
@@ -36,19 +36,19 @@ VERDICTS = (
     "superseded",
     "open",
 )
-"""All verdicts; "open" is a claim that has no rule yet, or no run."""
+"""All verdicts; "open" means that the claim has no rule yet, or no runs."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the records say of one claim."""
+    """The verdict on one claim, with the findings behind it."""
 
     id: str
     """The claim's identifier, such as "E1"."""
     title: str
     """What is claimed, in a few words."""
     rule: str
-    """The kind of its rule; "open" has none yet."""
+    """The kind of its rule; "open": it has no rule yet."""
     statement: str
     """What is claimed."""
     verdict: str
@@ -56,24 +56,24 @@ class Verdict:
     text: str
     """The reason in words: intervals, n, base accuracy, smallest detectable effect."""
     key: str
-    """The finding that speaks most against the claim, in short. Empty where there are no runs."""
+    """The strongest finding against the claim, in short. Empty if there are no runs."""
     placebo: str
-    """Which arms that learned nothing were put in the place of the favoured one, and whether the rule held for them.
-    Empty where there is nothing to judge."""
+    """Which null arms replaced the favoured one, and whether the rule held for them. Empty if there is nothing to
+    judge."""
     decodings: str
-    """Under which other decodings its comparisons keep their order. Empty where there is nothing to decode otherwise,
-    or to judge."""
+    """Whether its comparisons keep their order under other decodings. Empty if there is no other decoding to compare,
+    or nothing to judge."""
     findings: tuple[Finding, ...]
-    """Every comparison: those that the claim declares, then those under other decodings."""
+    """Every comparison: first the declared ones, then those under other decodings."""
     intervals: dict[str, Interval]
     """The interval of each finding that the claim declares, by its label, in the unit of the quantity."""
     n: int
     """Units (seeds, repeats) in the smallest cell."""
     p: float | None
-    """The largest p-value of the findings, since all must hold; for a primary claim after Holm's correction. None
-    where a finding has none."""
+    """The largest p-value of the findings, since all must hold; for a primary claim, after Holm's correction. None if
+    a finding has none."""
     rule_hash: str
-    """`rule_hash` of the claim as it was judged."""
+    """The claim's `rule_hash` when it was judged."""
 
 
 def evaluate_named(
@@ -84,14 +84,14 @@ def evaluate_named(
     *,
     resamples: int = 10_000,
 ) -> list[Verdict]:
-    """Judge claims by run records; the primary ones of a notebook share Holm's correction (p = 1: no runs).
+    """Judge claims from run records; primary claims of a notebook share Holm's correction (p = 1 without runs).
 
-    ids: of the claims. records: run records of any notebooks; finished ones of this scale are used. declared: all
-    claims, among which are those that share a correction with these; by default the paper's. resamples: of every
-    bootstrap interval.
-    Returns the verdicts, in the order of the ids. Raises ValueError for an id that is not declared, for a claim that is
-    not well declared, and for records that do not form the cells it declares: a seed twice, other hyper-parameters or
-    another base in one cell.
+    ids: of the claims. records: run records of any notebooks; only finished ones at this scale are used. declared: all
+    claims, including those that share a correction with these; by default the paper's. resamples: of every bootstrap
+    interval.
+    Returns the verdicts, in the order of the ids. Raises ValueError for an undeclared id, for a malformed claim, and
+    for records that do not form the declared cells: a repeated seed, or different hyper-parameters or bases in one
+    cell.
     """
     known = {claim["id"]: claim for claim in (load_claims() if declared is None else declared)}
     for name in ids:
@@ -106,20 +106,20 @@ def evaluate_named(
     families: dict[str, dict[str, float]] = defaultdict(dict)
     for name, each in judged.items():
         if "primary" in each.claim:
-            # one that cannot be judged yet counts: a verdict must not hang on the order of runs
+            # a claim that cannot be judged yet counts, so that no verdict depends on the order of the runs
             families[each.claim["primary"]][name] = 1.0 if each.p is None else each.p
     corrections = {name: (p, len(family)) for family in families.values() for name, p in stats.holm(family).items()}
     return [_verdict(judged[name], None if judged[name].p is None else corrections.get(name), scale) for name in ids]
 
 
 def evaluate_all(scale: str = "tiny") -> list[Verdict]:
-    """Judge every claim of paper/claims.yaml by the committed records of all notebooks at one scale."""
+    """Judge every claim of paper/claims.yaml from the committed records of all notebooks at one scale."""
     declared = load_claims()
     return evaluate_named([claim["id"] for claim in declared], committed_records(scale), scale, declared)
 
 
 class _Judged(NamedTuple):
-    """The findings of a claim, what nulls would find in the place of its favoured arm, and other decodings."""
+    """A claim's findings, those with nulls in place of its favoured arm, and those under other decodings."""
 
     claim: Claim
     findings: list[Finding]
@@ -129,7 +129,7 @@ class _Judged(NamedTuple):
 
 
 def _judge(claim: Claim, evidence: Evidence, scale: str) -> _Judged:
-    """Return what is found of a claim."""
+    """Return the findings of a claim, its placebos and its p-value before correction."""
     if scale not in claim["scales"]:
         return _Judged(claim, [], [], [], None)
     try:
@@ -145,7 +145,7 @@ def _judge(claim: Claim, evidence: Evidence, scale: str) -> _Judged:
 
 
 def _verdict(judged: _Judged, correction: tuple[float, int] | None, scale: str) -> Verdict:
-    """Word what was found of one claim."""
+    """Decide the verdict on one claim and put it into words."""
     claim, findings, nulls, elsewhere, p = judged
     limit, key, placebo, decoded = claim.get("not_testable", {}).get(scale, ""), "", "", ""
     decisive = [finding for finding in findings if finding.decisive]
@@ -191,10 +191,10 @@ def _verdict(judged: _Judged, correction: tuple[float, int] | None, scale: str) 
 
 
 def _with_placebos(by_itself: str, nulls: list[Placebo]) -> tuple[str, list[str]]:
-    """Return the verdict and the words that the placebos make of one.
+    """Return the verdict in view of the placebos, and the words that explain it.
 
-    A rule that a null passes cannot support a claim, with however many runs. What it contradicts stays contradicted:
-    the favoured arm lacks what even a null has.
+    A rule that a null passes cannot support a claim, however many runs there are. A contradicted claim stays
+    contradicted: its favoured arm lacks what even a null has.
     """
     passed = [null for null in nulls if null.passed]
     if not passed or by_itself not in ("supported", "within margin", "underpowered"):
@@ -205,7 +205,7 @@ def _with_placebos(by_itself: str, nulls: list[Placebo]) -> tuple[str, list[str]
 
 
 def _elsewhere(claim: Claim, evidence: Evidence) -> list[Finding]:
-    """Return a claim's comparisons under the decodings that it does not declare; none decides by itself."""
+    """Return a claim's comparisons under the decodings it does not declare; none of them is decisive."""
     under = RULES[claim["rule"]["kind"]].under
     others = [under(claim, decoding) for decoding in DECODINGS]
     findings = [finding for other in others if other is not None for finding in find(other, evidence)]
@@ -213,7 +213,7 @@ def _elsewhere(claim: Claim, evidence: Evidence) -> list[Finding]:
 
 
 def _kept_orders(findings: Sequence[Finding], elsewhere: Sequence[Finding]) -> str:
-    """Return in words, for each other decoding, how many comparisons keep their order; empty where there are none."""
+    """Describe, for each other decoding, how many comparisons keep their order; empty if there are none."""
     parts = []
     for decoding in DECODINGS:
         outcomes = Counter(_outcome(findings, other) for other in elsewhere if other.decoding == decoding)
@@ -224,7 +224,7 @@ def _kept_orders(findings: Sequence[Finding], elsewhere: Sequence[Finding]) -> s
 
 
 def _outcome(findings: Sequence[Finding], other: Finding) -> str:
-    """Say what became of the order of a comparison under another decoding."""
+    """Return in words whether a comparison keeps its order under another decoding."""
     if other.value == MISSING or not other.n:
         return "not measured"
     if other.interval is None:

@@ -1,4 +1,4 @@
-"""How evaluation scales over worker processes: a population on a tiny base, timed."""
+"""Time the evaluation of a population on a tiny base with several numbers of worker processes."""
 
 import os
 import statistics
@@ -24,30 +24,31 @@ def measured_spec(base: str, settings: Settings, scale: str) -> Spec:
     """Return the spec of a timed population on worker processes.
 
     Args:
-        base: a plain one of the tiny world.
+        base: a plain base of the tiny world.
         settings: max_completion_length; sigma; scaling_workers (numbers of processes, rising from 1); scaling_members
-            and scaling_prompts (of a population); scaling_rounds (timed, at least 2: the first is discarded).
+            and scaling_prompts (of a population); scaling_rounds (timed rounds, at least 2: the first is discarded).
         scale: of the notebook.
 
     Raises:
-        ValueError: numbers out of range, a setting that is missing, or a base outside the tiny world.
+        ValueError: a number out of range, a missing setting, or a base outside the tiny world.
     """
     names = (*_LEAST, "scaling_workers", "sigma", "max_completion_length")
     taken = specs.take(settings, names, "scaling")
     for name, least in _LEAST.items():
-        require(taken[name] >= least, f"{name}={taken[name]}: take at least {least}.")
+        require(taken[name] >= least, f"{name}={taken[name]}: set at least {least}.")
     workers = list(taken["scaling_workers"])
     rising = len(workers) > 1 and workers[0] == 1 and workers == sorted(set(workers))
-    require(rising, f"scaling_workers={workers}: give 1 and, rising, at least one more.")
+    require(rising, f"scaling_workers={workers}: give 1, then at least one larger number, in rising order.")
     return specs.begin_tiny("scaling", base, scale, {}) | {"sort": "measured"} | taken
 
 
 def run(spec: Spec) -> Record:
-    """Time a population on several numbers of worker processes, in turn.
+    """Time a population on each number of worker processes in turn.
 
-    The record has for each number of processes the seconds of a population (minimum and median of the rounds), members
-    per second, the share of the processes' time on a core, the rest being waits for work or for a core that others use,
-    and the speed-up, a ratio of minima; whether all had the same rewards; cores, and the load average before and after.
+    For each number of processes the record has the seconds per population (minimum and median over rounds), members per
+    second, the share of the processes' time spent on a core (the rest is waiting for work or for a busy core), and the
+    speed-up, a ratio of minima. It also says whether all had the same rewards, and has the number of cores and the load
+    average before and after.
     """
     measure = measures.get(spec["task"])
     members = [Member(noise.member_key(noise.run_key("scaling", 0), 0, i)) for i in range(spec["scaling_members"])]

@@ -1,6 +1,6 @@
-"""The kinds of rule that a claim may declare: a new one is a file here and a line in `RULES`.
+"""Kinds of rule that a claim may declare: a new kind is a file here and a line in `RULES`.
 
-All hold quantities against bounds (`findings.hold`); a kind says which quantities, of which runs.
+All of them compare quantities with bounds (`findings.hold`); a kind says which quantities, of which runs.
 """
 
 from evoalign_lib.analysis.arrays import require
@@ -28,16 +28,16 @@ RULES: dict[str, Rule] = {
     "open": Rule(lambda case: []),
 }
 RULES |= dict.fromkeys(("estimator_bounds", "ledger_bounds", "kl_bounds"), recorded.BOUNDS)
-"""The kinds of rule; "open" is a claim without one."""
+"""The kinds of rule; "open" stands for a claim without a rule."""
 
 
 def find(claim: Claim, evidence: Evidence) -> list[Finding]:
-    """Return the findings that a claim's verdict rests on. Raises ValueError for records that do not fit together."""
+    """Return the findings behind a claim's verdict. Raises ValueError for records that do not belong together."""
     return list(RULES[claim["rule"]["kind"]].find(Case(claim, evidence)))
 
 
 def check_rule(claim: Claim) -> None:
-    """Raise ValueError, naming the claim and the field, where a claim's rule is not well declared."""
+    """Raise ValueError, naming the claim and the field, if the declaration of a claim's rule is malformed."""
     name, declared, arms = f"claim {claim['id']}", claim["rule"], claim.get("arms", {})
     checks.check(f"{name}, rule kind", declared.get("kind"), RULES)
     rule = RULES[declared["kind"]]

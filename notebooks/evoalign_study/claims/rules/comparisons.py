@@ -1,8 +1,9 @@
-"""Rules "compare" and "interval_above": two arms, cell by cell, by means, rates or spreads.
+"""Rules "compare" and "interval_above": compare two arms in each cell, by means, rates or spreads.
 
-A comparison takes a difference of accuracies over seeds and problems, or of one score a run over seeds. A rule that
-declares `decodings` makes each comparison under each of them; a decoding that too few runs were measured under is named
-and decides nothing. "interval_above" is one comparison, of test accuracy, and names its findings by their cells.
+A comparison is a difference in accuracy over seeds and problems, or in one score per run over seeds. A rule that
+declares `decodings` repeats each comparison under each of them; a decoding for which too few runs were measured is
+reported and decides nothing. "interval_above" is a single comparison of test accuracy whose findings are labelled by
+their cells.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ _Arrays = Sequence[NDArray[np.float64]]
 
 
 def _find(case: Case) -> Iterator[Finding]:
-    """Find, in each cell, every declared comparison, and those that are only reported."""
+    """Make, in each cell, every declared comparison, and those that are only reported."""
     rule = case.rule
     for cell, where in cells(case.claim):
         for comparison, decisive, winner in asked(case, favoured):
@@ -40,7 +41,7 @@ def _find(case: Case) -> Iterator[Finding]:
 
 
 def favoured(comparison: Comparison) -> str | None:
-    """Return the arm that wins a comparison; None where nobody does, as in a match.
+    """Return the arm that wins a comparison; None if no arm does, as in a test of equivalence.
 
     >>> favoured({"measure": {"drawdown": "greedy"}, "of": "grpo", "to": "es", "above": 0})
     'es'
@@ -59,14 +60,14 @@ def winners(claim: Claim, favoured: Callable[[Comparison], str | None]) -> tuple
 
 
 def _under(comparison: Comparison, decodings: Sequence[str]) -> list[Comparison]:
-    """Return a comparison under each decoding, or as it is declared where there are none."""
+    """Return a comparison under each decoding, or as it is declared if no decodings are given."""
     measure = comparison["measure"]
     kind, declared, _ = Taken.of(measure)
     return [comparison | {"measure": measure | {kind: each}} for each in decodings or (declared,)]
 
 
 def _under_other(claim: Claim, decoding: str) -> Claim | None:
-    """Return the claim with the decisive comparisons that it does not make under a decoding, made under it."""
+    """Return the claim with the decisive comparisons it does not make under a decoding; None if there are none."""
     rule = claim["rule"]
     comparisons = [comparison for comparison, decisive in declared_comparisons(rule) if decisive]
     known = [each for comparison in comparisons for each in _under(comparison, rule.get("decodings", ()))]
@@ -78,7 +79,7 @@ def _under_other(claim: Claim, decoding: str) -> Claim | None:
 def _compare(
     case: Case, comparison: Comparison, cell: str, where: Mapping[str, Any], decisive: bool, winner: str | None
 ) -> Finding:
-    """Find one comparison in one cell."""
+    """Make one comparison in one cell."""
     taken, by = Taken.of(comparison["measure"]), comparison.get("by", "difference")
     names = comparison["of"], comparison["to"]
     among_decodings, alone = decisive and "decodings" in case.rule, case.rule["kind"] == "interval_above"
@@ -107,11 +108,11 @@ def _compare(
 
 
 _Compared = tuple[Interval, str, str, str] | tuple[Interval, str, str, str, float | None]
-"""As `Measured`, its context in two parts: the level of the second arm, and what is said beside n."""
+"""Like `Measured`, with the context in two parts: the level of the second arm, and the words that follow n."""
 
 
 def _difference(case: Case, comparison: Comparison, arrays: _Arrays, scores: _Arrays) -> _Compared:
-    """Compare means: over seeds and problems where there are results on each problem, otherwise over seeds."""
+    """Compare means over seeds and problems if there are results on each problem, otherwise over seeds."""
     interval = mean_interval(arrays, case.evidence.resamples)
     drawn = 2 * case.evidence.resamples
     test = defined(stats.mann_whitney, *scores, n_resamples=drawn) if "p" in comparison else None
@@ -119,7 +120,7 @@ def _difference(case: Case, comparison: Comparison, arrays: _Arrays, scores: _Ar
 
 
 def _equivalence(case: Case, comparison: Comparison, arrays: _Arrays, scores: _Arrays) -> _Compared:
-    """Compare means by two one-sided tests, within the margin of the claim; seeds and problems as in `_difference`."""
+    """Test means for equivalence within the claim's margin, by two one-sided tests; see `_difference`."""
     margin = case.claim["margin"]
     if arrays[0].ndim == 2:
         test = defined(stats.equivalence, *arrays, margin, n_resamples=case.evidence.resamples)
@@ -137,7 +138,7 @@ def _level(comparison: Comparison, interval: Interval, scores: _Arrays) -> tuple
 
 
 def _rate(case: Case, comparison: Comparison, arrays: _Arrays, scores: _Arrays) -> _Compared:
-    """Compare shares of runs: their difference with Newcombe's interval, and Fisher's test."""
+    """Compare shares of runs by their difference, with Newcombe's interval and Fisher's test."""
     counts = [count for values in scores for count in (int(values.sum()), len(values))]
     interval, (hits, n, other_hits, other_n) = stats.rate_difference(*counts), counts
     before, beside = f"from {other_hits} of {other_n} to {hits} of {n}", f"detectable {100 * interval.detectable():.0f}"
@@ -145,9 +146,9 @@ def _rate(case: Case, comparison: Comparison, arrays: _Arrays, scores: _Arrays) 
 
 
 def _spread(case: Case, comparison: Comparison, arrays: _Arrays, scores: _Arrays) -> _Compared:
-    """Compare standard deviations over seeds: the logarithm of their ratio."""
+    """Compare standard deviations over seeds by the logarithm of their ratio."""
     still = [np.ptp(values) == 0 for values in scores]
-    if case.null and still == [True, False]:  # a model that never moves has the least spread there can be
+    if case.null and still == [True, False]:  # no spread can be smaller than that of a model that never moves
         return Interval(-inf, -inf, -inf, min(map(len, scores))), "0", "", "no spread at all"
     interval = defined(stats.log_std_ratio, *scores)
     ratio, low, high = (f"{exp(x):.2f}" for x in (interval.value, interval.low, interval.high))
@@ -162,11 +163,11 @@ COMPARED: dict[str, Callable[[Case, Comparison, _Arrays, _Arrays], _Compared]] =
     "spread": _spread,
     "rate": _rate,
 }
-"""How two arms may be compared, by what was read of them and one score a run."""
+"""Ways to compare two arms, each from the arrays read from them and from one score per run."""
 
 
 def _trend(case: Case, where: Mapping[str, Any]) -> Iterator[Finding]:
-    """Report the trend of greedy test accuracy over arms in their declared order; nothing where one has no runs."""
+    """Report the trend of greedy test accuracy over arms in their declared order, if each has two runs or more."""
     arms = {name: runs.records for name, runs in case.select(case.rule["trend"], where).items()}
     n = min(map(len, arms.values()))
     if n < 2:
@@ -190,12 +191,12 @@ def _asks(claim: Claim) -> Asks:
         by, bounds = comparison.get("by", "difference"), len({"above", "below"} & comparison.keys())
         if by == "equivalence":
             matches = claim["margin"] > 0 and not bounds
-            yield matches, "an equivalence lies within the claim's margin: declare a positive one, no bound"
+            yield matches, "an equivalence is tested within the claim's margin: declare a positive one, and no bound"
         else:
-            yield bounds == 1, "a comparison lies above or below a value: declare one of the two"
-        yield "p" not in comparison or by == "difference", "p is of a difference, or left to the interval"
+            yield bounds == 1, "a comparison needs one bound: declare that it lies above or below a value"
+        yield "p" not in comparison or by == "difference", "p names a test of a difference only: leave it out"
         rate = Taken.of(comparison["measure"]).measure.rate
-        yield (by == "rate") == rate, "hacked runs are compared by rate, and nothing else is"
+        yield (by == "rate") == rate, "measures of 0 or 1, such as hacked runs, and only these, are compared by rate"
 
 
 COMPARE = Rule(_find, _schema, asks=_asks, favours=partial(winners, favoured=favoured), under=_under_other)

@@ -1,15 +1,15 @@
 """Rules "gaps", "collapse" and "regimes": how runs end, hacked or clean (`collapse.end`).
 
-"gaps" compares ends of training, and "collapse" asks of a map of settings which of them collapse: in both runs are of
-several settings, and settings are the units.
+"gaps" compares the ends of training, and "collapse" tests which settings of a map collapse. In both, runs have several
+settings, and settings are the units.
 
-"regimes" asks whether runs fall into hacked ones, which share a basin, and unhacked ones near the base. Each decoding
-says by itself which runs are hacked and how high the barriers between any two runs are. Four comparisons decide under
-each: two clusters of the barriers are more separate than those of one cluster; they are the hacked and the unhacked
-runs; barriers between hacked runs are lower than those between hacked and unhacked ones; and hacked runs end further
-from the base, by their KL. Runs whose right answers fell without any gain of reward are neither, and are left out. A
-null takes the place of the favoured runs of its family, and counts as hacked: it learned nothing, and is broken at
-most.
+"regimes" tests whether runs fall into two groups: hacked runs, which share a basin, and unhacked ones near the base.
+Each decoding has its own hacked runs and its own barriers between any two runs. Under each, four comparisons decide:
+clustering by barriers separates the runs better than it would a single cluster; its two clusters match the hacked and
+the unhacked runs; barriers between two hacked runs are lower than those between a hacked and an unhacked run; and
+hacked runs end further from the base, measured by KL. Runs whose right answers fell without any gain in reward are in
+neither group and are left out. A null replaces the favoured runs of its family and counts as hacked: as it learned
+nothing, it can at most be broken.
 """
 
 from collections import defaultdict
@@ -34,15 +34,15 @@ from evoalign_study.claims.rules.rule import Comparison, Rule, asked
 from evoalign_study.claims.selection import BASE, Case, Claim, Evidence, Record, Runs, cells, judges, matches
 
 AGREE = 0.5
-"""The adjusted Rand index, beyond chance, that clusters and labels must have: half of the way to being the same."""
+"""The adjusted Rand index that clusters and labels must exceed: half-way from chance to a perfect match."""
 _VARIED = ("sigma", "alpha", "learning_rate", "beta")
 
 
 def _find_gaps(case: Case) -> Iterator[Finding]:
-    """Find how much further reward falls under noise on the weights at some ends of training than at others.
+    """Compare how far reward falls under weight noise at different ends of training.
 
-    A side is an arm, whose runs may be of several settings, and an end, hacked or clean (`collapse.end`). With fewer
-    runs of an end than the claim asks for, the comparison is not defined.
+    A side is an arm, whose runs may have several settings, and an end, hacked or clean (`collapse.end`). The comparison
+    is not defined if a side has fewer runs with its end than the claim requires.
     """
     claim, unit = case.claim, case.claim["unit"]
     for comparison, decisive, winner in asked(case, partial(_winner, claim)):
@@ -50,7 +50,7 @@ def _find_gaps(case: Case) -> Iterator[Finding]:
         on_map = {arm: _on_map(case.evidence, claim["arms"][arm]) for arm, _ in sides}
         if case.null:
             on_map[winner] = case.stand_in(winner, on_map).records
-        # the gaps of the runs that end so, a list for each setting that has any
+        # the gaps of the runs with this end, one list for each setting that has any
         ends = []
         for arm, end in sides:
             of_settings = _map(arm, on_map[arm], unit)
@@ -68,7 +68,7 @@ def _find_gaps(case: Case) -> Iterator[Finding]:
 
 
 def _gap(case: Case, ends: list[list[list[float]]], counts: str, arms: Sequence[Runs]) -> Measured:
-    """Compare gaps of two ends, of so many runs each."""
+    """Compare the gaps of two ends; counts: their numbers of runs in words."""
     if min(sum(map(len, end)) for end in ends) < case.claim["min_seeds"]:
         raise Undecided(f"{counts} end so")
     interval = stats.nested_bootstrap(*ends, n_resamples=case.evidence.resamples)
@@ -77,18 +77,18 @@ def _gap(case: Case, ends: list[list[list[float]]], counts: str, arms: Sequence[
 
 
 def _winner(claim: Claim, comparison: Comparison) -> str | None:
-    """Return the arm whose ends fall less under noise; None where both sides are ends of one arm."""
+    """Return the arm that falls less under noise; None if both sides are ends of the same arm."""
     (arm, _), (other, _) = comparison["of"], comparison["to"]
     return other if claim["arms"][arm].get("arm") != claim["arms"][other].get("arm") else None
 
 
 def _on_map(evidence: Evidence, wanted: Mapping[str, Any]) -> list[Record]:
-    """Return the runs of a map, of whatever setting; those with later seeds were made for another purpose."""
+    """Return the runs of a map with any setting, but not those of later seeds, made for another purpose."""
     return [record for record in evidence.records if matches(record, wanted) and judges(record)]
 
 
 def _map(label: str, records: list[Record], unit: str) -> list[list[Record]]:
-    """Return runs by setting and unit, in their order; they differ in nothing but these."""
+    """Group runs by setting and sort them by unit. Raises ValueError if they differ in anything else."""
     selection.check_one_base(label, records)
     selection.check_alike(label, records, {*_VARIED, unit})
     of_setting: dict[tuple, dict[Any, Record]] = defaultdict(dict)
@@ -101,11 +101,11 @@ def _map(label: str, records: list[Record], unit: str) -> list[list[Record]]:
 
 
 def _find_collapse(case: Case) -> list[Finding]:
-    """Find how many settings of a map are safe, and whether sigma and alpha say which runs collapse, on another base.
+    """Estimate how many settings of a map are safe, and how well sigma and alpha predict collapse on another base.
 
-    A run has collapsed when its right answers fell (`hacking.fell`), whatever its reward. Both predictors are
-    logarithms, relative to the sigma that halves the right answers of the base under noise alone: of sigma itself, and
-    of alpha sqrt(steps / population), the root mean square displacement of ES with random fitness.
+    A run has collapsed if its right answers fell (`hacking.fell`), whatever its reward. There are two predictors: the
+    logarithms of sigma and of alpha sqrt(steps / population), which is the root mean square displacement of ES with
+    random fitness. Both are relative to the sigma at which noise alone halves the base's right answers.
     """
     predictors, shares, have, sizes = [], [], [], []
     for label, where in cells(case.claim):
@@ -144,7 +144,7 @@ def _find_collapse(case: Case) -> list[Finding]:
 def _schema(arm: tuple[str, ...]) -> dict[str, Schema]:
     def side(where: str, value: Any) -> None:
         ended = len(value) == 2 and value[0] in arm and value[1] in ("hacked", "clean")
-        require(ended, f"{where}: {value!r} is no arm and end: declare two, the end as hacked or clean")
+        require(ended, f"{where}: {value!r} is not an arm and an end: declare both, the end as hacked or clean")
 
     sigmas = [f"{sigma:g}" for sigma in collapse.JENSEN_SIGMAS]
     comparisons = [{"of": side, "to": side, "sigma": dict.fromkeys(sigmas), "above?": Real}]
@@ -159,11 +159,11 @@ COLLAPSE = Rule(_find_collapse, arms=("treatment", "base"))
 
 
 def _find_regimes(case: Case) -> Iterator[Finding]:
-    if case.null == BASE:  # it is where all lines begin, and no end of them
+    if case.null == BASE:  # all lines begin there, so it cannot be the end of one
         return
     declared, favoured = case.claim["arms"], case.rule["favours"]
     names = [*declared]
-    if case.null:  # a null takes the place of the runs of its family
+    if case.null:  # a null replaces the runs of its family
         family = arms.get(case.null).family
         names = [n for n in names if n not in favoured or arms.get(declared[n]["arm"]).family == family]
     selected = case.select(names, favoured=favoured)
@@ -173,7 +173,7 @@ def _find_regimes(case: Case) -> Iterator[Finding]:
 
 
 def _kind(record: Record, decoding: str) -> str:
-    """Return "hacked"; "worse", where right answers fell and the reward did not rise; or "unhacked"."""
+    """Return "hacked", "worse" (right answers fell, but the reward did not rise) or "unhacked"."""
     if collapse.end(record, decoding) == "hacked":
         return "hacked"
     right = record["curve"][f"right_{decoding}"]
@@ -181,7 +181,7 @@ def _kind(record: Record, decoding: str) -> str:
 
 
 def _of_decoding(case: Case, arms: Sequence[Runs], broken: Collection[str], decoding: str) -> Iterator[Finding]:
-    """Find the four comparisons under one decoding; runs with the digests of broken models count as hacked."""
+    """Make the four comparisons under one decoding; runs whose digest is in `broken` count as hacked."""
     runs = [run for each in arms for run in each.records]
     complete = all(each.records for each in arms) and all(f"right_{decoding}" in run["curve"] for run in runs)
     kinds = [(run, "hacked" if run["digest"] in broken else _kind(run, decoding)) for run in runs if complete]

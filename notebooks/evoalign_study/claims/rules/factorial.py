@@ -1,12 +1,13 @@
-"""Rule "factorial": which of two factors, of two levels each, does more to what models can solve.
+"""Rule "factorial": which of two factors, with two levels each, has more effect on what models can solve.
 
-Four arms make the cells. The effect of a factor is the difference of its levels, the mean over the levels of the other;
-the verdict rests on the size of the one that the claim names - the size of the other, under every decoding. It favours
-no arm. The effects themselves and their interaction are reported.
+Four arms form the cells. The effect of a factor is the difference between its levels, averaged over the levels of the
+other factor. The verdict rests on the size of the effect that the claim names minus the size of the other, under every
+decoding. The rule favours no arm. The effects themselves and their interaction are reported.
 
-At the ends of runs a cell that learned nothing keeps what the base solves, so that a factor may seem to matter that
-only decides who learns. "support_change_matched" therefore compares along the runs, where single samples are equally
-often right: half way to where the cell that gains least ends up, if all gain more than `LEAST_GAIN`.
+At the end of training, a cell that learned nothing still solves what the base solves, so a factor that only decides
+whether an arm learns may seem to matter. "support_change_matched" therefore compares runs at a point along training
+where single samples are equally often right: half-way to the final value of the cell that gains least, if all cells
+gain more than `LEAST_GAIN`.
 """
 
 import math
@@ -27,7 +28,7 @@ from evoalign_study.claims.rules.rule import Asks, Rule
 from evoalign_study.claims.selection import DECODINGS, Case, Claim, Runs
 
 LEAST_GAIN = 0.02
-"""What every cell must gain in single samples, mean over its runs, to be compared at matched accuracy."""
+"""Gain in single-sample accuracy, averaged over its runs, that every cell needs to be compared at matched accuracy."""
 MATCHED = "support_change_matched"
 QUANTITIES = {
     "support_change": ("net change of support", coverage.SOLVED_WITHIN),
@@ -35,7 +36,7 @@ QUANTITIES = {
     "right": ("right answers", 1),
     "solved": (f"solved within {coverage.SOLVED_WITHIN} samples", coverage.SOLVED_WITHIN),
 }
-"""What factors may change: its words, and the samples within which a problem counts as solved."""
+"""Quantities that factors may change: the words for each, and the samples within which a problem counts as solved."""
 
 
 def _find(case: Case) -> Iterator[Finding]:
@@ -51,7 +52,7 @@ def _find(case: Case) -> Iterator[Finding]:
 
 
 def _effects(case: Case, arms: dict[str, Runs], quantity: str, decoding: str, decisive: bool) -> Iterator[Finding]:
-    """Find the effects on one quantity under one decoding."""
+    """Estimate the effects on one quantity under one decoding."""
     rule, (words, within) = case.rule, QUANTITIES[quantity]
     share = quantity in ("right", "solved")
     chosen = [Side(arm, runs=runs.records, evidence=case.evidence) for arm, runs in arms.items()]
@@ -94,10 +95,10 @@ def _effects(case: Case, arms: dict[str, Runs], quantity: str, decoding: str, de
 
 
 def _matched(arms: dict[str, Runs], decoding: str, least: int) -> tuple[list[np.ndarray], str]:
-    """Return problems won - lost of each run that gets there, by cell, where single samples are equally often right.
+    """Return problems won minus lost by each run at matched single-sample accuracy, by cell.
 
-    They are shares of the validation problems, on the line between points of a run's curve. Raises Undecided where a
-    cell gains too little, or too few of its runs get there.
+    They are shares of the validation problems, interpolated linearly between points of a run's curve; runs that never
+    get there are left out. Raises Undecided if a cell gains too little or too few of its runs get there.
     """
     fields = f"reach_{decoding}@1", f"won_{decoding}", f"lost_{decoding}"
     curves = {arm: [run.get("curve", {}) for run in runs.records] for arm, runs in arms.items()}
@@ -120,7 +121,7 @@ def _matched(arms: dict[str, Runs], decoding: str, least: int) -> tuple[list[np.
 
 def _schema(arm: tuple[str, ...]) -> dict[str, Schema]:
     named = dict.fromkeys(("rows", "columns", "larger", "smaller"), str)
-    # support is that of samples: temperatures alone
+    # support is defined for samples: no greedy decoding
     decodings = [DECODINGS[1:]]
     return named | {"cells": [[arm]], "quantity": QUANTITIES, "also?": [QUANTITIES], "decodings": decodings}
 
@@ -129,7 +130,7 @@ def _asks(claim: Claim) -> Asks:
     rule = claim["rule"]
     yield [len(row) for row in rule["cells"]] == [2, 2], f"cells {rule['cells']}: declare two rows of two arms"
     factors = {rule["larger"], rule["smaller"]} == {rule["rows"], rule["columns"]}
-    yield factors, "larger and smaller are the names of rows and columns, each once"
+    yield factors, "larger and smaller must be the names of rows and columns, each used once"
 
 
 FACTORIAL = Rule(_find, _schema, asks=_asks)

@@ -1,9 +1,9 @@
-"""Rules "judged" and "laws": runs on training judges, by what other judges and the truth say of them.
+"""Rules "judged" and "laws": evaluate runs trained on judges by other judges and by the true reward.
 
-A run was trained on one judge, and the cells of a claim are the training judges. Comparisons are made along the runs,
-where the training judge is equally content: where its score of split A has risen by `gain` times the spread of its
-scores over the base's samples. Runs that never get there are censored. Values are read on the line between two points
-of a curve, and cells weigh the same.
+Each run was trained on one judge, and the cells of a claim are the training judges. Runs are compared at points along
+training where the training judge is equally satisfied: where its score on split A has risen by `gain` times the spread
+of its scores over the base's samples. Runs that never get there are censored. Values are interpolated linearly between
+two points of a curve, and all cells have the same weight.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +23,7 @@ from evoalign_study.claims.run_scores import curve
 from evoalign_study.claims.selection import Case, Claim, Evidence, Record, Runs, cells, have_in_cells
 
 TRAINING = "training"
-"""The judge that a run was trained on, in the place of a name."""
+"""Stands for the judge that a run was trained on, instead of a name."""
 QUANTITIES = {
     "win": ("wins against the base", True),
     "true": ("true reward", False),
@@ -33,15 +33,15 @@ QUANTITIES = {
     "turns": ("replies with a further turn", True),
     "template": ("share of the largest template", True),
 }
-"""Curves of a run that a comparison may take: in words, and whether they are shares."""
+"""Curves of a run that a comparison may read: their words, and whether they are shares."""
 LAW = {"true": "true reward", "proxy": "score of the training judge"}
-"""What a law may be about."""
+"""Quantities that a law may describe, with their words."""
 
 Array = NDArray[np.float64]
 
 
 def _find(case: Case) -> Iterator[Finding]:
-    """Find every comparison under each decoding, those that are only reported, and the floor."""
+    """Make every comparison under each decoding, including those only reported, and check the floor."""
     rule = case.rule
     for comparison, decisive, _ in asked(case, lambda comparison: rule.get("favours")):
         selected = _selected(case, (comparison["of"], comparison["to"]))
@@ -52,7 +52,7 @@ def _find(case: Case) -> Iterator[Finding]:
 
 
 def _selected(case: Case, names: Sequence[str]) -> tuple[list[list[Runs]], str]:
-    """Return the runs of arms in every cell, the null in the place of the favoured one, and their numbers in words."""
+    """Return the runs of arms in every cell, the null replacing the favoured arm, and their numbers in words."""
     where = cells(case.claim)
     arms = [*case.in_cells(names, where, [case.rule.get("favours")], "curve_points").values()]
     return arms, have_in_cells([label for label, _ in where], arms)
@@ -96,7 +96,7 @@ def _under(comparison: Comparison) -> str:
 def _values(case: Case, runs: list[Record], comparison: Comparison, decoding: str) -> Array:
     """Return a quantity of each run that gets to the place of a comparison.
 
-    Raises Undecided where fewer do than the rule asks for.
+    Raises Undecided if fewer runs than the rule requires get there.
     """
     spec, least = runs[0]["spec"], case.claim["min_seeds"]
     least = least if comparison["gain"] is None else min(case.rule["there"], least)
@@ -118,9 +118,9 @@ def _value(evidence: Evidence, run: Record, comparison: Comparison, decoding: st
 
 
 def spread(evidence: Evidence, run: Record) -> float:
-    """Return the standard deviation of a run's training judge over samples of its base.
+    """Return the standard deviation of the scores that a run's training judge gives to samples of its base.
 
-    Raises Undecided where the base has no record.
+    Raises Undecided if the base has no record of it.
     """
     base = evidence.base_of(run)
     if base is None or "units" not in base:
@@ -129,7 +129,7 @@ def spread(evidence: Evidence, run: Record) -> float:
 
 
 def _floor(case: Case) -> Iterator[Finding]:
-    """Find what the favoured arm has gained in true reward, in the first cell, where the comparisons are made."""
+    """Estimate the favoured arm's gain in true reward in the first cell, at the place of the comparisons."""
     rule, first = case.rule, cells(case.claim)[0][0]
     arm, other = rule["favours"], rule["comparisons"][0]["to"]
     arms, have = _selected(case, (arm, other))
@@ -144,7 +144,7 @@ def _floor(case: Case) -> Iterator[Finding]:
     for decoding in rule["decodings"]:
         label = f"{case.name(arm, True)} - base, true reward on {first}, {decoding_words(decoding)}"
         kept: dict[str, Any] = {"decoding": decoding, "bound": float(rule["floor"])}
-        # a floor stands beside a comparison: without runs to compare with nothing is asked
+        # a floor accompanies a comparison: without runs of the other arm there is none to make
         yield hold(label, [each[0] for each in arms], partial(measure, decoding), n=len(runs), have=have, **kept)
 
 
@@ -156,20 +156,20 @@ def _schema(arm: tuple[str, ...]) -> dict[str, Schema]:
 
 def _asks(claim: Claim) -> Asks:
     both = ("gain" in claim["rule"]) == ("there" in claim["rule"])
-    yield both, "gain says where runs are compared, there how many must get there: declare both"
+    yield both, "declare both gain (where runs are compared) and there (how many must get there), or neither"
     for comparison, _ in declared_comparisons(claim["rule"]):
         judged = ("judge" in comparison) == (comparison["quantity"] == "win")
-        yield judged, "wins are under a judge, and nothing else is: declare it, or leave it out"
+        yield judged, "only wins are counted under a judge: declare one for wins, and none for other quantities"
 
 
 # ---- laws
 
 
 def _find_laws(case: Case) -> Iterator[Finding]:
-    """Find how much of held-out runs the law explains, and how much more than a straight line does.
+    """Estimate how much of held-out runs the law explains, and how much more than a straight line does.
 
-    The law is fitted to the runs of even seeds of a cell, and asked of those of odd seeds, which are resampled. What it
-    explains of the other arm is reported.
+    The law is fitted to a cell's runs with even seeds and evaluated on those with odd seeds, which are resampled. How
+    much it explains of the other arm is reported.
     """
     rule = case.rule
     arms, have = _selected(case, (rule["of"], rule["beside"]))
@@ -184,12 +184,12 @@ def _find_laws(case: Case) -> Iterator[Finding]:
 
 
 def _explained(evidence: Evidence, quantity: str, laws: Sequence[str], cells: Sequence[Runs]) -> Measured:
-    """Return the mean over cells of R squared on the odd seeds, resampled; less that of a second law."""
+    """Return R squared on the odd seeds, averaged over cells and resampled; minus that of a second law, if given."""
     points = [law_points(runs.records, quantity, partial(spread, evidence)) for runs in cells]
     if any(len(half) < 2 for halves in points for half in halves):
         raise Undecided("a half of the seeds has fewer than two runs")
 
-    # the law does not depend on which of the odd seeds are drawn: it is fitted once, and their squares are added up
+    # the law does not depend on which odd seeds are drawn: fit it once, then add up their sums of squares
     squares = []
     for fitted, held_out in points:
         pooled = [np.concatenate(column) for column in zip(*fitted, strict=True)]
@@ -210,12 +210,12 @@ def _explained(evidence: Evidence, quantity: str, laws: Sequence[str], cells: Se
 
 
 def _squares(law: overoptimisation.Fit, runs: Sequence[tuple[Array, Array]]) -> Array:
-    """Return of each run its points, sum and squares of their gains, and squares that the law leaves; (runs, 4)."""
+    """Return each run's number of points, and the sum, sum of squares and residual squares of gains, (runs, 4)."""
     return np.array([[len(g), g.sum(), (g**2).sum(), ((g - law.at(d)) ** 2).sum()] for d, g in runs])
 
 
 def _r_squared(of_runs: Array) -> Array:
-    """Return `overoptimisation.explained` of all points of some runs, (..., runs, 4); NaN where all gains are equal."""
+    """Return `overoptimisation.explained` over all points of the runs, (..., runs, 4); NaN if all gains are equal."""
     n, total, squares, left = np.moveaxis(of_runs.sum(axis=-2), -1, 0)
     around = squares - total**2 / n
     none = (around <= 1e-12 * squares) | (squares == 0)
@@ -223,13 +223,13 @@ def _r_squared(of_runs: Array) -> Array:
 
 
 Points = list[tuple[Array, Array]]
-"""Distance and gain along each run."""
+"""Distance from the base and gain along each run."""
 
 
 def law_points(runs: Iterable[Record], quantity: str, spread: Callable[[Record], float]) -> tuple[Points, Points]:
-    """Return the finite points of runs at temperature 1, of those of even seeds and of odd ones.
+    """Return the finite points of runs at temperature 1, first for even seeds, then for odd ones.
 
-    spread: of a run's training judge over samples of its base; the unit of gains in its score, "proxy".
+    spread: returns the spread of a run's training judge over samples of its base: the unit of gains in "proxy".
     """
     halves: tuple[Points, Points] = ([], [])
     for run in runs:

@@ -1,16 +1,16 @@
-"""Rules "interaction", "regret", "regrets" and "optimum": what the cells of a claim say together.
+"""Rules "interaction", "regret", "regrets" and "optimum": combine the cells of a claim.
 
-The first three take a weighted sum of accuracies over cells, whose seeds belong together, of one arm or the difference
-of two. A `floor` asks besides that an arm has learned something: its accuracy, mean of the cells, must exceed that of
-the untrained base by more than a gain.
+The first three take a weighted sum of accuracies over cells with paired seeds, for one arm or as the difference between
+two. With a `floor`, an arm must also have learned something: its accuracy, averaged over the cells, must exceed that of
+the untrained base by more than the given gain.
 
-"optimum" says between which levels of a setting, such as the population, the fewest completions get to a target. Levels
-are the cells. The target is a share of the best mean greedy validation accuracy over the ends of all levels. Each run's
-completions to it are read from its curve, between points linearly in the logarithm of completions; a run that never
-gets there counts with all that it drew, which flatters its level. A quadratic is fitted to their logarithm over the
-logarithm of the level, both to base 2; its minimum within the levels tried is the optimum (at an edge, where the
-parabola has none inside). The interval is that of a bootstrap over the seeds of each level. All runs together must have
-learned, too: they gain more than `gain` in greedy validation accuracy from their first point.
+"optimum" locates the level of a setting, such as the population, at which the fewest completions reach a target. The
+cells are the levels. The target is a share of the best mean greedy validation accuracy at the end over all levels. The
+completions to reach it are read from each run's curve, interpolated linearly in the logarithm of completions; a run
+that never gets there counts with all that it drew, which favours its level. A quadratic is fitted to their logarithm
+over the logarithm of the level, both to base 2. The optimum is its minimum over the range of the levels (an edge, if
+the parabola has no minimum inside). The interval comes from a bootstrap over the seeds of each level. In addition, the
+runs must have learned: all together gain more than `gain` in greedy validation accuracy from their first point.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,14 +36,14 @@ Array = NDArray[np.float64]
 
 
 Weights = Mapping[str, float]
-"""Of cells, by their labels."""
+"""Weights of cells, by their labels."""
 
 
 def _terms(claim: Claim) -> tuple[dict[str, Fields], Weights, Weights]:
-    """Return the cells of a weighted sum, by label the fields of specs, and their weights in it and in a floor.
+    """Return the cells of a weighted sum (label -> spec fields), and their weights in the sum and in the floor.
 
-    Regret is the accuracy of the best setting - that of the shared one, mean of cells. Runs of one seed belong
-    together; where the best setting is the shared one, they are the same runs.
+    Regret is the accuracy of the best setting minus that of the shared one, averaged over cells. Runs are paired by
+    seed; if the best setting is the shared one, both are the same runs.
     """
     rule, declared = claim["rule"], dict(cells(claim))
     if "contrast" in rule:
@@ -58,7 +58,7 @@ def _terms(claim: Claim) -> tuple[dict[str, Fields], Weights, Weights]:
 
 
 def _slope(levels: Sequence[float]) -> list[float]:
-    """Return the weights of accuracies at these levels in the least-squares slope over their decimal logarithm."""
+    """Return the weights of the accuracies at these levels in the least-squares slope over log10 of the level."""
     x = np.log10(levels) - np.mean(np.log10(levels))
     return list(x / (x @ x))
 
@@ -68,11 +68,11 @@ CONTRASTS: dict[str, Callable[[Sequence[float]], list[float]]] = {
     "slope over log10": _slope,
     _RISE: lambda levels: [-1.0, *[0.0] * (len(levels) - 2), 1.0],
 }
-"""What a rule "interaction" may take of each arm over the cells: the weight of each cell's accuracy."""
+"""Contrasts over the cells that a rule "interaction" may take for each arm, as the weight of each cell's accuracy."""
 
 
 def _find(case: Case) -> Iterator[Finding]:
-    """Find the difference of two arms' sums, or that of each arm, under each decoding, and the floor."""
+    """Estimate the sum of each arm, or the difference between two arms' sums, under each decoding, and the floor."""
     rule, winners, (terms, weights, in_floor) = case.rule, _winners(case.claim), _terms(case.claim)
     bounds = [((arm,), *bound) for arm, declared in rule.get("bounds", {}).items() for bound in declared.items()]
     compared = bounds or [((rule["of"], rule["to"]), "above", rule["above"])]
@@ -90,14 +90,14 @@ def _find(case: Case) -> Iterator[Finding]:
 
 
 def _by_seed(of_cells: Sequence[Runs], unit: str) -> Runs:
-    """Return the runs of each seed that an arm has in all cells, in the place of a run a row of them, cell by cell."""
+    """Return an arm's runs with a row of records, one per cell, for each seed found in all cells."""
     by_seed = [{record["spec"][unit]: record for record in runs.records} for runs in of_cells]
     rows = [[cell[seed] for cell in by_seed] for seed in sorted(set.intersection(*map(set, by_seed)))]
     return Runs(rows, f"{len(rows)} seeds", selection.lacking(of_cells))
 
 
 def _right(rows: Sequence[Sequence[Record]], decoding: str) -> Array:
-    """Return right answers, (cells, seeds, problems), of rows of runs."""
+    """Return the right answers of rows of runs, (cells, seeds, problems)."""
     right = accuracy_matrix([record for cell in zip(*rows, strict=True) for record in cell], decoding)
     return right.reshape(len(rows[0]), len(rows), -1)
 
@@ -107,7 +107,7 @@ def _weighted(weights: Weights, right: Array) -> Array:
 
 
 def _sum(case: Case, selected: dict[str, list[Runs]], weights: Weights, decoding: str, **kept: Any) -> Finding:
-    """Find a weighted sum of accuracies over cells, or its difference between two arms, each seed's in one row."""
+    """Estimate a weighted sum of accuracies over cells, or its difference between two arms, with paired seeds."""
     names = [case.name(arm, arm in _winners(case.claim)) for arm in selected]
     label = compared = f"{case.rule.get('contrast', 'regret')}, {' - '.join(names)}"
 
@@ -134,7 +134,7 @@ def _sum(case: Case, selected: dict[str, list[Runs]], weights: Weights, decoding
 
 
 def _floor(case: Case, name: str, runs: list[Runs], weights: Weights) -> Finding:
-    """Find what an arm has learned, mean of cells, above the untrained base."""
+    """Estimate an arm's gain over the untrained base, averaged over the cells."""
     floor, decoding = case.rule["floor"], case.rule["decoding"]
     bases = [base for cell in runs if cell.records and (base := case.evidence.base_of(cell.records[0]))]
     arm, have = _by_seed(runs, case.claim["unit"]), have_in_cells(weights, [runs])
@@ -156,9 +156,9 @@ def _counted(interval: Interval) -> str:
 
 
 def _winners(claim: Claim) -> tuple[str, ...]:
-    """Return the arms that are favoured: less regret is better, and so is less dependence on what the cells vary.
+    """Return the favoured arms: less regret is better, and so is less dependence on what the cells vary.
 
-    Of a rise from the first cell to the last more is better.
+    For a rise from the first cell to the last, more is better.
     """
     rule = claim["rule"]
     if "bounds" in rule:
@@ -167,7 +167,7 @@ def _winners(claim: Claim) -> tuple[str, ...]:
 
 
 def _under_other(claim: Claim, decoding: str) -> Claim | None:
-    """Return the claim with its difference, or its regrets, under another decoding; the floor is declared under one."""
+    """Return the claim with its difference or its regrets under another decoding, and without its floor."""
     rule = claim["rule"]
     if decoding in rule.get("decodings", (rule["decoding"],)):
         return None
@@ -177,13 +177,13 @@ def _under_other(claim: Claim, decoding: str) -> Claim | None:
 
 def _asks(claim: Claim) -> Asks:
     rule = claim["rule"]
-    yield len(cells(claim)) > 1, f"a rule of kind {rule['kind']} is made over two cells or more"
+    yield len(cells(claim)) > 1, f"a rule of kind {rule['kind']} combines cells: declare at least two"
     for arm, bound in rule.get("bounds", {}).items():
-        yield len(bound) == 1, f"regret of {arm}: declare one bound, that it lies below or above"
+        yield len(bound) == 1, f"regret of {arm}: declare one bound, either below or above"
 
 
 def _rule(bounded: bool = False, **own: Schema) -> Rule:
-    """Make a kind of rule with a floor, of the difference of two arms, or of each one's own bound."""
+    """Make a kind of rule with an optional floor, for the difference between two arms or for a bound on each arm."""
 
     def schema(arm: tuple[str, ...]) -> dict[str, Schema]:
         of_two = {"of": arm, "to": arm, "above": Real}
@@ -204,11 +204,11 @@ REGRETS = _rule(bounded=True, **_SETTINGS)
 
 
 def _find_optimum(case: Case) -> list[Finding]:
-    """Find the optimum, and what was learned."""
+    """Estimate the optimum, and the gain of all runs."""
     rule, levels = case.rule, cells(case.claim)
     (selected,) = case.in_cells(["searched"], levels, ["searched"], "curve_points").values()
     tried = [(value, runs) for (_, where), runs in zip(levels, selected, strict=True) for value in where.values()]
-    if case.null:  # a null has runs at some levels alone
+    if case.null:  # a null has runs at some levels only
         tried = [(level, runs) for level, runs in tried if runs.records]
     groups = [runs.records for _, runs in tried]
     n, have = min(map(len, groups), default=0), ", ".join(runs.have for runs in selected)
@@ -244,7 +244,7 @@ def _find_optimum(case: Case) -> list[Finding]:
 
 def _asks_of_optimum(claim: Claim) -> Asks:
     rule, levels = claim["rule"], [value for _, where in cells(claim) for value in where.values()]
-    yield len(levels) > 2, f"cells {levels}: a quadratic needs three levels at least."
+    yield len(levels) > 2, f"cells {levels}: declare at least three levels, which a quadratic needs."
     share, (least, most) = rule["share"], rule["between"]
     well = 0 < share <= 1 and least < most
     yield well, f"share={share} must lie in (0, 1], and between={[least, most]} must rise."

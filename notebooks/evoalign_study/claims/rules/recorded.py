@@ -1,11 +1,11 @@
-"""Rules of numbers that stand in the records: "estimator_bounds", "ledger_bounds", "kl_bounds" and "memory".
+"""Rules on numbers found in the records: "estimator_bounds", "ledger_bounds", "kl_bounds" and "memory".
 
-The first three hold means of such numbers against given values. "memory" asks how many times less memory one method
-needs than others, by a formula that is held against real steps. A record of kind "memory" has what a step took, counted
-while it ran, beside what the formula gives for it, and what the formula gives for published models. The claim is about
-the latter. No number there is a draw: there is no seed, and what an interval shows is by how much the formula missed a
-step, in either direction on either side of a ratio. The rule favours no arm, for nothing is learned: a null arm takes
-the bytes of the arm whose place it has.
+The first three compare means of such numbers with given values. "memory" estimates how many times less memory one
+method needs than others, by a formula that is checked against real steps. A record of kind "memory" has the bytes of
+each step, counted while it ran, next to those given by the formula, and what the formula gives for published models.
+The claim is about the published models. None of these numbers is random: there is no seed, and an interval shows how
+far the formula missed a step, in either direction on either side of the ratio. The rule favours no arm, since nothing
+is learned: a null arm needs as many bytes as the arm that it replaces.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,11 +32,11 @@ QUANTITIES: dict[str, Callable[[Record], float]] = {
     "k1_over_k3_std": lambda r: r["kl"]["k1_token_std"] / r["kl"]["k3_token_std"],
     "k3_gradient_cosine": lambda r: r["kl"]["k3_gradient_token_cosine"],
 }
-"""What a rule may ask of a record: numbers computed from its `estimator`, `ledger` or `kl` block."""
+"""Numbers that a rule may read from a record, computed from its `estimator`, `ledger` or `kl` block."""
 
 
 def _find_means(case: Case) -> list[Finding]:
-    """Find, in each cell, the means of record quantities that should lie below or above given values."""
+    """Compare, in each cell, the means of recorded quantities with the values they should lie below or above."""
     return [
         hold(f"{cell} {name}".strip(), arms, partial(_mean, case, name), bound=float(bound), side=side)
         for cell, where in cells(case.claim)
@@ -60,7 +60,7 @@ BOUNDS = Rule(_find_means, lambda arm: {"below": _BOUNDS, "above?": _BOUNDS}, ar
 
 
 def _find_memory(case: Case) -> Iterator[Finding]:
-    """Find the ratio of every method's bytes to those of the one that should need less, for each size."""
+    """Estimate, for each size, the ratio of every method's bytes to those of the method that should need less."""
     rule, (low, high) = case.rule, case.rule["between"]
     chosen = case.select([rule["of"], *rule["against"]])
     error = max((_error(record) for runs in chosen.values() for record in runs.records), default=0.0)
@@ -73,7 +73,7 @@ def _find_memory(case: Case) -> Iterator[Finding]:
 
 
 def _ratio(size: str, error: float, most: float, n: int, pair: Sequence[Runs]) -> Measured:
-    """Return the ratio by the formula. Raises Undecided where that misses a step by more than `most`."""
+    """Return the ratio by the formula. Raises Undecided if the formula misses a step by more than `most`."""
     more, less = (_published(runs, size) for runs in pair)
     ratio, spread = more / less, (1 + error) / (1 - error)
     if error > most:
@@ -84,15 +84,15 @@ def _ratio(size: str, error: float, most: float, n: int, pair: Sequence[Runs]) -
 
 
 def _published(runs: Runs, size: str) -> float:
-    """Return the bytes that the formula gives. Raises ValueError where records of one method disagree."""
+    """Return the bytes that the formula gives. Raises ValueError if records of one method disagree."""
     given = {sum(record["published"][size]["bytes"].values()) for record in runs.records}
-    why = f"records of one method give {sorted(given)} bytes for {size}: make them again by one formula"
+    why = f"records of one method give {sorted(given)} bytes for {size}: make them again with one formula"
     require(len(given) == 1, why)
     return given.pop()
 
 
 def _error(record: Record) -> float:
-    """Return by how much the formula misses a step of a record at most, as a share of what was measured."""
+    """Return the largest error of the formula over a record's steps, as a share of the measured bytes."""
     totals = [[sum(cell[part].values()) for part in ("predicted", "measured")] for cell in record["cells"].values()]
     return max(abs(predicted / measured - 1) for predicted, measured in totals)
 
@@ -105,7 +105,7 @@ def _asks(claim: Claim) -> Asks:
     rule = claim["rule"]
     between, error = rule["between"], rule["error"]
     rising = len(between) == 2 and 0 < between[0] < between[1]
-    yield rising, f"between {between}: declare two ratios above 0, the lower one first"
+    yield rising, f"between {between}: declare two ratios above 0, the lower ratio first"
     yield 0 < error < 1, f"error {error}: declare a share between 0 and 1"
     yield rule["against"] and rule["sizes"], "declare at least one method in 'against' and one model in 'sizes'"
 

@@ -1,4 +1,4 @@
-"""What a kind of rule is: how it is declared, what it finds in the records, and which arms it favours."""
+"""The interface of a kind of rule: its declaration, its findings in the records, and the arms that it favours."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,34 +14,34 @@ Asks = Iterable[tuple[Any, str]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A kind of rule. Each brings its own check of the declaration."""
+    """A kind of rule. Each one checks its own declaration."""
 
     find: Callable[[Case], Iterable[Finding]]
-    """Makes the findings that the verdict rests on. Where the evidence has a null, it stands in the place of what is
-    favoured, and findings that favour no arm are left out."""
+    """Returns the findings that the verdict rests on. If the evidence has a null, it replaces the favoured arms, and
+    findings that favour no arm are left out."""
     schema: Callable[[tuple[str, ...]], dict[str, Schema]] = lambda arm: {}
-    """Returns what a declaration has besides its kind, from the names of the claim's arms."""
+    """Takes the names of the claim's arms; returns the schema of a declaration, without its kind."""
     arms: tuple[str, ...] | None = None
-    """Names of the arms that the claim declares; None: any."""
+    """Names of the arms that the claim must declare; None: any names."""
     asks: Callable[[Claim], Asks] = lambda claim: ()
-    """Returns what else must hold of the declaration, each with what to declare where it does not."""
+    """Returns further conditions on the declaration, each with a message for the case that it does not hold."""
     favours: Callable[[Claim], tuple[str, ...]] = lambda claim: declared_favourites(claim["rule"])
-    """Returns the arms that win when the claim is supported; by default those that the rule names so."""
+    """Returns the arms that win if the claim is supported; by default those under the rule's key "favours"."""
     under: Callable[[Claim, str], Claim | None] = lambda claim, decoding: None
-    """Returns the claim with its comparisons under another decoding, those that it does not declare so already; None
-    where there are none."""
+    """Returns the claim with its comparisons moved to another decoding, without those it declares there already; None
+    if none are left."""
 
 
 def declared_favourites(rule: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the arms that a rule names as those which it favours."""
+    """Return the arms that a rule declares as its favourites."""
     favours = rule.get("favours", ())
     return (favours,) if isinstance(favours, str) else tuple(favours)
 
 
 def declared_comparisons(rule: Mapping[str, Any]) -> list[tuple[Comparison, bool]]:
-    """Return the comparisons of a rule and whether each is decisive; those only reported are held against 0.
+    """Return the comparisons of a rule and whether each is decisive; the others are reported, with a bound of 0.
 
-    A rule "interval_above" declares none, and has one.
+    A rule "interval_above" declares no comparisons and has exactly one.
     """
     only = {"measure": {"test": rule.get("decoding")}, "of": "treatment", "to": "comparison", "above": 0}
     reported = [(comparison | {"above": 0}, False) for comparison in rule.get("also", ())]
@@ -49,9 +49,9 @@ def declared_comparisons(rule: Mapping[str, Any]) -> list[tuple[Comparison, bool
 
 
 def asked(case: Case, winner: Callable[[Comparison], str | None]) -> Iterator[tuple[Comparison, bool, str | None]]:
-    """Return the comparisons to make, whether each is decisive, and the arm that wins it.
+    """Yield the comparisons to make, whether each is decisive, and the arm that wins it.
 
-    Of a null those alone that decide, and that an arm wins.
+    For a null, only decisive comparisons that some arm wins are made.
     """
     for comparison, decisive in declared_comparisons(case.rule):
         favoured = winner(comparison)

@@ -1,7 +1,7 @@
-"""Rule "weights": what the weights of runs say, and models that are made of them.
+"""Rule "weights": compare the weights of runs, and models made from them.
 
-Each comparison takes a quantity of `quantities.QUANTITIES` of one side, or of two, and holds it against a bound. The
-rule names the arm that it favours, in whose place the nulls are put.
+Each comparison takes a quantity of `quantities.QUANTITIES` for one side, or for two, and compares it with a bound. The
+rule names the arm that it favours, which the nulls replace.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,10 +20,10 @@ from evoalign_study.claims.selection import BASE, Case, Claim, Runs
 
 
 def _find(case: Case) -> Iterator[Finding]:
-    """Find every comparison, and those that are only reported."""
+    """Make every decisive comparison, and those that are only reported."""
     rule = case.rule
     if case.null == BASE and any(QUANTITIES[each["quantity"]].measured is not covered for each in rule["comparisons"]):
-        return  # it has no displacement
+        return  # the base has no displacement
 
     def winner(comparison: Comparison) -> str | None:
         return rule.get("favours") if rule.get("favours") in (side.arm for side in _sides(comparison)) else None
@@ -45,7 +45,7 @@ def _sides(comparison: Comparison) -> list[Side]:
 
 
 def _compare(case: Case, comparison: Comparison, decoding: str, favoured: str | None, decisive: bool) -> Finding:
-    """Find one quantity under one decoding, before it is held against its bounds."""
+    """Measure one quantity under one decoding, before it is compared with its bounds."""
     quantity, sides = QUANTITIES[comparison["quantity"]], _sides(comparison)
     arms = case.select([side.arm for side in sides], favoured=[favoured] if case.null != BASE else [])
     if case.null == BASE:
@@ -59,7 +59,7 @@ def _compare(case: Case, comparison: Comparison, decoding: str, favoured: str | 
     compared = f"{joint.join(named)}, {quantity.words}"
     label = f"{compared} {decoding_words(decoding)}" if decoding else compared
     kept: dict[str, Any] = {"decisive": decisive, "decoding": decoding}
-    if decoding and 0 in (comparison.get("above"), comparison.get("below")):  # another bound is no order of two sides
+    if decoding and 0 in (comparison.get("above"), comparison.get("below")):  # only a bound of 0 orders two sides
         kept["compared"] = compared
     have = f"{label}: {', '.join(runs.have for runs in arms.values())}"
     if not min(units) and all(runs.records for runs in arms.values()):
@@ -78,7 +78,7 @@ def _words(interval: Interval, unit: str) -> str:
     if unit == "ratio":
         interval = replace(interval, value=exp(interval.value), low=exp(interval.low), high=exp(interval.high))
     ends = (interval.value, interval.low, interval.high)
-    # more digits where three would write an end as the estimate
+    # more digits if three would write an end like the estimate
     digits = next((n for n in range(3, 7) if len({f"{x:.{n}g}" for x in ends}) == 3), 7)
     return significant(interval, digits)
 
@@ -93,10 +93,10 @@ def _asks(claim: Claim) -> Asks:
     for comparison, _ in declared_comparisons(claim["rule"]):
         what, n = comparison["quantity"], len(_sides(comparison))
         quantity = QUANTITIES[what]
-        yield n in quantity.sides, f"{what} has {n} sides, it needs {quantity.sides[0]}"
+        yield n in quantity.sides, f"{what} has {n} sides: declare {quantity.sides[0]}"
         yield "decodings" in claim["rule"] or not quantity.decoded, f"{what} depends on the decoding: declare decodings"
         bounded = {"above", "below"} & comparison.keys()
-        yield bounded, "a comparison lies above or below a value, or between two: declare them"
+        yield bounded, "a comparison needs a bound: declare that it lies above or below a value, or both"
 
 
 WEIGHTS = Rule(_find, _schema, asks=_asks)
