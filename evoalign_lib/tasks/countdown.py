@@ -407,8 +407,8 @@ def grade(response: str, numbers: Sequence[int], target: Target, grader: str = "
 
     A response that repeats the opening "<think>" gets the same score. The format score is 1 if the whole text is a
     think block, one newline and an answer block (one more newline may follow); otherwise it is 0.1 for a closed think
-    block plus 0.5 for a closed answer block. The last answer block is graded: it must contain only digits, `+ - * / ( )` and
-    spaces (one final newline may follow), use each given number exactly once, and have the right value.
+    block plus 0.5 for a closed answer block. The last answer block is graded: it may contain only digits, `+ - * / ( )`
+    and spaces (one final newline may follow), use each given number exactly once, and have the right value.
 
     Args:
         response: the completion alone, without an end token, and never with the prompt (whose example answer would be
