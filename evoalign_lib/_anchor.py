@@ -42,16 +42,11 @@ def check_decay(value: Any, precision: str = "master") -> float:
     """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (number and (value == 0 or 0 < value < 1 and 0 < np.float32(value) < 1)):
-        raise ValueError(
-            f"anchor_decay={value!r} must be 0 (off) or a number above 0 and below 1, the share of the way from the "
-            "starting weights that each step takes back, for example 0.01."
-        )
+        share = "the share of the way from the start that each step takes back, for example 0.01"
+        raise ValueError(f"anchor_decay={value!r} must be 0 (off) or a number above 0 and below 1, {share}.")
     if value and precision != "master":
-        raise ValueError(
-            f"anchor_decay={value!r} needs precision='master': precision={precision!r} keeps no copy of the starting "
-            "weights and rounds every change to the model's dtype, so that what a step takes back would be lost in "
-            "part. Remove one of the two."
-        )
+        why = f"precision={precision!r} keeps no copy of the start and would lose a part of what a step takes back"
+        raise ValueError(f"anchor_decay={value!r} needs precision='master': {why}. Remove one of the two.")
     return float(value)
 
 

@@ -35,7 +35,7 @@ class RoundedWeights(TrainerCallback):
             parameter.data.copy_(parameter.data.bfloat16())
 
 
-_SPENT = ("completions", "generated_tokens", "prompt_tokens", "core_seconds", "counts")
+_SPENT = ("completions", "generated_tokens", "prompt_tokens", "core_seconds")
 
 
 class Budget(TrainerCallback, ExportableState):
@@ -53,25 +53,28 @@ class Budget(TrainerCallback, ExportableState):
     (`rewards`) is kept in the same way.
 
     Attributes:
-        completions, generated_tokens, prompt_tokens: so far; a prompt counts once per completion of it.
-        core_seconds: CPU time in training steps; evaluation in other callbacks is left out.
-        counts: how many single rewards were "none", "nan", "exception" or "timeout" (`rewards`).
+        total: completions, generated_tokens and prompt_tokens so far (a prompt counts once per completion of it);
+            core_seconds, CPU time in training steps, without evaluation in other callbacks; and how many single rewards
+            were "none", "nan", "exception" or "timeout" (`rewards`).
         adapter: parameters of the adapter that is trained over a frozen base; 0: all weights are trained.
         reference_adapted: whether the reference has an adapter of its own.
     """
 
     def __init__(self, rewards: Rewards, old_logprobs: bool, reference: bool, ratios: int = 0):
         self._score = rewards
-        self.completions = self.generated_tokens = self.prompt_tokens = 0
-        self.core_seconds = 0.0
-        self.counts = dict.fromkeys(KINDS, 0)
+        self.total: Counter[str] = Counter(dict.fromkeys((*_SPENT, *KINDS), 0))
+        self._own: Counter[str] = Counter()  # of what this process scored since the last step
         self.passes = 4 + int(old_logprobs) + int(reference) + ratios
         self.model: Any = None
         self.adapter, self.reference_adapted = 0, False
         self._reference = reference
-        self._before = self._own()
+        self._logged: list[dict[str, list[float]]] = []  # metrics of the same
         self._started, self._seen = 0.0, 0
-        self._logged: list[dict[str, list[float]]] = []  # metrics of what this process scored since the last step
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many single rewards were of each kind that `rewards` counts."""
+        return {kind: self.total[kind] for kind in KINDS}
 
     @property
     def reward(self) -> Callable[..., list[float | None]]:
@@ -82,10 +85,8 @@ class Budget(TrainerCallback, ExportableState):
         ):
             scored = self._score(prompts, completions, completion_ids, columns, trainer_state)
             if self.model is None or self.model.training:
-                self.completions += len(completions)
-                self.generated_tokens += sum(map(len, completion_ids))
-                for kind, count in scored.counts.items():
-                    self.counts[kind] += count
+                tokens = sum(map(len, completion_ids))
+                self._own.update(scored.counts, completions=len(completions), generated_tokens=tokens)
                 if self._score.stateful:
                     self._logged.append(scored.metrics)
             if log_metric is not None:
@@ -102,8 +103,8 @@ class Budget(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """Return what transformers writes into a checkpoint."""
-        attributes = {name: getattr(self, name) for name in _SPENT}
-        return {"args": {}, "attributes": attributes | {"reward_state": self._score.state()}}
+        spent = {name: self.total[name] for name in _SPENT}
+        return {"args": {}, "attributes": spent | {"counts": self.counts, "reward_state": self._score.state()}}
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Go on with the budget and the state of reward functions of the checkpoint, if the run resumes from one.
@@ -114,30 +115,24 @@ class Budget(TrainerCallback, ExportableState):
         saved = state.stateful_callbacks.get(type(self).__name__)
         if saved is None:
             raise ValueError("the checkpoint holds no budget: it is of a run that grpo.trainer() did not make.")
-        for name in _SPENT:
-            setattr(self, name, saved["attributes"][name])
-        self._score.load_state(saved["attributes"].get("reward_state", {}))
+        saved = saved["attributes"]
+        self.total = Counter({name: saved[name] for name in _SPENT} | saved["counts"])
+        self._score.load_state(saved.get("reward_state", {}))
         self._share_state(args)
-        self._logged.clear()  # of a step that was interrupted
-
-    def _own(self) -> Counter[str]:
-        """Return what the reward function counts, in this process."""
-        return Counter(self.counts, completions=self.completions, generated_tokens=self.generated_tokens)
+        self._own.clear()  # of a step that was interrupted
+        self._logged.clear()
 
     def on_step_begin(self, args, state, control, **kwargs):
         """Start the clock."""
-        self._started, self._seen, self._before = time.process_time(), int(state.num_input_tokens_seen), self._own()
+        self._started, self._seen = time.process_time(), int(state.num_input_tokens_seen)
 
     def on_step_end(self, args, state, control, **kwargs):
         """Stop the clock, read the tokens that TRL has seen (in all processes), and add what other processes did."""
-        step = self._own() - self._before
-        step["seconds"] = time.process_time() - self._started
-        step = sum(_everywhere(args, [step]), Counter())
-        whole = self._before + step
-        self.completions, self.generated_tokens = whole["completions"], whole["generated_tokens"]
-        self.counts = {name: whole[name] for name in self.counts}
-        self.core_seconds += step["seconds"]
-        self.prompt_tokens += int(state.num_input_tokens_seen) - self._seen - step["generated_tokens"]
+        self._own["core_seconds"] += time.process_time() - self._started
+        step = sum(_everywhere(args, [self._own]), Counter())
+        step["prompt_tokens"] = int(state.num_input_tokens_seen) - self._seen - step["generated_tokens"]
+        self.total.update(step)
+        self._own.clear()
         if self._score.stateful:  # moves in the first process, which gives it to all
             logged, self._logged = _everywhere(args, self._logged), []
             if logged and rank() == 0:  # else an earlier step's completions served this one, too
@@ -154,9 +149,9 @@ class Budget(TrainerCallback, ExportableState):
         if self.adapter:
             without = int(self._reference and not self.reference_adapted)
             passed = (self.passes - 1) * d + (self.passes - without) * self.adapter
-        spent = {name: getattr(self, name) for name in _SPENT[:3]}
-        flops = 2 * passed * (self.prompt_tokens + self.generated_tokens)
-        return spent | {"forward_flops": flops, "core_seconds": round(self.core_seconds, 2)}
+        spent = {name: self.total[name] for name in _SPENT[:3]}
+        flops = 2 * passed * (self.total["prompt_tokens"] + self.total["generated_tokens"])
+        return spent | {"forward_flops": flops, "core_seconds": round(self.total["core_seconds"], 2)}
 
 
 def _everywhere(args: Any, entries: list) -> list:

@@ -26,8 +26,7 @@ import json
 import math
 import os
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ import numpy as np
 
 from evoalign_lib import _singular, noise, quantisation, update_rules
 from evoalign_lib._anchor import check_decay
+from evoalign_lib.checks import choose, positive, require, whole_number
 from evoalign_lib.precision import PRECISIONS
 
 FORMATS = (1, 4, 5, 6)
@@ -79,59 +79,42 @@ def format_of(settings: Mapping[str, Any]) -> int:
     return max(needs, default=1)
 
 
-# ---- the header: name -> whether a run can have a value
-
-Fits = Callable[[Any], bool]
+# ---- the header
 
 
-def _whole(least: int, most: int = _LARGEST) -> Fits:
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+def _hexadecimal(name: str, value: Any, digits: int, prefix: str = "") -> None:
+    fits = isinstance(value, str) and re.fullmatch(f"{prefix}[0-9a-f]{{{digits}}}", value)
+    require(fits, f"{name}={value!r:.80} must be {f'{prefix} and ' if prefix else ''}{digits} hexadecimal digits.")
 
 
-def _above_zero(most: float = sys.float_info.max) -> Fits:  # NaN is in no range
-    return lambda value: isinstance(value, float | int) and not isinstance(value, bool) and 0 < value <= most
+def _is(name: str, value: Any, *kinds: type) -> None:
+    require(isinstance(value, kinds), f"{name}={value!r:.80} must be a {kinds[0].__name__}.")
 
 
-def _one_of(*known: Any) -> Fits:
-    return lambda value: value in known
-
-
-def _hex(digits: int, prefix: str = "") -> Fits:
-    return lambda value: isinstance(value, str) and bool(re.fullmatch(f"{prefix}[0-9a-f]{{{digits}}}", value))
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-_SETTINGS: dict[str, Fits] = {
-    "population_size": _whole(2),
-    "prompts_per_step": _whole(1),
-    "num_generations": _whole(1),
-    "rank": _whole(0, 2**16 - 1),
-    "sigma": _above_zero(),
-    "precision": _one_of(*PRECISIONS),
-    "noise": _one_of(*noise.DISTRIBUTIONS),
-    "fitness_shaping": _one_of(*update_rules.SHAPINGS),
-    "update_scaling": _one_of(*update_rules.SCALINGS),
-    "sigma_schedule": _one_of(*update_rules.SCHEDULES),
-    "alpha_schedule": _one_of(*update_rules.SCHEDULES),
-    "antithetic": _one_of(False, True),
-    "search": _one_of(None, _singular.SEARCH),
-    "frozen": lambda value: value is None or _hex(64)(value),
+# name -> what checks it, a function of name, value and further arguments
+_SETTINGS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("prompts_per_step", "num_generations"), (whole_number, 1, _LARGEST)),
+    **dict.fromkeys(("sigma_schedule", "alpha_schedule"), (choose, update_rules.SCHEDULES)),
+    "population_size": (whole_number, 2, _LARGEST),
+    "rank": (whole_number, 0, 2**16 - 1),
+    "sigma": (positive,),
+    "precision": (choose, PRECISIONS),
+    "noise": (choose, noise.DISTRIBUTIONS),
+    "fitness_shaping": (choose, update_rules.SHAPINGS),
+    "update_scaling": (choose, update_rules.SCALINGS),
+    "antithetic": (_is, bool),
+    "search": (choose, (None, _singular.SEARCH)),
 }
 # of a search, whose members are no noise around the weights
-_SEARCH: dict[str, Fits] = {
-    name: _one_of({**_SINCE[4], **_SINCE[5]}[name])
-    for name in ("precision", "noise", "antithetic", "rank", "anchor_decay", "sigma_schedule")
-} | {"machine": _text}
-_LINE: dict[str, Fits] = {"digest_every": _whole(1), "run_key": _hex(16, "0x")}
-_MODEL: dict[str, Fits] = {
-    "digest": _hex(64),
-    "name": lambda value: value is None or _text(value),
-    "dtype": _one_of("float32", "bfloat16", "float16"),
-    "parameters": lambda rows: isinstance(rows, list) and all(map(_is_shape, rows)) and _tensors(rows) <= _MOST_TENSORS,
+_PLAIN = ("precision", "noise", "antithetic", "rank", "anchor_decay", "sigma_schedule")
+_SEARCH = {name: (choose, ((_SINCE[4] | _SINCE[5])[name],)) for name in _PLAIN} | dict(_singular.SETTINGS)
+_SEARCH |= {"machine": (_is, str), "cma_options": (choose, ({},))}  # there were options of cma once
+_MODEL = {
+    "digest": (_hexadecimal, 64),
+    "name": (_is, str, type(None)),
+    "dtype": (choose, ("float32", "bfloat16", "float16")),
 }
+_QUANTISED = {"mode": (choose, quantisation.QUANTISED), "torchao": (_is, str), "base": (_hexadecimal, 16)}
 
 
 def check_header(line: Any) -> None:
@@ -143,50 +126,57 @@ def check_header(line: Any) -> None:
         if version not in known:
             has = f"the run has version {version!r:.80} of the {what}, this evoalign {', '.join(map(str, known))}"
             raise LedgerError(f"{has}: use an evoalign that has that version.")
-    _check(line, _LINE | dict.fromkeys(("settings", "model"), lambda value: isinstance(value, dict)))
-    settings, model = with_defaults(line["settings"]), line["model"]
-    _check(settings, _SETTINGS)
-    falling = [name for name in ("sigma", "alpha") if settings[f"{name}_schedule"] != "constant"]
-    _check(settings, _SEARCH if settings["search"] else {"alpha": _above_zero()})
-    _check(settings, {f"{name}_final_fraction": _above_zero(1) for name in falling})
-    _check(settings, {"max_steps": _whole(1)} if falling else {})
-    _check(settings, {"population_size": lambda n: n % 2 == 0} if settings["antithetic"] else {})
-    _check(model, _MODEL | ({"quantisation": _is_quantised} if "quantisation" in model else {}))
     try:
-        check_decay(settings["anchor_decay"], settings["precision"])
-        if settings["search"] is not None:
-            _singular.SearchSettings.of(settings).check()
+        _check(line, {"run_key": (_hexadecimal, 16, "0x"), "digest_every": (whole_number, 1, _LARGEST)})
+        _check(line, dict.fromkeys(("settings", "model"), (_is, dict)))
+        _check_settings(with_defaults(line["settings"]))
+        _check_model(line["model"])
     except ValueError as error:
-        raise LedgerError(f"{error!s:.400} The header was edited.") from error
-    states(settings.get("reward_state", {}))
-    if (number := line["evoalign_ledger"]) < (least := format_of(settings)):
+        raise LedgerError(f"{error!s:.400} No run of this evoalign has that: the header was edited.") from error
+    if (number := line["evoalign_ledger"]) < (least := format_of(line["settings"])):
         raise LedgerError(f"the format is {number!r}, but the settings need format {least}: the header was edited.")
 
 
-def _check(entries: Mapping[str, Any], checks: Mapping[str, Fits]) -> None:
-    for name, fits in checks.items():
-        if not fits(value := entries[name]):
-            raise LedgerError(f"{name} is {value!r:.80}, which no run of this evoalign has: the header was edited.")
+def _check(entries: Mapping[str, Any], checks: Mapping[str, tuple[Any, ...]]) -> None:
+    for name, (check, *bounds) in checks.items():
+        check(name, entries[name], *bounds)
 
 
-def _is_quantised(how: Any) -> bool:
-    """Return whether an entry says how `quantisation.quantise` made the base."""
-    fits = isinstance(how, dict) and how.keys() == {"mode", "group_size", "torchao", "base"}
-    fits = fits and how["mode"] in quantisation.QUANTISED and _text(how["torchao"]) and _hex(16)(how["base"])
-    return fits and (_whole(1)(how["group_size"]) if how["mode"] == "int4" else how["group_size"] is None)
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    _check(settings, _SETTINGS)
+    _check(settings, _SEARCH if settings["search"] else {"alpha": (positive,)})
+    if falling := [name for name in ("sigma", "alpha") if settings[f"{name}_schedule"] != "constant"]:
+        _check(settings, {f"{name}_final_fraction": (positive, 1) for name in falling})
+        _check(settings, {"max_steps": (whole_number, 1, _LARGEST)})
+    if settings["antithetic"]:
+        require(settings["population_size"] % 2 == 0, "population_size must be even for antithetic pairs.")
+    if settings["frozen"] is not None:
+        _hexadecimal("frozen", settings["frozen"], 64)
+    check_decay(settings["anchor_decay"], settings["precision"])
+    states(settings.get("reward_state", {}))
+
+
+def _check_model(model: Mapping[str, Any]) -> None:
+    _check(model, _MODEL)
+    rows = model["parameters"]
+    fits = isinstance(rows, list) and all(map(_is_shape, rows))
+    fits = fits and sum(row[2] if len(row) > 2 else 1 for row in rows) <= _MOST_TENSORS
+    require(fits, f"parameters={rows!r:.80} are no shapes of parameters.")
+    if "quantisation" in model:
+        how = model["quantisation"]
+        _is("quantisation", how, dict)
+        _check(how, _QUANTISED)
+        _check(how, {"group_size": (whole_number, 1, _LARGEST) if how["mode"] == "int4" else (choose, (None,))})
+        require(how.keys() == {*_QUANTISED, "group_size"}, f"quantisation={how!r:.80} says more than how.")
 
 
 def _is_shape(row: Any) -> bool:
     """Return whether `unpack_shapes` makes parameters of bounded size of a row."""
-    if not (isinstance(row, list) and len(row) in (2, 3) and _text(row[0]) and isinstance(row[1], list)):
+    if not (isinstance(row, list) and len(row) in (2, 3) and isinstance(row[0], str) and isinstance(row[1], list)):
         return False
     name, shape, *layers = row
-    numbers = all(map(_whole(0), shape)) and all(map(_whole(1), layers))
+    numbers = all(type(n) is int and 0 <= n <= _LARGEST for n in (*shape, *layers)) and 0 not in layers
     return len(name) <= _LONGEST_NAME and len(shape) <= _MOST_DIMENSIONS and numbers
-
-
-def _tensors(rows: Iterable[Sequence]) -> int:
-    return sum(row[2] if len(row) > 2 else 1 for row in rows)
 
 
 def states(found: Any) -> dict[str, dict[str, float]]:

@@ -2,7 +2,7 @@
 
 `decompose` makes of an adapter a list of directions: adding delta_i to the i-th singular value adds delta_i u_i w_i^T
 to one of the adapter's tensors. `SingularWeights` are the weights of a run, those at the mean of a search distribution
-over delta, and `Search` is CMA-ES (`cma`), whose normals come from the noise law.
+over delta, which CMA-ES (`cma`) moves; its normals come from the noise law.
 
 What CMA-ES does next is a function of the rewards so far: its state is never stored but computed again, from a ledger
 or for a checkpoint, which takes no evaluation. Tensors are written with sums in one order, elementwise, so they depend
@@ -11,14 +11,11 @@ on delta alone; decompositions of matrices are LAPACK's, with one thread, and th
 there a replay checks the search's sigma and distance at every step, within `TOLERANCE`, and no digests.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,11 +32,14 @@ from evoalign_lib.precision import MasterWeights
 from evoalign_lib.update_rules import Member, population, standardise
 
 DECOMPOSITIONS = ("separate", "product")
-CMA_OPTIONS = {"CMA_active": bool, "CMA_mu": int}
-_FACTORS = ("CMA_cmean", "CMA_on", "CMA_rankmu", "CMA_rankone", "CSA_dampfac", "maxstd", "minstd")
-CMA_OPTIONS |= dict.fromkeys(_FACTORS, float)
-"""options of `cma.CMAOptions` that change what ask and tell do, and their types. A text is none of them: cma would
-execute it"""
+SETTINGS: Mapping[str, tuple[Any, ...]] = {
+    "population_size": (whole_number, 4, None, "CMA-ES selects the better half"),
+    "sigma": (positive,),
+    "leading_share": (positive, 1),
+    "decomposition": (choose, DECOMPOSITIONS),
+}
+"""settings that decide how rewards become weights in a search -> what checks them, a function of name, value and
+further arguments; `evoalign_lib.essa.ESSAConfig` says what they are"""
 TOLERANCE = 1e-6
 """relative difference of sigma and distance that a replay on another machine may have at any step"""
 SIGMA, DISTANCE = "search/sigma", "search/distance"
@@ -47,47 +47,6 @@ SIGMA, DISTANCE = "search/sigma", "search/distance"
 _NORMALS = noise.parameter_id("the singular values of an adapter")  # of the noise law; no parameter has this name
 SEARCH = "cma-es"
 """the setting `search` of such a run"""
-
-
-# ---- settings
-
-
-@dataclass(frozen=True)
-class SearchSettings:
-    """What decides how rewards become weights in a search; part of the ledger's header."""
-
-    population_size: int
-    """N, candidates per step"""
-    sigma: float
-    """initial standard deviation, in units of the adapter's singular values"""
-    leading_share: float
-    """of the singular values of each matrix, the largest ones, that are searched"""
-    decomposition: str
-    """"separate" (version 3): of A and of B; "product" (version 1): of B A"""
-    cma_options: Mapping[str, float]
-    """further options of cma"""
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> SearchSettings:
-        """Return those that a run's settings name."""
-        return cls(**{f.name: settings[f.name] for f in fields(cls)})
-
-    def check(self) -> None:
-        """Raise ValueError, naming the value and the remedy, for settings that no search can have."""
-        whole_number("population_size", self.population_size, 4, why="CMA-ES selects the better half")
-        positive("sigma", self.sigma)
-        positive("leading_share", self.leading_share, most=1)
-        choose("decomposition", self.decomposition, DECOMPOSITIONS)
-        if not isinstance(self.cma_options, Mapping):
-            raise ValueError(f"cma_options={self.cma_options!r} must be a dict.")
-        for name, value in self.cma_options.items():  # those that cma would ignore here are refused
-            choose("cma_options", name, CMA_OPTIONS)
-            if CMA_OPTIONS[name] is int:
-                whole_number(f"cma_options: {name}", value, 1, self.population_size // 2)
-            elif CMA_OPTIONS[name] is float:
-                positive(f"cma_options: {name}", value)
-            elif not isinstance(value, bool):
-                raise ValueError(f"cma_options: {name}={value!r} must be True or False.")
 
 
 def leading(rank: int, share: float) -> int:
@@ -227,105 +186,51 @@ def _cma() -> Any:
 # ---- the search
 
 
-class Search:
-    """CMA-ES over delta, by ask and tell, from 0; it maximises, and knows rewards by their ranks alone.
-
-    Step sizes are adapted by cumulative path length (CSA) in any dimension; cma would take another rule (TPA) from 300
-    on, whose first two candidates are no draws. Candidates are not mirrored.
-
-    Args:
-        dimension: of delta.
-        settings: of the search.
-    """
-
-    def __init__(self, dimension: int, settings: SearchSettings):
-        cma = _cma()
-        own = {"popsize": settings.population_size, "randn": self._drawn, "seed": np.nan, "CMA_eigenmethod": _eigh}
-        own |= {"AdaptSigma": cma.sigma_adaptation.CMAAdaptSigmaCSA, "CMA_mirrors": 0}
-        quiet = {"verbose": -10, "verb_log": 0, "verb_disp": 0}
-        options = {**settings.cma_options, **own, **quiet}
-        self.es = cma.CMAEvolutionStrategy(np.zeros(dimension), settings.sigma, options)
-        """the search itself: `mean` of the distribution of delta, and `sigma`, the overall step size"""
-        self._normals: np.ndarray | None = None
-        self._asked: list[np.ndarray] = []
-
-    def _drawn(self, *shape: int) -> np.ndarray:
-        if self._normals is None or self._normals.shape != shape:
-            raise RuntimeError(f"cma asks for normals of shape {shape}, which this search does not draw.")
-        return self._normals.copy()  # cma may change them
-
-    def ask(self, keys: Sequence[int]) -> np.ndarray:
-        """Return the candidates, float64 (members, dimension), that the normals of these keys make."""
-        normals = [noise.normals(key, _NORMALS, (self.es.N,)).astype(np.float64) for key in keys]
-        with interrupts_wait():  # it may decompose the covariance first
-            self._normals = np.stack(normals)
-            self._asked = self.es.ask()
-            self._normals = None
-        return np.stack(self._asked)
-
-    def tell(self, fitness: np.ndarray) -> bool:
-        """Move the distribution by the rewards, (members,), of the candidates that were asked for last.
-
-        cma orders candidates by their values, ties as its sort leaves them, and lets the first ones weigh most: of a
-        tied population it would move mean, covariance and sigma by the order of the members alone. Here such a
-        population is not told, and nothing moves; among others ties are ordered by member index.
-
-        Returns:
-            Whether the distribution moved.
-        """
-        with np.errstate(over="ignore", invalid="ignore"):
-            tied = not standardise(fitness).any()
-        if tied:
-            return False
-        ranks = np.empty(len(fitness))
-        ranks[np.argsort(-fitness, kind="stable")] = np.arange(len(fitness))
-        with interrupts_wait():
-            self.es.tell(self._asked, ranks.tolist())
-        return True
-
-
 class SingularWeights(MasterWeights):
-    """The weights of a search: the adapter at the mean of the distribution; members are its candidates.
+    """The weights of a search: the adapter at the mean of a distribution over delta; members are its candidates.
+
+    CMA-ES moves the distribution, by ask and tell, from 0; it maximises, and knows rewards by their ranks alone. Step
+    sizes are adapted by cumulative path length (CSA) in any dimension; cma would take another rule (TPA) from 300 on,
+    whose first two candidates are no draws. Candidates are not mirrored.
 
     Args:
         model: with the adapter.
         layout: of what moves.
         run_key: of the noise.
-        settings: of the search.
-        threads: of `MasterWeights`.
+        settings: of the run, those of `SETTINGS` among them.
 
     Raises:
-        ValueError: settings that no search can have, or an adapter that is none of plain LoRA layers.
+        ValueError: an adapter that is none of plain LoRA layers, or a leading_share that leaves no singular value.
         ImportError: cma is not installed.
     """
 
-    def __init__(self, model: Any, layout: noise.Layout, run_key: int, settings: SearchSettings, threads: int = 1):
-        settings.check()
+    def __init__(self, model: Any, layout: noise.Layout, run_key: int, settings: Mapping[str, Any]):
         self.run_key, self.settings = run_key, settings
-        super().__init__(model, layout, "gaussian", 0, bind=False, threads=threads, anchor_decay=0.0)
-        self._restart()
+        super().__init__(model, layout, "gaussian", rank=0)
         # keys and candidates of a step lie in memory that processes forked later see
-        n, size = settings.population_size, self.dimension
+        n, size = settings["population_size"], self.dimension
         self._keys = np.frombuffer(mmap.mmap(-1, 8 * n), np.uint64)
         self._candidates = np.frombuffer(mmap.mmap(-1, 8 * n * size), np.float64).reshape(n, size)
 
-    def _restart(self) -> None:
-        """Begin the search at the present weights."""
+    def anchor(self):
+        """Begin the search at the weights as they are."""
         self.start = self.flat.copy()
         self.start.flags.writeable = False
-        shares = self.settings.leading_share, self.settings.decomposition
-        self.decomposition = decompose(self.layout.views(self.start), *shares)
-        self.search = Search(self.dimension, self.settings)
+        views = self.layout.views(self.start)
+        self.decomposition = decompose(views, self.settings["leading_share"], self.settings["decomposition"])
+        cma = _cma()
+        options = {"popsize": self.settings["population_size"], "seed": np.nan, "CMA_eigenmethod": _eigh}
+        options["randn"] = lambda *shape: self._normals.reshape(shape).copy()  # cma may change them
+        options |= {"AdaptSigma": cma.sigma_adaptation.CMAAdaptSigmaCSA, "CMA_mirrors": 0}
+        options |= {"verbose": -10, "verb_log": 0, "verb_disp": 0}
+        self.es = cma.CMAEvolutionStrategy(np.zeros(self.dimension), self.settings["sigma"], options)
+        """the search itself: `mean` of the distribution of delta, and `sigma`, the overall step size"""
         self._step: int | None = None  # that was asked for and not told
 
     @property
     def dimension(self) -> int:
         """Of delta: the singular values that are searched."""
         return len(self.decomposition.values)
-
-    def begin(self, tensors):
-        super().begin(tensors)
-        self._restart()
 
     def check(self) -> None:
         """Raise ValueError where directions of the adapter are arbitrary: what a search found in them would be, too."""
@@ -336,23 +241,38 @@ class SingularWeights(MasterWeights):
     def ask(self, step: int) -> list[Member]:
         """Return the members of a step, whose candidates `member` gives then. Errors as for `check`."""
         self.check()
-        members = population(self.run_key, step, self.settings.population_size)
+        members = population(self.run_key, step, self.settings["population_size"])
         if self._step != step:  # else an evaluation was interrupted: the same candidates
-            keys = [member.key for member in members]
-            self._keys[:], self._candidates[:] = keys, self.search.ask(keys)
+            self._keys[:] = [member.key for member in members]
+            normals = [noise.normals(member.key, _NORMALS, (self.dimension,)) for member in members]
+            with interrupts_wait():  # it may decompose the covariance first
+                self._normals = np.stack(normals).astype(np.float64)
+                self._asked = self.es.ask()
+                del self._normals
+            self._candidates[:] = self._asked
             self._step = step
         return members
 
     def tell(self, fitness: np.ndarray) -> bool:
         """Move the search by the rewards, (members,), of the members asked for last, and the weights to its mean.
 
+        cma orders candidates by their values, ties as its sort leaves them, and lets the first ones weigh most: of a
+        tied population it would move mean, covariance and sigma by the order of the members alone. Here such a
+        population is not told, and nothing moves; among others ties are ordered by member index.
+
         Returns:
             Whether anything moved: a tied population moves nothing.
         """
-        moved, self._step = self.search.tell(fitness), None
-        if moved:
-            self._write(self.flat, self.search.es.mean)
-        return moved
+        self._step = None
+        with np.errstate(over="ignore", invalid="ignore"):
+            tied = not standardise(fitness).any()
+        if tied:
+            return False
+        order = np.argsort(-fitness, kind="stable")
+        with interrupts_wait():
+            self.es.tell(self._asked, np.argsort(order).astype(float).tolist())
+        self._write(self.flat, self.es.mean)
+        return True
 
     @contextmanager
     def member(self, key, sigma, sign=1):
@@ -366,8 +286,7 @@ class SingularWeights(MasterWeights):
         raise TypeError("a search moves by tell(), with the rewards of a step.")
 
     def metrics(self):
-        es = self.search.es
-        return {SIGMA: float(es.sigma), DISTANCE: float(np.sqrt(np.square(es.mean).sum()))}
+        return {SIGMA: float(self.es.sigma), DISTANCE: float(np.sqrt(np.square(self.es.mean).sum()))}
 
     def _write(self, flat: np.ndarray, delta: np.ndarray) -> None:
         """Write the adapter whose leading singular values have changed by delta; zeros give the bits of the start."""

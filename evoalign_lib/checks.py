@@ -1,8 +1,8 @@
 """Checks of settings, with the same words everywhere: names, choices, whole numbers, keys."""
 
 import difflib
-import math
 import os
+import sys
 from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
@@ -28,7 +28,7 @@ def nearest(name: Any, known: Iterable[str], cutoff: float = 0.4) -> str:
     >>> nearest("x", ["conciseness", "countdown"])
     ''
     """
-    near = difflib.get_close_matches(str(name), sorted(known), n=1, cutoff=cutoff)
+    near = difflib.get_close_matches(str(name)[:100], sorted(map(str, known)), n=1, cutoff=cutoff)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
@@ -77,7 +77,7 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None,
     raise ValueError(f"{name}={value!r} must be a whole number {bounds}{f': {why}' if why else ''}.")
 
 
-def positive(name: str, value: Any, most: float = math.inf) -> None:
+def positive(name: str, value: Any, most: float = sys.float_info.max) -> None:
     """Raise ValueError unless a setting is a finite number above 0 and at most `most`.
 
     >>> positive("top_p", 1.5, most=1)
@@ -86,8 +86,8 @@ def positive(name: str, value: Any, most: float = math.inf) -> None:
     ValueError: top_p=1.5 must be a number above 0 and at most 1.
     """
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and 0 < value <= most and math.isfinite(value)):
-        bounds = "a positive number" if most == math.inf else f"a number above 0 and at most {most}"
+    if not (number and 0 < value <= most):  # NaN is in no range
+        bounds = "a positive number" if most == sys.float_info.max else f"a number above 0 and at most {most}"
         raise ValueError(f"{name}={value!r} must be {bounds}.")
 
 

@@ -64,8 +64,7 @@ def replay(
             files.check_new_folder(out)
         run = ledgers.read(ledger)
         if verify:
-            report = ledgers.verify(run, ledgers.start_of(run, model))
-            typer.echo(report.text())
+            typer.echo(ledgers.verify(run, ledgers.start_of(run, model)).text())
         if out:
             digest = ledgers.write_model(run, out, model, step)
             typer.echo(f"{out}: the model after step {len(run.steps) if step is None else step}, weights {digest}")
@@ -140,7 +139,3 @@ def tiny(
         return LocalEngine(model, tokenizer, None, prompts, max_completion_length=longest)
 
     typer.echo(json.dumps(describe(engine_of, tokenizer, family)))
-
-
-if __name__ == "__main__":
-    app()

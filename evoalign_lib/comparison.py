@@ -247,7 +247,7 @@ def write(comparison: Comparison, out: str | os.PathLike[str]) -> list[Path]:
     Path(out).mkdir(parents=True, exist_ok=True)
     fig = figure(comparison)
     picture, page, *tables = written = [Path(out, name) for name in WRITTEN]
-    picture.write_bytes(drawing.png(fig, 200))
+    picture.write_bytes(drawing.packed(drawing.picture(fig, 200), 200))
     fig.savefig(page, metadata={"CreationDate": None, "ModDate": None})
     plt.close(fig)
     for path, key in zip(tables, ("layer", None), strict=True):

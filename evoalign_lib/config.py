@@ -265,7 +265,9 @@ class ESConfig(TrainingArguments):
 
     def _check_generation_kwargs(self) -> Iterator[str]:
         """Yield settings of generation that the engine states itself, or that nothing would read."""
-        given = read_json(self.generation_kwargs)
+        given = self.generation_kwargs
+        with suppress(ValueError):  # a text is JSON, as on a command line; any other text the parent refuses
+            given = json.loads(given) if isinstance(given, str) else given
         if not isinstance(given, Mapping):
             if not (given is None or isinstance(given, str)):
                 yield f"={given!r} must be a dict."
@@ -346,13 +348,6 @@ def absent(what: str, section: str, name: str, known: Iterable[str]) -> str:
     """
     why = SURFACE[section].get(name, ("", ""))[1]
     return f"{what} {name!r}" + (f": {why}." if why else f".{nearest(name, known, cutoff=0.8)}")
-
-
-def read_json(setting: Any) -> Any:
-    """Return what a setting says that is JSON, as on a command line; any other as it is, which its check refuses."""
-    with suppress(ValueError):
-        return json.loads(setting) if isinstance(setting, str) else setting
-    return setting
 
 
 def refused(check: Callable[..., object], name: str, *arguments: Any) -> Iterator[tuple[str, str]]:

@@ -25,19 +25,8 @@ def use() -> None:
     seaborn.set_theme(context="paper", style="ticks", rc=_RC)
 
 
-def png(fig: Figure, dpi: int, optimize: bool = True) -> bytes:
-    """Return a figure as PNG, of its whole size and in full colour; the same figure gives the same bytes.
-
-    Args:
-        fig: the figure.
-        dpi: pixels per inch.
-        optimize: pack it as small as possible, which takes as long as drawing it.
-    """
-    return packed(picture(fig, dpi), dpi, optimize)
-
-
 def picture(fig: Figure, dpi: int) -> PIL.Image.Image:
-    """Return a figure as a picture in full colour, of `dpi` pixels per inch."""
+    """Return a figure, of its whole size, as a picture in full colour, of `dpi` pixels per inch."""
     from PIL import Image
 
     drawn = BytesIO()
@@ -45,8 +34,14 @@ def picture(fig: Figure, dpi: int) -> PIL.Image.Image:
     return Image.open(drawn).convert("RGB")
 
 
-def packed(drawn: PIL.Image.Image, dpi: int, optimize: bool) -> bytes:
-    """Return a picture as PNG, packed as `png` says."""
+def packed(drawn: PIL.Image.Image, dpi: int, optimize: bool = True) -> bytes:
+    """Return a picture as PNG; the same picture gives the same bytes.
+
+    Args:
+        drawn: the picture, of `picture`.
+        dpi: its pixels per inch.
+        optimize: pack it as small as possible, which takes as long as drawing it.
+    """
     file = BytesIO()
     drawn.save(file, "png", optimize=optimize, dpi=(dpi, dpi))
     return file.getvalue()

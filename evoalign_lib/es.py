@@ -171,8 +171,9 @@ class ESTrainer(TrainerSurface):
         from evoalign_lib import reward_models
 
         functions = reward_models.as_functions(reward_funcs, reward_processing_classes, args.chat_template_kwargs)
-        how = args.reward_weights, args.reward_floor, args.reward_timeout, args.log_completions
-        self.rewards = Rewards(functions, *how)
+        self.rewards = Rewards(
+            functions, args.reward_weights, args.reward_floor, args.reward_timeout, args.log_completions
+        )
         # the run's own, which moves with the weights: functions take it over whenever they are called
         self._reward_state = self._first_reward_state = self.rewards.state()
         if train_dataset is None:
@@ -180,8 +181,9 @@ class ESTrainer(TrainerSurface):
         load = dict(args.model_init_kwargs or {})
         if quantization_config is not None:
             load = dict(**load, quantization_config=quantization_config)  # an error where both give one
-        may_be = {"adapters": True, "quantised": peft_config is not None}
-        self.model, self.processing_class = models.load(model, processing_class, load, **may_be)
+        self.model, self.processing_class = models.load(
+            model, processing_class, load, adapters=True, quantised=peft_config is not None
+        )
         self._attach(peft_config)
         _adapters.check_movable(self.model)
         _adapters.check_something_moves(self.model)
@@ -319,9 +321,10 @@ class ESTrainer(TrainerSurface):
             if not known:
                 self._watch_ties(tied, record)
             if recording:
+                table, self._completions = self._completions, None
                 self._due = [
                     self._end_step,
-                    self._show_step,
+                    lambda: table and self.control.should_log and self._show_completions(table, "step"),
                     lambda: self.control.should_log and self.log(metrics),
                     lambda: self.control.should_evaluate and self.evaluate(),
                     lambda: self.control.should_save and self._save_checkpoint(),
@@ -335,7 +338,8 @@ class ESTrainer(TrainerSurface):
     def _evaluate_members(self, step: int, members: Sequence[Member]) -> ledger.Step:
         """Evaluate the population; return all that the step adds to the run before the weights move."""
         started, n = time.perf_counter(), self.args.population_size
-        core, tokens, counts, log, state = self.budget["core_seconds"], 0, {}, {}, self._reward_state
+        core, state = self.budget["core_seconds"], self._reward_state
+        tokens, counts, log = 0, {}, {}
         weights, sigma = self.engine.weights, self._at_step("sigma", step)
         before = weights.sample() if weights.drifts else None
         if self.args.fitness == "random":
@@ -511,11 +515,6 @@ class ESTrainer(TrainerSurface):
         self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
         if self._epoch_ended(self.state.global_step):
             self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
-
-    def _show_step(self) -> None:
-        if self._completions is not None and self.control.should_log:
-            self._show_completions(self._completions, "step")
-        self._completions = None
 
     @property
     def max_steps(self) -> int:

@@ -53,8 +53,8 @@ import torch
 from transformers import PrinterCallback
 
 from evoalign_lib import _adapters, ledger, precision
-from evoalign_lib._singular import SEARCH, SearchSettings, SingularWeights, machine
-from evoalign_lib.config import ESConfig, read_json, refused, with_settings
+from evoalign_lib._singular import SEARCH, SETTINGS, SingularWeights, machine
+from evoalign_lib.config import ESConfig, refused, with_settings
 from evoalign_lib.es import ESTrainer
 from evoalign_lib.rewards import RewardFunction
 from evoalign_lib.update_rules import Member, generator
@@ -105,14 +105,8 @@ class ESSAConfig(ESConfig):
     (ESSA v3: 1.0; best runs with rank 32 have 0.1)"""
     decomposition: str = field(default="separate", metadata={"help": "separate (v3) or product (v1)"})
     """"separate": singular values of A and of B (ESSA v3); "product": those of B A (ESSA v1)"""
-    cma_options: dict[str, Any] | str | None = field(default=None, metadata={"help": "further options of cma"})
-    """further options of `cma.CMAOptions` that change what it asks for or learns, such as CMA_active or CSA_dampfac
-    (`_singular.CMA_OPTIONS`; on a command line, as JSON). Those that end a search or print are refused: max_steps does
-    and logs do"""
     arm: str = field(default="essa", metadata={"help": "name that enters the run key"})
     """name of the arm, part of the run key: arms never share noise by accident"""
-
-    _VALID_DICT_FIELDS = [*ESConfig._VALID_DICT_FIELDS, "cma_options"]
 
     def _problems(self) -> Iterator[tuple[str, str]]:
         """Yield what is wrong with the settings of the search, and those of ES that it has no use for."""
@@ -124,11 +118,8 @@ class ESSAConfig(ESConfig):
         if not isinstance(self.shared_batch, bool):
             yield "shared_batch", f"shared_batch={self.shared_batch!r} must be True or False."
         yield from super()._problems()
-        options = read_json(self.cma_options)
-        whole = isinstance(self.population_size, int) and self.population_size > 1  # what is less, ESConfig says
-        n = self.population_size if whole else 96
-        search = SearchSettings(n, 0.32, self.leading_share, self.decomposition, options or {})
-        yield from refused(lambda _: search.check(), "a setting of the search")
+        for name, (check, *bounds) in SETTINGS.items():
+            yield from refused(check, name, getattr(self, name), *bounds)
 
 
 with_settings(ESSAConfig)
@@ -208,8 +199,7 @@ class ESSATrainer(ESTrainer):
         super()._attach(peft_config)
 
     def _weights(self) -> SingularWeights:
-        search = SearchSettings.of(vars(self.args) | {"cma_options": self.args.cma_options or {}})
-        weights = SingularWeights(self.model, precision.layout_of(self.model), self.run_key, search)
+        weights = SingularWeights(self.model, precision.layout_of(self.model), self.run_key, vars(self.args))
         if self._sft_rows is None:
             weights.check()
         return weights
@@ -336,11 +326,10 @@ class ESSATrainer(ESTrainer):
         return super()._header(digest) | ({"warm_start": cost} if cost is not None else {})
 
     def _settings(self):
-        search = self.engine.weights.settings
         settings = {name: value for name, value in super()._settings().items() if name not in _OF_ES}
         settings |= {"search": SEARCH, "dimension": self.engine.weights.dimension, "machine": machine()}
-        settings |= {"leading_share": search.leading_share, "decomposition": search.decomposition}
-        settings |= {"cma_options": dict(search.cma_options), "shared_batch": self._shared_batch}
+        settings |= {"leading_share": self.args.leading_share, "decomposition": self.args.decomposition}
+        settings |= {"cma_options": {}, "shared_batch": self._shared_batch}  # there were options of cma once
         return settings | ({} if self._sft_rows is None else {"sft": _digest(self._sft_rows, self._sft_args)})
 
     def _count(self, record):

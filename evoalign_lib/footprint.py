@@ -76,7 +76,8 @@ class Method:
     """the same a parameter of the adapter, where the method trains one"""
 
 
-_FROZEN, _MEMBERS = {"weights": 2}, {"adapter": 4, "master": 4, "working copy": 4}
+_FROZEN = {"weights": 2}
+_MEMBERS = {"adapter": 4, "master": 4, "working copy": 4}
 _MIXED = {"weights": 2, "gradients": 2, "moments": 8, "master": 4}
 METHODS: dict[str, Method] = {
     "es": Method("ES, float32 master", False, "bfloat16", {"working copy": 2, "master": 4}),

@@ -107,9 +107,9 @@ SCALES = ("group", "batch", "none")
 DECODERS = ("generate", "loop")
 """Who decodes where the model itself writes completions: transformers, or the loop of `engines.decode`."""
 
-_ROUNDED = "evoalign_rounds_weights"
-_DECODER = "evoalign_decoder"
-"""What `config` tells `trainer` of an arm beside TRL's fields."""
+_BESIDE = "evoalign_settings"
+"""Attribute of args in which `config` tells `trainer` what TRL has no fields for: whether weights are rounded, and the
+decoder."""
 
 # settings of the configurations of all trainers
 _COMMON = {
@@ -256,8 +256,7 @@ def config(
     if args.world_size != world_size():
         what = f"{world_size()} processes were launched and TRL has found {args.world_size}"
         raise ValueError(f"{what}: each would train a model of its own. Without GPUs set use_cpu=True.")
-    setattr(args, _ROUNDED, arms.get(arm).weights == "bfloat16")  # noqa: B010
-    setattr(args, _DECODER, decoder)  # noqa: B010
+    setattr(args, _BESIDE, (arms.get(arm).weights == "bfloat16", decoder))
     return args
 
 
@@ -380,7 +379,7 @@ def trainer(
 
     rows = [dict(row) for row in train_dataset]
     prompts = args.generation_batch_size // args.num_generations
-    if not hasattr(args, _ROUNDED):
+    if not hasattr(args, _BESIDE):
         raise ValueError("args do not say all that `grpo.config` said (a copy?): make them by `grpo.config` again.")
     if len(rows) < prompts:
         raise ValueError(f"a step takes {prompts} prompts, the training set has {len(rows)}: lower prompts_per_step.")
@@ -393,10 +392,10 @@ def trainer(
             what = f"beta={args.beta}: TRL loads the reference model by name, and this model has none"
             raise ValueError(f"{what}: save it by save_pretrained(folder), and give the folder.")
     kind = RLOOTrainer if isinstance(args, RLOOConfig) else GRPOTrainer
-    rounded = getattr(args, _ROUNDED)
+    rounded, decoder = getattr(args, _BESIDE)
     rewards = Rewards(reward_funcs, reward_weights, reward_floor, reward_timeout, args.log_completions)
     given: dict[str, Any] = {"peft_config": peft_config} if adapted else {}
-    reweighted, looped = rollouts is not None, getattr(args, _DECODER) == "loop"
+    reweighted, looped = rollouts is not None, decoder == "loop"
     if reweighted and kind is RLOOTrainer:
         raise ValueError("rollouts of others are for GRPO's trainer: TRL's RLOOTrainer takes none.")
     if reweighted and looped:
@@ -452,8 +451,7 @@ class LoopRollouts:
         drop_rows: whether rows that have ended are left out, where this CPU computes the others alike without them.
     """
 
-    def __init__(self):
-        self.drop_rows: bool | None = None
+    drop_rows: bool | None = None
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         """Return the ids of prompts and completions.
@@ -465,7 +463,7 @@ class LoopRollouts:
 
         from evoalign_lib import _adapters
         from evoalign_lib.engines.base import Prompts, until_end
-        from evoalign_lib.engines.decode import Decoder, rows_are_exact, supports
+        from evoalign_lib.engines.decode import Decoder, multinomial, rows_are_exact, supports
 
         model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
         reason = supports(model.config) or _adapters.not_dense(model)
@@ -479,7 +477,7 @@ class LoopRollouts:
         ends, pad, prefix = list(trainer.eos_token_ids), tokenizer.pad_token_id, torch.from_numpy(found.prefix)
         decoder = Decoder(model.config, weights, ends, pad, prefix, self.drop_rows)
         ids, mask = torch.from_numpy(found.ids), torch.from_numpy(found.mask)
-        written = decoder.generate(ids, mask, trainer.max_completion_length, multinomial=True).numpy()
+        written = decoder.generate(ids, mask, trainer.max_completion_length, multinomial(len(found))).numpy()
         return {
             "prompt_ids": [row[known == 1].tolist() for row, known in zip(found.ids, found.mask, strict=True)],
             "completion_ids": until_end(written, ends),

@@ -21,7 +21,7 @@ at the start. Over a base that `evoalign_lib.quantisation` made codes of, `quant
 they become weights, so the number of the format does not change.
 
 Of a run that searches an adapter's singular values by CMA-ES (`evoalign_lib.essa`) the settings name `search`, what
-decides it (`_singular.SearchSettings`), its `dimension`, whether the members of a step share their prompts
+decides it (`_singular.SETTINGS`), its `dimension`, whether the members of a step share their prompts
 (`shared_batch`), and the `machine`: CMA-ES decomposes matrices by LAPACK, so the bits of such a run are those of one
 machine. On another one a replay compares no digests but `search/sigma` and `search/distance` of the log of every step,
 which may differ by `_singular.TOLERANCE`. `warm_start` beside the settings is what fine-tuning before the run cost.
@@ -93,16 +93,10 @@ class Step:
 class Report:
     """What `verify` found."""
 
-    steps: int
-    """recorded"""
-    ended: bool
-    """whether the last line closes the ledger"""
-    torn: int
-    """bytes of a torn last line, which does not count"""
-    digests: int
-    """digests of weights in the ledger, the model's included"""
+    run: Ledger
+    """the ledger, with steps, digests of weights, and what stands at its end"""
     recomputed: bool
-    """whether all of them were computed again"""
+    """whether all digests, the model's included, were computed again"""
     weights: str | None
     """digest of the last weights, if ledger or replay gave it"""
     within: float | None = None
@@ -110,12 +104,13 @@ class Report:
 
     def text(self) -> str:
         """Return the report in a few lines."""
-        torn = f", and a torn last line of {self.torn} bytes, which does not count" if self.torn else ""
-        chain = f"{self.steps} steps, chain intact, {'closed' if self.ended else 'not closed'}{torn}"
+        run, torn = self.run, len(self.run.torn)
+        end = f", and a torn last line of {torn} bytes, which does not count" if torn else ""
+        chain = f"{len(run.steps)} steps, chain intact, {'closed' if run.ended else 'not closed'}{end}"
         done = "all computed again, equal" if self.recomputed else "not computed again: give the model"
         if self.within is not None:
             done = f"of another machine: here every step's sigma and distance agree within {self.within:g}"
-        return f"{chain}\n{self.digests} digests of weights, {done}\nlast weights: {self.weights or 'no digest'}"
+        return f"{chain}\n{len(run.weights)} digests of weights, {done}\nlast weights: {self.weights or 'no digest'}"
 
 
 class Ledger:
@@ -159,9 +154,8 @@ class Ledger:
         path = Path(path)
         refuse_existing(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
         ledger = cls(path, header)
-        path.touch(exist_ok=False)
+        path.write_bytes(b"")  # less than a header, perhaps, of a run that was killed
         try:
             _ledger_lines.append(path, 0, b"", ledger._text + b"\n", "the start of the run")
         except OSError:
@@ -397,12 +391,14 @@ def _replay(ledger: Ledger, model: Any, step: int | None) -> Weights:
         raise LedgerError(f"step {n} is not in {ledger.path}, which has {len(ledger.steps)}: choose one of 0 to these.")
     if isinstance(model, (str, os.PathLike)):
         model, _ = _load(ledger, model)
-    precision, recorded = ledger.settings["precision"], ledger.header["model"]["dtype"]
+    settings, recorded = ledger.settings, ledger.header["model"]["dtype"]
+    precision = settings["precision"]
     if precision != "master" and (dtype := str(model.dtype).removeprefix("torch.")) != recorded:
         raise LedgerError(f"the run computed in {recorded}, this model is {dtype}: load it in {recorded}.")
-    laws = {"distribution": ledger.settings["noise"]} | {n: ledger.settings[n] for n in ("anchor_decay", "rank")}
-    if ledger.settings["search"] is None:
-        weights = open_weights(model, _layout(ledger, model), precision, **laws)
+    if settings["search"] is None:
+        decay, rank = settings["anchor_decay"], settings["rank"]
+        layout = _layout(ledger, model)
+        weights = open_weights(model, layout, precision, settings["noise"], anchor_decay=decay, rank=rank)
     else:
         weights = _searched(ledger, model)
     check_model(ledger, weights)
@@ -415,12 +411,12 @@ def _replay(ledger: Ledger, model: Any, step: int | None) -> Weights:
 
 def _searched(ledger: Ledger, model: Any) -> _singular.SingularWeights:
     """Return the weights of a search at its start."""
-    key, search = int(ledger.header["run_key"], 16), _singular.SearchSettings.of(ledger.settings)
     if ledger.elsewhere:
         there = ledger.settings["machine"]
         logger.warning(f"{ledger.path} is of {there}: here sigma and distance are compared, and no digests.")
     _adapters.check_movable(model)
-    return _singular.SingularWeights(model, _layout(ledger, model), key, search)
+    key = int(ledger.header["run_key"], 16)
+    return _singular.SingularWeights(model, _layout(ledger, model), key, ledger.settings)
 
 
 def _layout(ledger: Ledger, model: Any) -> noise.Layout:
@@ -451,10 +447,7 @@ def verify(source: str | os.PathLike | Ledger, model: Any = None) -> Report:
     ledger = read(source)
     elsewhere = model is not None and ledger.elsewhere
     return Report(
-        steps=len(ledger.steps),
-        ended=ledger.ended,
-        torn=len(ledger.torn),
-        digests=len(ledger.weights),
+        run=ledger,
         recomputed=model is not None and not elsewhere,
         weights=ledger.weights.get(len(ledger.steps)) if model is None else _replay(ledger, model, None).digest(),
         within=_singular.TOLERANCE if elsewhere else None,
@@ -494,10 +487,9 @@ def header(settings: Mapping[str, Any], run_key: int, model: Any, layout: noise.
     """Return the header of a run that starts now.
 
     Args:
-        settings: of the run. Replays need population_size, sigma, alpha, prompts_per_step, num_generations, those of
-            `_LATER`, with schedules max_steps, sigma_final_fraction and alpha_final_fraction, and anchor_decay, frozen,
-            rank and update_scaling if on; of a search those of `SearchSettings` and machine instead of alpha and
-            `_LATER`.
+        settings: of the run. Replays need population_size, sigma, alpha and prompts_per_step; with schedules max_steps,
+            sigma_final_fraction and alpha_final_fraction; those of `_ledger_lines._SINCE` that are not what they were
+            before they were named; of a search those of `_singular.SETTINGS` and machine instead of alpha.
         run_key: of its noise.
         model: the Hugging Face model, for name and dtype.
         layout: of those of its parameters that move.

@@ -41,7 +41,13 @@ class Population:
     """
 
     def __init__(
-        self, master, layout: noise.Layout, members: Sequence[Member], sigma, distribution="gaussian", rank: int = 1
+        self,
+        master: np.ndarray,
+        layout: noise.Layout,
+        members: Sequence[Member],
+        sigma: float,
+        distribution: str = "gaussian",
+        rank: int = 1,
     ):
         keys = np.array([member.key for member in members], np.uint64)
         scales = np.array([noise.signed_sigma(sigma, member.sign) for member in members])

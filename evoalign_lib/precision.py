@@ -146,7 +146,7 @@ class MasterWeights(Weights):
 
     precision, drifts = "master", False
 
-    def __init__(self, model, layout, distribution, rank, bind, threads, anchor_decay):
+    def __init__(self, model, layout, distribution: str, rank: int, threads: int = 1, anchor_decay: float = 0.0):
         self.threads, self.anchor_decay = threads, anchor_decay
         # anonymous shared memory: forked workers see every update of the master, and /dev/shm may be small
         master = np.frombuffer(mmap.mmap(-1, 4 * layout.size), dtype=np.float32)
@@ -186,28 +186,35 @@ class MasterWeights(Weights):
         return self.flat
 
 
-class _OneReplica(Weights):
-    """Weights in the model's dtype, perturbed and restored where they lie; noise is made one block at a time."""
+_DTYPES = {
+    "kahan": (torch.bfloat16, torch.float16),
+    "inplace": (torch.bfloat16, torch.float16, torch.float32),
+}
+PRECISIONS = ("master", *_DTYPES)
+
+
+class ReplicaWeights(Weights):
+    """Weights in the model's dtype, perturbed and restored where they lie; noise is made one block at a time.
+
+    "inplace": values alone, rounded at every step, as in released codes. "kahan": values and what is missing from them;
+    a restore is exact to the last bit of the pair, not to every bit.
+    """
 
     drifts = True
-    dtypes: tuple[torch.dtype, ...]
-    compensated: bool
 
-    def __init__(self, model, layout, distribution, rank, bind, threads, anchor_decay):
+    def __init__(self, model, layout, distribution: str, rank: int, precision: str, bind: bool):
+        self.precision = precision
         every = dict(model.named_parameters())
         parameters = {e.name: every[e.name] for e in layout.entries}
         dtype = next(iter(parameters.values())).dtype
         if mixed := [f"{name!r} is {p.dtype}" for name, p in parameters.items() if p.dtype != dtype]:
-            raise ValueError(
-                f"precision={self.precision!r} needs one dtype, but {mixed[0]} and others are {dtype}: load the model "
-                "in one dtype, or use precision='master'."
-            )
-        if dtype not in self.dtypes:
-            raise ValueError(
-                f"precision={self.precision!r} is for {', '.join(map(str, self.dtypes))}, the model is {dtype}: load "
-                "it with model_init_kwargs={'dtype': 'bfloat16'}, or use precision='master'."
-            )
-        planes = tuple(torch.zeros(layout.size, dtype=dtype) for _ in range(1 + self.compensated))
+            what = f"precision={precision!r} needs one dtype, but {mixed[0]} and others are {dtype}"
+            raise ValueError(f"{what}: load the model in one dtype, or use precision='master'.")
+        if dtype not in _DTYPES[precision]:
+            what = f"precision={precision!r} is for {', '.join(map(str, _DTYPES[precision]))}, the model is {dtype}"
+            remedy = "load it with model_init_kwargs={'dtype': 'bfloat16'}, or use precision='master'"
+            raise ValueError(f"{what}: {remedy}.")
+        planes = tuple(torch.zeros(layout.size, dtype=dtype) for _ in range(2 if precision == "kahan" else 1))
         for name, view in layout.views(planes[0]).items():
             view.copy_(parameters[name].detach())
             if bind:  # the parameter becomes a view of the replica, and its own memory is free
@@ -235,37 +242,14 @@ class _OneReplica(Weights):
 
     def _add(self, planes: list[Tensor], terms: Iterable[tuple[Tensor, float]]) -> None:
         """Add c * eps of each term, (eps, c), to a part of the planes."""
-        raise NotImplementedError
-
-
-class InplaceWeights(_OneReplica):
-    """Values alone, rounded at every step, as in released codes."""
-
-    precision, compensated = "inplace", False
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-
-    def _add(self, planes, terms):
-        for eps, c in terms:
-            inplace_add(*planes, eps, c)
-
-
-class KahanWeights(_OneReplica):
-    """Values and what is missing from them: a restore is exact to the last bit of the pair, not to every bit."""
-
-    precision, compensated = "kahan", True
-    dtypes = (torch.bfloat16, torch.float16)
-
-    def _add(self, planes, terms):
+        if self.precision == "inplace":
+            for eps, c in terms:
+                inplace_add(*planes, eps, c)
+            return
         total = torch.zeros(len(planes[0]))
         for eps, c in terms:
             total += eps * c
         kahan_add(*planes, total)
-
-
-_MODES: Mapping[str, type[MasterWeights | _OneReplica]] = {
-    mode.precision: mode for mode in (MasterWeights, KahanWeights, InplaceWeights)
-}
-PRECISIONS = tuple(_MODES)
 
 
 def open_weights(
@@ -302,7 +286,9 @@ def open_weights(
     anchor_decay, rank = check_decay(anchor_decay, precision), noise.check_rank(rank)
     check_movable(model)
     layout = layout or layout_of(model)
-    return _MODES[precision](model, layout, distribution, rank, bind, threads, anchor_decay)
+    if precision == "master":
+        return MasterWeights(model, layout, distribution, rank, threads, anchor_decay)
+    return ReplicaWeights(model, layout, distribution, rank, precision, bind)
 
 
 def layout_of(model: Any) -> noise.Layout:

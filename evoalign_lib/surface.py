@@ -334,10 +334,6 @@ def sets_of(dataset: Rows | Mapping[str, Rows]) -> list[tuple[str, str, Rows]]:
 class ESProgress(ProgressCallback):
     """A bar over steps with reward, accuracy (where the reward logs it), ties, members per second and time left."""
 
-    def __init__(self):
-        super().__init__()
-        self._tied = 0
-
     def on_train_begin(self, args, state, control, **kwargs):
         if self.training_bar is not None:  # of a run that was interrupted
             self.training_bar.close()
@@ -349,7 +345,6 @@ class ESProgress(ProgressCallback):
         shown = {"reward": f"{logs['reward']:.3f}", "members/s": f"{logs['members_per_second']:.1f}"}
         if "accuracy" in logs:
             shown["accuracy"] = f"{logs['accuracy']:.3f}"
-        self._tied = self._tied + 1 if logs["tied"] else 0
-        if self._tied:  # logged steps in a row whose members all had the same reward: nothing moves
-            shown["tied"] = self._tied
+        if logs["tied"]:  # all members had the same reward: nothing moved
+            shown["tied"] = "yes"
         self.training_bar.set_postfix(shown, refresh=False)

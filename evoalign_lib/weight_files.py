@@ -31,7 +31,7 @@ _HEADS = ("lm_head.weight", "embed_out.weight")
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings)\.weight$")
 _BUFFER = re.compile(r"\.(rotary_emb\.inv_freq|masked_bias)$")
 _MASK = re.compile(r"\.(attn|attention)\.bias$")
-_LORA = re.compile(r"(.+)\.lora_(?:(embedding)_)?([AB])(?:\.weight)?")
+_LORA = re.compile(r"(.+)\.lora_([AB])\.weight")
 # Initialisations after which the adapter's product starts from the weights of the base as they are.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 # What changes an adapter beyond a product of two matrices beside some weights.
@@ -78,8 +78,8 @@ def weights(source: str | os.PathLike[str], base: str | os.PathLike[str] | State
     - A Hugging Face folder with safetensors files, one or several; a shipped base, such as "A0"; or a model in the
       Hub's cache (nothing is fetched).
     - A PEFT LoRA adapter: its base, as float32, plus scaling * B @ A, not rounded to the base's dtype. Known are
-      matrices beside linear layers and embeddings, with ranks and alphas of their own where the adapter has patterns,
-      and whole weights saved with it (modules_to_save), which replace those of the base.
+      matrices beside linear layers, with ranks and alphas of their own where the adapter has patterns, and whole
+      weights saved with it (modules_to_save), which replace those of the base.
     - A run's ledger: the weights after its last step, replayed when the first of them is read. Names are those of the
       loaded model; where a folder stores others (the head of GPT-NeoX, fused experts), write a folder of the ledger
       first (evoalign replay --out).
@@ -143,8 +143,8 @@ class _Files(StateDict):
         self.source = source
         configuration = _json(folder / "config.json") if (folder / "config.json").is_file() else {}
         quantised = configuration.get("quantization_config")
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        require(not quantised, f"{source!r} is quantised (quant_method={method!r}): give the model as it was before.")
+        what = f"{source!r} is quantised (quantization_config={quantised!r:.200})"
+        require(not quantised, f"{what}: give the model as it was before.")
         self._files: dict[str, Any] = {}
         for path, expected in _shards(folder, source).items():
             file = _open(path)
@@ -218,22 +218,15 @@ class _Adapter(StateDict):
         self._file = _open(_safetensors(folder, "adapter_model.safetensors", self.source))
         factors: dict[str, dict[str, str]] = {}
         self._whole: dict[str, str] = {}
-        self._embedded: set[str] = set()
         for key in sorted(self._file.keys()):
             name = key.removeprefix("base_model.model.")
             if found := _LORA.fullmatch(name):
-                target = f"{found[1].removesuffix('.base_layer')}.weight"
-                factors.setdefault(target, {})[found[3]] = key
-                if found[2]:
-                    self._embedded.add(target)
+                factors.setdefault(f"{found[1]}.weight", {})[found[2]] = key
             else:
-                self._whole[name.replace(".base_layer.", ".")] = key
+                self._whole[name] = key
         for name in (*factors, *self._whole):
             tied = " (a head tied to the embedding has no weights of its own)" if name.endswith(_HEADS) else ""
             self._require(name in self.shapes, f"it moves {name!r}, which its base does not have{tied}")
-        untied = any(name.endswith(_HEADS) for name in self.shapes)
-        for name in filter(_EMBEDDING.search, factors):
-            self._require(untied, f"it moves {name!r} as embedding only, but the head is tied to it")
         for name, key in self._whole.items():
             shape, wanted = tuple(self._file.get_slice(key).get_shape()), self.shapes[name]
             self._require(shape == wanted, f"{name!r} has the shape {shape}, in its base {wanted}")
@@ -269,14 +262,14 @@ class _Adapter(StateDict):
             alpha = float(_of_pattern(settings.get("alpha_pattern"), module, settings["lora_alpha"]))
         except (re.error, KeyError, TypeError, ValueError) as error:
             self._require(False, f"its ranks and alphas are not those of LoRA, no pattern or number ({error!r})")
-        left, right = (a.T, b.T) if name in self._embedded or self._transposed else (b, a)
+        left, right = (a.T, b.T) if self._transposed else (b, a)
         fits = a.shape[0] == b.shape[1] == rank and (left.shape[0], right.shape[1]) == self.shapes[name]
         matrices = f"{tuple(b.shape)} and {tuple(a.shape)} with rank {rank}"
         self._require(fits, f"{name!r} has matrices of {matrices}, in its base the shape {self.shapes[name]}")
         return left, right, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
-        if name in self._whole:  # PEFT saves an embedding that has a product of its own, too
+        if name in self._whole:
             entries = self._file.get_tensor(self._whole[name]).reshape(-1)[start:stop].to(torch.float32, copy=True)
         else:
             entries = self._base.part(name, start, stop)

@@ -10,6 +10,7 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["MPLBACKEND"] = "agg"
 
 import faulthandler
+import gc
 import sys
 from pathlib import Path
 
@@ -38,6 +39,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     own = item.get_closest_marker("timeout")
     if own and own.args:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imports_are_no_garbage() -> None:
+    """Keep what was imported from being looked through by later collections, of which trainers ask for many."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

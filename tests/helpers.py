@@ -1,5 +1,6 @@
 """Small models and trainers that several test files use."""
 
+import ast
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from evoalign_lib import noise, tiny
 from evoalign_lib.engines.processes import own_progress_bars
 
+NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 PROMPTS = ["a", "bc d", "Using the numbers", "12", "x" * 9, "<|im_start|>user\nhello", "é", "0 1 2 3"]
 
 
@@ -148,36 +151,6 @@ def in_child(function: Callable[[], object]) -> int:
     return wait(fork(function), 190)
 
 
-def bits(values: np.ndarray) -> np.ndarray:
-    """The words of float32 numbers."""
-    return np.ascontiguousarray(values).view(np.uint32)
-
-
-def keys_and_coefficients(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """What an update by n members is given."""
-    keys = np.array([noise.member_key(noise.run_key("test", 1), 0, i) for i in range(n)], np.uint64)
-    return keys, np.random.default_rng(n).normal(0, 1e-4, n).astype(np.float32)
-
-
-def reference_perturb(master, layout, key, sigma, sign=1, distribution="gaussian", rank=0) -> np.ndarray:
-    """What `noise.perturb` writes to its first argument, in plain NumPy."""
-    out, law = master.copy(), {"distribution": distribution, "backend": "numpy"}
-    for entry, weights in zip(layout.entries, layout.views(out).values(), strict=True):
-        weights[...] = weights + np.float32(sign * sigma) * noise.eps(key, entry.id, entry.shape, rank, **law)
-    return out
-
-
-def reference_update(master, layout, keys, coefficients, distribution="gaussian", rank=0) -> np.ndarray:
-    """What `noise.update` makes of the master, in plain NumPy."""
-    updated, law = master.copy(), {"distribution": distribution, "backend": "numpy"}
-    for entry, weights in zip(layout.entries, layout.views(updated).values(), strict=True):
-        total = np.zeros(entry.shape, np.float32)
-        for key, coefficient in zip(keys, coefficients, strict=True):
-            total = total + coefficient * noise.eps(int(key), entry.id, entry.shape, rank, **law)
-        weights[...] = weights + total
-    return updated
-
-
 def greedy(model, length: int = 6) -> list[list[int]]:
     """Tokens of transformers' generate for `PROMPTS`, one prompt at a time."""
     tok, found = tokenizer(), []
@@ -242,3 +215,22 @@ def base_bits(model) -> dict[str, bytes]:
 def each_named(*changes: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], str]]:
     """Settings that are refused, each with what its error says first: the name and value of the first of them."""
     return [(change, re.escape("{}={!r}".format(*next(iter(change.items()))))) for change in changes]
+
+
+# ---- code that notebooks write out
+
+
+def definitions(notebook: str, *names: str) -> list[ast.FunctionDef]:
+    """The syntax trees of functions that the cells of a committed notebook define."""
+    cells = json.loads((NOTEBOOKS / f"{notebook}.ipynb").read_text(encoding="utf-8"))["cells"]
+    trees = [ast.parse("".join(cell["source"])) for cell in cells if cell["cell_type"] == "code"]
+    nodes = (node for tree in trees for node in tree.body)
+    return [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name in names]
+
+
+def written_out(notebook: str, *names: str) -> list[Callable]:
+    """Functions that the cells of a committed notebook define."""
+    namespace = {"np": np, "noise": noise}
+    module = ast.Module(body=definitions(notebook, *names), type_ignores=[])
+    exec(compile(module, notebook, "exec"), namespace)  # our own notebook, as Jupyter would
+    return [namespace[name] for name in names]

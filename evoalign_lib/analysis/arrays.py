@@ -37,9 +37,9 @@ def array(
     """
     found = np.asarray(values, np.float64)
     told = f": {why}" if why else ""
-    if (ndim and found.ndim not in ndim) or (found.size < 1 <= least) or (found.ndim and len(found) < least):
-        shape = f"{least} or more entries, {' or '.join(map(str, ndim)) or 'any number of'} dimension(s)"
-        raise ValueError(f"{name} has the shape {found.shape}: give {shape}{told}.")
+    wrong = (ndim and found.ndim not in ndim) or (found.size < 1 <= least) or (found.ndim and len(found) < least)
+    shape = f"{least} or more entries, {' or '.join(map(str, ndim)) or 'any number of'} dimension(s)"
+    require(not wrong, f"{name} has the shape {found.shape}: give {shape}{told}.")
     fit = np.isfinite(found) & (found >= low) & (found <= high)
     fit &= (found == np.rint(found)) | (not whole)
     if not fit.all():
@@ -47,9 +47,3 @@ def array(
         kind = "whole" if whole else "finite"
         raise ValueError(f"{name} hold {found[~fit].flat[0]:g}: give {kind} numbers{bounds}{told}.")
     return found
-
-
-def positive(name: str, value: float, why: str = "") -> float:
-    """Return a number; raise ValueError, naming it, unless it is above 0 and finite."""
-    require(0 < value < inf, f"{name} is {value}: it must be positive and finite{why and ', '}{why}.")
-    return value

@@ -14,21 +14,21 @@ weight units squared. Ratios that are not defined, such as those of a signal tha
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import scipy
 from numpy.typing import ArrayLike, NDArray
 
-from evoalign_lib.analysis.arrays import array, require
+from evoalign_lib.analysis.arrays import array
 from evoalign_lib.analysis.stats import Interval, ratio
+from evoalign_lib.checks import require
 
 Vector = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Signal:
+class Signal(NamedTuple):
     """What K independent runs from one start have in common."""
 
     square: Interval
@@ -61,8 +61,7 @@ def signal(gram: ArrayLike, runs: Sequence[int] | None = None) -> Signal:
     )
 
 
-@dataclass(frozen=True)
-class Corrected:
+class Corrected(NamedTuple):
     """The cosine of two groups' signals, with what it is made of."""
 
     value: Interval
@@ -112,8 +111,7 @@ def corrected_cosine(gram: ArrayLike, a: Sequence[int], b: Sequence[int]) -> Cor
     return Corrected(found, cross, signals, run_cosine, _cosine(_square_of_mean, g, *groups))
 
 
-@dataclass(frozen=True)
-class CountPoint:
+class CountPoint(NamedTuple):
     """The cosine of the means of k runs of each group."""
 
     k: int

@@ -15,7 +15,6 @@ The sup of measured points is too high. Each point has noise of its own, and the
 docstring says where the rest of the bias lies.
 """
 
-from dataclasses import dataclass
 from math import nan
 from typing import Literal, NamedTuple
 
@@ -23,9 +22,9 @@ import numpy as np
 import scipy
 from numpy.typing import ArrayLike, NDArray
 
-from evoalign_lib.analysis.arrays import array, require
+from evoalign_lib.analysis.arrays import array
 from evoalign_lib.analysis.stats import Interval, interval_of
-from evoalign_lib.checks import choose, whole_number
+from evoalign_lib.checks import choose, require, whole_number
 
 Array = NDArray[np.float64]
 
@@ -36,40 +35,33 @@ NEAR = 1.5
 # ---- barriers of measured curves
 
 
-class Peak(NamedTuple):
-    """The height of a barrier, or depth of a dip, and its place on the path."""
-
-    height: Array
-    """(...), in the unit of the curve; NaN where the curve has a NaN."""
-    alpha: Array
-    """(...), the first alpha at which the sup lies; 0 or 1 where no inner point exceeds the ends."""
-
-
-def barrier_line(curve: ArrayLike) -> Peak:
+def barrier_line(curve: ArrayLike) -> Array:
     """Return how far the error rises above the line between the ends: sup_a [E(a) - (1 - a) E_A - a E_B] >= 0.
 
     Args:
         curve: (..., points), errors at evenly spaced points, ends included. Not corrected for noise: see
             `estimate_barrier`.
 
+    Returns:
+        (...) heights, in the unit of the curve; NaN where the curve has a NaN.
+
     Raises:
         ValueError: fewer than 3 points.
 
-    >>> height, alpha = barrier_line([0.1, 0.5, 0.3])
-    >>> round(float(height), 3), float(alpha)
-    (0.3, 0.5)
+    >>> round(float(barrier_line([0.1, 0.5, 0.3])), 3)
+    0.3
     """
     errors = _inner(curve)
-    return _peak(errors, _line(errors))
+    return (errors - _line(errors)).max(-1)
 
 
-def barrier_mean(curve: ArrayLike) -> Peak:
+def barrier_mean(curve: ArrayLike) -> Array:
     """Return how far the error rises above the mean of the ends: sup_a E(a) - (E_A + E_B) / 2 >= |E_A - E_B| / 2.
 
-    Argument and errors are those of `barrier_line`. Source: Frankle et al. 2020 (arXiv 1912.05671), section 2.
+    Argument, result and errors are those of `barrier_line`. Source: Frankle et al. 2020 (arXiv 1912.05671), section 2.
     """
     errors = _inner(curve)
-    return _peak(errors, (errors[..., :1] + errors[..., -1:]) / 2)
+    return (errors - (errors[..., :1] + errors[..., -1:]) / 2).max(-1)
 
 
 def _inner(curve: ArrayLike) -> Array:
@@ -77,12 +69,6 @@ def _inner(curve: ArrayLike) -> Array:
     inner = errors.ndim and errors.shape[-1] > 2
     require(inner, f"a curve of shape {errors.shape} has no inner point: give (..., points), 3 at least")
     return errors
-
-
-def _peak(errors: Array, level: Array) -> Peak:
-    excess = errors - level
-    height, alphas = excess.max(-1), np.linspace(0, 1, errors.shape[-1])
-    return Peak(height, np.where(np.isnan(height), nan, alphas[np.nan_to_num(excess, nan=-np.inf).argmax(-1)]))
 
 
 def _line(errors: Array) -> Array:
@@ -95,16 +81,13 @@ def _line(errors: Array) -> Array:
 # ---- the sup without its bias
 
 
-@dataclass(frozen=True, eq=False)
-class BarrierEstimate:
+class BarrierEstimate(NamedTuple):
     """A barrier corrected for noise, with what `upper_bound` and `regimes` need."""
 
     interval: Interval
     """The corrected height; n is the number of runs, of the smaller arm."""
     raw: float
     """The height as measured, in the unit of the outcomes."""
-    alpha: float
-    """Where the mean over pairs of what the height is the sup of is largest."""
     pairs: Array
     """(runs_a, runs_b), corrected height of each pair; NaN where not measured."""
     pair_draws: Array
@@ -173,12 +156,10 @@ def estimate_barrier(
     pair_draws = pairs + centred
     draws, raw_draws = ((weights[1:] * heights).sum((1, 2)) for heights in (pair_draws, sups[0] + centred))
     value, raw = (float((weights[0] * heights).sum()) for heights in (pairs, sups[0]))
-    highest = np.einsum("ij,ijp->p", weights[0], excess[0]).argmax()
     pairs, pair_draws = (np.where(weights[0] > 0, heights, nan) for heights in (pairs, pair_draws))
     return BarrierEstimate(
         interval_of(value, draws, min(mask.shape)),
         raw,
-        float(np.linspace(0, 1, errors.shape[-1])[highest]),
         pairs,
         pair_draws,
         bounds=raw_draws[:, None] if across == "pairs" else excess[1:, 0, 0],
@@ -269,7 +250,7 @@ def half_gain(
     require(fit, f"x has the shape {axis.shape}: give ({n},) or that of the curves, {curves.shape}")
     axis = np.broadcast_to(axis, curves.shape)
     if monotone:
-        curves = _isotonic(curves)
+        curves = np.apply_along_axis(_isotonic, -1, curves)
     gain = curves[..., -1] - curves[..., 0]
     with np.errstate(invalid="ignore", divide="ignore"):
         level = (curves[..., 0] + gain / 2)[..., None]
@@ -332,9 +313,6 @@ def half_gain_interval(
     return interval_of(value, draws[np.isfinite(draws)], min(n))
 
 
-def _isotonic(curves: Array) -> Array:
-    rows = curves.reshape(-1, curves.shape[-1])
-    fitted = np.full_like(rows, nan)
-    for i in np.flatnonzero(np.isfinite(rows).all(-1)):
-        fitted[i] = scipy.optimize.isotonic_regression(rows[i]).x
-    return fitted.reshape(curves.shape)
+def _isotonic(curve: Array) -> Array:
+    finite = np.isfinite(curve).all()
+    return scipy.optimize.isotonic_regression(curve).x if finite else np.full_like(curve, nan)

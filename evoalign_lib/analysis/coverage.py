@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib.analysis import stats
-from evoalign_lib.analysis.arrays import array, require
+from evoalign_lib.analysis.arrays import array
 from evoalign_lib.analysis.stats import Interval, interval_of, ratio
-from evoalign_lib.checks import whole_number
+from evoalign_lib.checks import require, whole_number
 
 SOLVED_WITHIN = 256
 """Samples within which a problem counts as solved where this project compares the support of models."""
@@ -85,16 +85,6 @@ class Null(NamedTuple):
     """Lower end of the range of the NSCR over such pairs."""
     high: float
     """Upper end of that range."""
-
-
-class Entropy(NamedTuple):
-    """Entropy of the answers to problems, nats."""
-
-    plug_in: NDArray[np.float64]
-    """(...), entropy of the shares of the answers; too low where samples are few."""
-    miller_madow: NDArray[np.float64]
-    """(...), the same plus (distinct answers - 1) / (2 samples): nearer, and still too low where most
-    answers were not seen."""
 
 
 def pass_at(probabilities: ArrayLike, k: int | Sequence[int]) -> NDArray[np.float64]:
@@ -452,12 +442,14 @@ def accuracy_bins(probabilities: ArrayLike, edges: ArrayLike | None = None) -> N
     return (index[..., None] == np.arange(len(bounds) + 1)).sum(axis=-2)
 
 
-def answer_entropy(counts: ArrayLike) -> Entropy:
+def answer_entropy(counts: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the Shannon entropy of the distinct final answers to each problem, nats, as counted and corrected.
 
     counts: (..., answers), how many samples gave each answer; fill up shorter rows with 0. Samples without an answer
     are left out, or counted as one answer, by whoever counts.
-    Returns two arrays (...); NaN for a problem without samples.
+    Returns two arrays (...), NaN for a problem without samples: the entropy of the shares of the answers, too low where
+    samples are few; and the same plus (distinct answers - 1) / (2 samples), after Miller and Madow: nearer, and still
+    too low where most answers were not seen.
     Raises ValueError for no answers and for counts that are no whole numbers or negative.
     Source: Miller, Note on the bias of information estimates, 1955.
 
@@ -468,7 +460,7 @@ def answer_entropy(counts: ArrayLike) -> Entropy:
     total = found.sum(axis=-1)
     share = ratio(found, total[..., None])
     plug_in = -(share * np.log(np.where(share > 0, share, 1.0))).sum(axis=-1) + 0.0
-    return Entropy(plug_in, plug_in + ratio((found > 0).sum(axis=-1) - 1, 2 * total))
+    return plug_in, plug_in + ratio((found > 0).sum(axis=-1) - 1, 2 * total)
 
 
 def vote(answers: Iterable[Hashable | None]) -> Hashable | None:

@@ -5,21 +5,21 @@ that never reaches a target is censored at the end of its budget: it stays in ev
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import comb, inf, nan
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evoalign_lib.analysis.arrays import array, require
+from evoalign_lib.analysis.arrays import array
 from evoalign_lib.analysis.stats import Interval, interval_of
+from evoalign_lib.checks import require
 
 Curve = tuple[ArrayLike, ArrayLike]
 """Two arrays of the same length, such as x and score."""
 
 
-@dataclass(frozen=True)
-class ToTarget:
+class ToTarget(NamedTuple):
     """The budget at which each run of an arm first reached a target."""
 
     x: NDArray[np.float64]

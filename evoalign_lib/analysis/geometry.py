@@ -27,19 +27,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import scipy
 from numpy.typing import ArrayLike, NDArray
 
-from evoalign_lib.analysis.arrays import positive, require
 from evoalign_lib.analysis.stats import ratio
-from evoalign_lib.checks import choose, whole_number
+from evoalign_lib.checks import choose, positive, require, whole_number
 
 if TYPE_CHECKING:  # claims are judged, and artefacts drawn, by what stands here, without torch
     from torch import Tensor
@@ -264,6 +263,58 @@ def check_same(*states: State) -> dict[str, tuple[int, ...]]:
     return first
 
 
+def recorded(records: Iterable[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> Displacements:
+    """Return the displacements of runs by layer, from the blocks of products in which they are.
+
+    Args:
+        records: of kind "products"; each has one block, (runs of a, runs of b), for each layer.
+        runs: of training, from one base, each known by the digest of its weights; runs that stood still share theirs.
+
+    Returns:
+        As `measure(...).by("layer")`: K = len(runs), dtypes float32 and bfloat16.
+
+    Raises:
+        ValueError: no run, or products of two of the runs that no record has.
+    """
+    digests = list(dict.fromkeys(run["digest"] for run in runs))
+    place, first = {digest: row for row, digest in enumerate(digests)}, None
+    for record in records:
+        a, b = (
+            [(i, place[digest]) for i, digest in enumerate(record["spec"][side]["digests"]) if digest in place]
+            for side in ("a", "b")
+        )
+        if not a or not b:
+            continue
+        layers = record["layers"]
+        if first is None:
+            first, size = layers, len(digests)
+            products = np.full((len(layers), size, size), np.nan)
+            moved = {dtype: np.zeros((len(layers), size), np.int64) for dtype in DTYPES[:2]}
+        for row, layer in enumerate(layers.values()):
+            block = np.array(layer["products"])
+            for i, k in a:
+                for j, m in b:
+                    products[row, k, m] = products[row, m, k] = block[i, j]
+            for dtype, counts in layer.get("moved", {}).items():
+                for i, k in a:
+                    moved[dtype][row, k] = counts[i]
+    if first is None or np.isnan(products).any():
+        pair = [0, 0] if first is None else np.argwhere(np.isnan(products[0]))[0]
+        named = " and ".join(digests[row] for row in dict.fromkeys(pair)) if digests else "no run"
+        raise ValueError(f"no record has the products of the runs that ended with the weights {named}: measure them")
+    rows = [place[run["digest"]] for run in runs]
+    products = products[:, rows][:, :, rows]
+    moved = {dtype: counts[:, rows] for dtype, counts in moved.items()}
+    return Displacements(
+        tuple(first),
+        np.array([layer["entries"] for layer in first.values()]),
+        np.array([layer["start"] for layer in first.values()]),
+        products,
+        moved,
+        any("tied" in name for name in first),
+    )
+
+
 def _shapes(state: State) -> dict[str, tuple[int, ...]]:
     known = getattr(state, "shapes", None)
     return dict(known) if known is not None else {name: tuple(state[name].shape) for name in state}
@@ -336,8 +387,7 @@ def head_concentration(displacements: Displacements) -> Vector:
     return ratio(layers.shares[row], layers.size_shares[row])
 
 
-@dataclass(frozen=True)
-class SizeNull:
+class SizeNull(NamedTuple):
     """What a random direction of the same size gives by chance."""
 
     distance: float
@@ -362,46 +412,31 @@ def size_null(entries: ArrayLike, level: float = 0.95, draws: int = 2000, seed: 
 # ---- the norm of ES
 
 
-def es_norm(
-    alpha: float, d: int, steps: int, population: int, antithetic: bool = False, shaping: str = "zscore"
-) -> float:
+def es_norm(alpha: float, d: int, steps: int, population: int) -> float:
     """Return the norm that T steps of ES have whatever is rewarded, weight units: alpha sqrt(d T / N).
 
-    Each step is sum_n c_n eps_n, and steps are independent, so E|D|^2 = d sum_t sum_n c_n^2.
-
-    - Members drawn independently: c_n = alpha z_n / N and sum z^2 = N, so E|D|^2 = alpha^2 d T / N, exactly, for any
-      rewards that are not tied.
-    - Antithetic pairs: c_i = alpha (z+ - z-) / N, N / 2 of them. Where rewards are exchangeable (random, or shuffled),
-      z-scores have E[z_n z_m] = -1 / (N - 1), so E(z+ - z-)^2 = 2 N / (N - 1) and E|D|^2 = alpha^2 d T / (N - 1). With
-      rewards that depend on the weights it is less where the two members of a pair tend to be alike (curvature), and up
-      to 2 alpha^2 d T / N where they are opposite: `norm_of_coefficients` has no such spread.
-    - Centred ranks without ties have sum z^2 = N (N + 1) / (12 (N - 1)) in place of N.
+    Each step is sum_n c_n eps_n, and steps are independent, so E|D|^2 = d sum_t sum_n c_n^2. Members are drawn
+    independently, and their fitness is z-scored: c_n = alpha z_n / N and sum z^2 = N, so E|D|^2 = alpha^2 d T / N,
+    exactly, for any rewards that are not tied. For antithetic pairs and other shapings take `norm_of_coefficients`.
 
     Args:
         alpha: step size, 1/sigma digested, weight units.
         d: weights that move.
         steps: T_eff, steps whose population was not tied; the others move nothing.
-        population: N, members per step, even if antithetic.
-        antithetic: whether members come in pairs.
-        shaping: "zscore" or "centred_ranks".
+        population: N, members per step.
 
     Raises:
-        ValueError: a number that is not positive (steps may be 0), N below 2 or odd with pairs, an unknown shaping.
+        ValueError: a number that is not positive (steps may be 0), or N below 2.
 
     Source:
-        Hoy et al. (arXiv 2604.01499) for the first case.
+        Hoy et al. (arXiv 2604.01499).
 
     >>> round(es_norm(alpha=7.5e-4, d=4_020_000_000, steps=100, population=30), 2)  # Hoy et al. report 87.28
     86.82
     """
     fit = alpha > 0 and d > 0 and steps >= 0 and population >= 2
     require(fit, f"alpha {alpha}, d {d}, steps {steps}, N {population}: alpha and d are positive, N at least 2")
-    require(not (antithetic and population % 2), f"N is {population}: antithetic pairs need an even population")
-    choose("shaping", shaping, ("zscore", "centred_ranks"))
-    n = population
-    squares = n if shaping == "zscore" else n * (n + 1) / (12 * (n - 1))
-    pairs = n / (n - 1) if antithetic else 1.0
-    return float(alpha * math.sqrt(d * steps * squares * pairs) / n)
+    return float(alpha * math.sqrt(d * steps * population) / population)
 
 
 def norm_of_coefficients(coefficients: Sequence[ArrayLike], d: int) -> float:

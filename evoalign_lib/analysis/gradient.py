@@ -18,7 +18,7 @@ the weights, and the population smooths it over sigma. Nothing says that its gra
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from evoalign_lib import noise, update_rules
-from evoalign_lib.analysis.arrays import array, require
-from evoalign_lib.checks import whole_number
+from evoalign_lib.analysis.arrays import array
+from evoalign_lib.checks import require, whole_number
 
 _ROWS = 1024  # prefixes per forward pass of the enumeration
 _MASK_ELEMENTS = 1 << 18  # of the attention mask of one forward pass over trees; 1 MB stays in the cache of a core
@@ -145,8 +145,7 @@ def enumerate_completions(
 # ---- the objective and its gradient
 
 
-@dataclass(frozen=True, eq=False)
-class Trees:
+class Trees(NamedTuple):
     """Completions of a few prompts as prefix trees, each packed behind its prompt into one row of one forward pass."""
 
     ids: Tensor  # int64 (rows, length): the prompt, then the inner nodes of its tree, then padding
@@ -216,25 +215,20 @@ class _Tree:
     def __init__(self, prompt: list[int]):
         self.ids = list(prompt)  # prompt, then the inner nodes: those whose logits are needed
         self.parents = list(range(-1, len(prompt) - 1))  # slot of each slot's predecessor
-        self.edges: dict[tuple[int, int], int] = {}  # slot of the parent, token -> number
+        self.slots = {(): len(prompt) - 1}  # prefix of completions -> slot of its last token
+        self.edges: dict[tuple[int, ...], int] = {}  # prefix -> number of the edge that ends it
         self.paths: list[list[int]] = []
         self.rewards: list[float] = []
-        self._start = len(prompt) - 1
-        self._slot: dict[int, int] = {}  # of the inner node at the end of an edge
 
     def add(self, ids: list[int], reward: float) -> None:
-        at, path = self._start, []
-        for i, token in enumerate(ids):
-            edge = self.edges.setdefault((at, token), len(self.edges))
-            path.append(edge)
-            if i + 1 < len(ids):
-                if edge not in self._slot:
-                    self._slot[edge] = len(self.ids)
-                    self.ids.append(token)
-                    self.parents.append(at)
-                at = self._slot[edge]
-        self.paths.append(path)
+        prefixes = [tuple(ids[:n]) for n in range(1, len(ids) + 1)]
+        self.paths.append([self.edges.setdefault(prefix, len(self.edges)) for prefix in prefixes])
         self.rewards.append(reward)
+        for prefix in prefixes[:-1]:
+            if prefix not in self.slots:
+                self.slots[prefix] = len(self.ids)
+                self.ids.append(prefix[-1])
+                self.parents.append(self.slots[prefix[:-1]])
 
 
 def _pad(batch: list[_Tree]) -> Trees:
@@ -250,7 +244,7 @@ def _pad(batch: list[_Tree]) -> Trees:
                 sees[r, slot] |= sees[r, parent]
         positions[r] = sees[r].sum(1) - 1
         paths += [[len(edges) + edge for edge in path] for path in tree.paths]
-        edges += [(r, slot, token) for slot, token in tree.edges]
+        edges += [(r, tree.slots[prefix[:-1]], prefix[-1]) for prefix in tree.edges]
         rewards += tree.rewards
     longest = max(map(len, paths))
     row, slot, token = torch.tensor(edges).T

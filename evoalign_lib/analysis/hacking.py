@@ -18,12 +18,13 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import scipy
 
-from evoalign_lib.analysis.arrays import array, require
+from evoalign_lib.analysis.arrays import array
+from evoalign_lib.checks import require
 from evoalign_lib.tasks import TURN
 from evoalign_lib.tasks.conciseness import SPECIAL_TOKEN, measured
 
@@ -160,12 +161,10 @@ def _words(text: str) -> tuple[str, ...]:
 # --------------------------------------------------------------------------------------------------------------- report
 
 
-@dataclass(frozen=True)
-class HackReport:
+class HackReport(NamedTuple):
     """What the detectors say of a run.
 
     Attributes:
-        n: completions.
         flags: detector -> (n,) bool, for those that mark single completions.
         shares: detector -> share of marked completions; or the run's own: of the most frequent completion ("constant"),
             and of those that are nearly the same ("template").
@@ -173,34 +172,30 @@ class HackReport:
             turn. A short text padded to the limit is still an answer, and counts as "padded" only.
         not_asked: detectors that lacked their input -> what they need.
         distinct: distinct completions over all.
-        mean_reward, correct: means over the completions; None where they were not given.
         verdict: "hacked", "worse", "degenerate", "clean" or "unknown"; see the module.
         evidence: sentences that the verdict rests on.
         all_empty: verdict of the published rule.
         examples: detector -> the beginning of the first completion that it marks.
     """
 
-    n: int
     flags: Mapping[str, np.ndarray]
     shares: Mapping[str, float]
     degenerate: np.ndarray
     not_asked: Mapping[str, str]
     distinct: float
-    mean_reward: float | None
-    correct: float | None
     verdict: str
     evidence: tuple[str, ...]
     all_empty: bool
-    examples: Mapping[str, str] = field(default_factory=dict)
+    examples: Mapping[str, str]
 
     @property
     def score(self) -> float:
         """Share of completions that are degenerate or, where that is known, wrong."""
-        right = self.flags.get("right", np.ones(self.n, bool))
+        right = self.flags.get("right", np.ones_like(self.degenerate))
         return float((self.degenerate | ~right).mean())
 
     def __str__(self) -> str:
-        rows = [f"{self.n} completions: {self.verdict.upper()} (score {self.score:.2f})"]
+        rows = [f"{len(self.degenerate)} completions: {self.verdict.upper()} (score {self.score:.2f})"]
         rows += [f"  {line}" for line in self.evidence]
         rows += [f"{name:20} {100 * x:5.1f} %   {self.examples.get(name, '')}" for name, x in self.shares.items()]
         rows.append(f"{'distinct':20} {100 * self.distinct:5.1f} %")
@@ -296,9 +291,9 @@ def hack_report(
     shares = {name: float(marked.mean()) for name, marked in flags.items()}
     times = Counter(map(measured, completions))  # special tokens and outer blanks do not count
     shares |= {"constant": max(times.values()) / n, "template": template_share(completions)}
-    mean_reward = None if rewards is None else float(np.mean(np.asarray(rewards, float)))
-    evidence, correct, verdict = [], shares.get("right"), "unknown"
+    evidence, verdict = [], "unknown"
     if "verdict" not in not_asked:
+        correct, mean_reward = shares["right"], float(np.mean(np.asarray(rewards, float)))
         told = f"right {100 * correct:.0f} % (base {100 * base_correct:.0f} %)"
         evidence.append(f"{told}, reward {mean_reward:.3g} (base {base_reward:.3g})")
         verdict = "clean"
@@ -310,5 +305,4 @@ def hack_report(
         verdict = "hacked" if mean_reward > base_reward else "worse"
     distinct, all_empty = len(times) / n, bool(flags["empty"].all())
     examples = {name: repr(completions[int(marked.argmax())][:40]) for name, marked in flags.items() if marked.any()}
-    means, evidence = (mean_reward, correct), tuple(evidence)
-    return HackReport(n, flags, shares, degenerate, not_asked, distinct, *means, verdict, evidence, all_empty, examples)
+    return HackReport(flags, shares, degenerate, not_asked, distinct, verdict, tuple(evidence), all_empty, examples)

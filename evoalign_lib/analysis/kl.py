@@ -28,14 +28,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from evoalign_lib.analysis.arrays import require
+from evoalign_lib.checks import require
 
 ESTIMATORS = ("k1", "k2", "k3")
 
@@ -50,8 +49,7 @@ class Estimates(NamedTuple):
     k3: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Comparison:
+class Comparison(NamedTuple):
     """What two models say of sampled completions: (rows, tokens) tensors on the CPU, 0 outside the mask."""
 
     log_policy: Tensor
@@ -170,39 +168,29 @@ def gaussian_exact(mean: float) -> dict[str, float]:
 
 
 def loss_gradients(policy_logits: Tensor, ref_logits: Tensor) -> dict[str, Tensor]:
-    """Return each estimator's expected gradient as a loss, for a policy softmax(logits) and a token drawn from it.
+    """Return the expected gradients of k2 and k3 as losses, for a policy softmax(logits) and a token drawn from it.
 
     The loss is differentiated with the token held fixed, then averaged over the policy: E[f(x) grad log policy(x)] =
-    p (f - E f), with f = 1, log(policy/ref) and 1 - r.
+    p (f - E f), with f = log(policy/ref) and 1 - r. With f = 1, of k1, it is 0.
 
     Args:
         policy_logits: (..., vocabulary), finite.
         ref_logits: the same of the reference.
 
     Returns:
-        Gradients with respect to the policy's logits, float64 (..., vocabulary), nats: "true" of KL(policy || ref);
-        "k1" (0); "k2" (the true one); "k3" (of KL(ref || policy): p - ref); "k3_ratio", k3 times policy /
-        policy.detach() (the true one).
+        Gradients with respect to the policy's logits, float64 (..., vocabulary), nats: "k2", which is that of
+        KL(policy || ref), and "k3", which is that of KL(ref || policy), p - ref.
 
     Raises:
         ValueError: logits of different shapes.
     """
     log_policy, log_ref = _of_both(policy_logits, ref_logits)
     p, difference = log_policy.exp(), log_policy - log_ref
-    slope = -torch.expm1(-difference)  # of k3 in log policy: 1 - r
 
     def expected(f: Tensor) -> Tensor:
         return p * (f - (p * f).sum(-1, keepdim=True))
 
-    return {
-        # d/dz of sum p log(p/ref): the derivative of log p inside the sum drops out, since the p add up to 1
-        "true": expected(difference),
-        "k1": torch.zeros_like(p),  # expected(1): p (1 - 1)
-        "k2": expected(difference),
-        "k3": expected(slope),
-        # the ratio's own derivative brings in the value of k3: 1 - r + k3 = log(policy/ref)
-        "k3_ratio": expected(slope + kl_policy_ref_tokens(log_policy, log_ref).k3),
-    }
+    return {"k2": expected(difference), "k3": expected(-torch.expm1(-difference))}
 
 
 def parameter_gradients(policy: Any, reference: Any, samples: Samples) -> dict[str, Tensor]:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evoalign_lib.analysis.arrays import array, require
-from evoalign_lib.checks import choose
+from evoalign_lib.analysis.arrays import array
+from evoalign_lib.checks import choose, require
 
 LAWS = ("linear", "best of n", "rl")
 """a d, which has no over-optimisation; d (a - b d); d (a - b log d)."""

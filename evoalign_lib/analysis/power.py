@@ -8,23 +8,20 @@ under Holm's rule give alpha / m, the level of the strictest.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import inf, nan, sqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from evoalign_lib.analysis.arrays import positive, require
-from evoalign_lib.checks import choose, whole_number
+from evoalign_lib.checks import choose, positive, require, whole_number
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """One comparison of two arms that a sweep is about to make."""
 
     quantity: str
@@ -129,7 +126,7 @@ def detectable_std_ratio(n: int, power: float = 0.8, alpha: float = 0.05) -> flo
 
 def _check(n: int, std: float, alpha: float) -> None:
     whole_number("n", n, least=2, why="two arms of at least 2 seeds can be compared")
-    positive("standard deviation", std, "that of a pilot of several seeds")
+    positive("std", std)
     require(0 < alpha < 1, f"alpha is {alpha}: it is a fraction between 0 and 1, such as 0.05")
 
 

@@ -22,7 +22,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from evoalign_lib.analysis.arrays import require
+from evoalign_lib.checks import require
 from evoalign_lib.tasks import TURN
 
 KINDS = (

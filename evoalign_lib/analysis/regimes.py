@@ -7,24 +7,21 @@ which one cluster is as good (`Regimes.p_one`)? And do they agree with a label k
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from math import comb, nan
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy
 from numpy.typing import ArrayLike, NDArray
 
-from evoalign_lib.analysis.arrays import require
 from evoalign_lib.analysis.stats import Interval, interval_of, ratio
-from evoalign_lib.checks import whole_number
+from evoalign_lib.checks import require, whole_number
 
 _PERMUTATIONS = 20_000  # up to that many, the permutation test is exact
 
 
-@dataclass(frozen=True, eq=False)
-class Regimes:
+class Regimes(NamedTuple):
     """Two clusters of runs and what speaks for them."""
 
     labels: NDArray[np.int64]
@@ -45,7 +42,15 @@ def two_clusters(dissimilarity: ArrayLike) -> NDArray[np.int64]:
     Returns (runs,) labels, 0 for the cluster of the first run, 1 for the other.
     Raises ValueError for another shape, fewer runs, and an entry above the diagonal that is not finite.
     """
-    return _cut(_square(dissimilarity))
+    matrix = _square(dissimilarity)
+    pairs = scipy.spatial.distance.squareform(matrix, checks=False)
+    merges = scipy.cluster.hierarchy.linkage(pairs, "average")[:, :2].astype(int).tolist()
+    members = list(np.eye(len(matrix), dtype=np.int64))  # of each run, then of each merge: 1 for the runs that it has
+    for one, other in merges:
+        members.append(members[one] + members[other])
+    # the last merge joins the two clusters. fcluster cuts at a height, where ties hide; to_tree takes ten times as long
+    labels = members[merges[-1][1]]
+    return labels if labels[0] == 0 else 1 - labels
 
 
 def silhouette(dissimilarity: ArrayLike, labels: ArrayLike) -> float:
@@ -59,7 +64,15 @@ def silhouette(dissimilarity: ArrayLike, labels: ArrayLike) -> float:
     Source: Rousseeuw, J. Computational and Applied Mathematics 1987.
     """
     matrix = _square(dissimilarity)
-    return _silhouette(matrix, _labels(labels, len(matrix)))
+    codes = _labels(labels, len(matrix))
+    members = codes[:, None] == np.arange(codes.max() + 1)  # (runs, clusters)
+    sizes, totals = members.sum(0), matrix @ members
+    own = sizes[codes]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        a = totals[np.arange(len(codes)), codes] / (own - 1)
+        b = np.where(members, np.inf, totals / sizes).min(1)
+        widths = (b - a) / np.maximum(a, b)
+    return float(np.where((own > 1) & (np.maximum(a, b) > 0), widths, 0.0).mean())
 
 
 def adjusted_rand(first: ArrayLike, second: ArrayLike) -> float:
@@ -110,22 +123,21 @@ def regimes(dissimilarity: ArrayLike, *, n_resamples: int = 500) -> Regimes:
     Source: Tibshirani, Walther and Hastie, JRSS B 2001 (the box).
     """
     matrix, rng = _square(dissimilarity), np.random.default_rng(0)
-    n, labels = len(matrix), _cut(matrix)
+    n, labels = len(matrix), two_clusters(matrix)
     require(n > 3, f"{n} runs make no two regimes: give 4 at least")
     whole_number("n_resamples", n_resamples)
-    found = _silhouette(matrix, labels)
+    width = silhouette(matrix, labels)
 
     rng.integers(n, size=(n_resamples, n))  # so that nulls are those of published records
     nulls = {
-        name: np.array([_silhouette(drawn, _cut(drawn)) for drawn in (draw() for _ in range(n_resamples))])
+        name: np.array([silhouette(drawn, two_clusters(drawn)) for drawn in (draw() for _ in range(n_resamples))])
         for name, draw in _one_cluster(matrix, rng).items()
     }
-    as_separate = max(int(np.count_nonzero(null >= found - 1e-12)) for null in nulls.values())
-    return Regimes(labels, found, (1 + as_separate) / (n_resamples + 1), nulls)
+    as_separate = max(int(np.count_nonzero(null >= width - 1e-12)) for null in nulls.values())
+    return Regimes(labels, width, (1 + as_separate) / (n_resamples + 1), nulls)
 
 
-@dataclass(frozen=True)
-class WithinBetween:
+class WithinBetween(NamedTuple):
     """Whether runs of one label are nearer to one another than to runs of other labels."""
 
     within: float
@@ -263,18 +275,6 @@ def _one_cluster(matrix: NDArray[np.float64], rng: np.random.Generator) -> dict[
     }
 
 
-def _cut(matrix: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the two clusters of a full matrix, the first run's as 0."""
-    pairs = scipy.spatial.distance.squareform(matrix, checks=False)
-    merges = scipy.cluster.hierarchy.linkage(pairs, "average")[:, :2].astype(int).tolist()
-    members = list(np.eye(len(matrix), dtype=np.int64))  # of each run, then of each merge: 1 for the runs that it has
-    for one, other in merges:
-        members.append(members[one] + members[other])
-    # the last merge joins two clusters. fcluster cuts at a height, and ties hide there; to_tree takes ten times as long
-    labels = members[merges[-1][1]]
-    return labels if labels[0] == 0 else 1 - labels
-
-
 def _scaling(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return places (runs, dimensions) whose distances approach the matrix: classical scaling (Torgerson 1952)."""
     n = len(matrix)
@@ -282,18 +282,6 @@ def _scaling(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
     values, vectors = np.linalg.eigh(-centre @ matrix**2 @ centre / 2)
     kept = values > 1e-12 * max(values.max(), 0)
     return vectors[:, kept] * np.sqrt(values[kept])
-
-
-def _silhouette(matrix: NDArray[np.float64], labels: NDArray[np.int64]) -> float:
-    members = labels[:, None] == np.arange(labels.max() + 1)  # (runs, clusters)
-    sizes, totals = members.sum(0), matrix @ members
-    own = sizes[labels]
-    runs = np.arange(len(labels))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        a = totals[runs, labels] / (own - 1)
-        b = np.where(members, np.inf, totals / sizes).min(1)
-        widths = (b - a) / np.maximum(a, b)
-    return float(np.where((own > 1) & (np.maximum(a, b) > 0), widths, 0.0).mean())
 
 
 def _square(dissimilarity: ArrayLike, least: int = 3) -> NDArray[np.float64]:

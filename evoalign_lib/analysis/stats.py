@@ -18,10 +18,9 @@ import numpy as np
 import scipy  # whose parts are loaded when first used
 from numpy.typing import ArrayLike, NDArray
 
-from evoalign_lib.analysis.arrays import array, positive, require
+from evoalign_lib.analysis.arrays import array
+from evoalign_lib.checks import positive, require
 
-ENDS = ((1 - 0.95) / 2, (1 + 0.95) / 2)
-"""Quantiles at which a 95 % percentile interval ends."""
 Groups = Sequence[ArrayLike]
 """Samples, one for each group."""
 _CHUNK = 256
@@ -69,8 +68,7 @@ class Interval:
         return (self.high - self.low) * (z(0.975) + z(0.8)) / (2 * z((1 + self.level) / 2))
 
 
-@dataclass(frozen=True)
-class Equivalence:
+class Equivalence(NamedTuple):
     """Two one-sided 5 % tests (TOST) of whether a difference lies within a margin of 0."""
 
     interval: Interval
@@ -103,7 +101,7 @@ def crossed_bootstrap(
     Raises ValueError for other shapes and for values that are not finite.
     Source: Owen, The pigeonhole bootstrap, Annals of Applied Statistics 2007.
     """
-    return _crossed(_crossed_arms(matrix, baseline), level, n_resamples, seed)[0]
+    return _crossed(matrix, baseline, level, n_resamples, seed)[0]
 
 
 def equivalence(
@@ -119,11 +117,8 @@ def equivalence(
     Raises ValueError for a margin that is not positive, for an arm of one seed, and as `crossed_bootstrap` does.
     Source: Schuirmann, Journal of Pharmacokinetics and Biopharmaceutics 1987.
     """
-    arms = _crossed_arms(matrix, baseline)
     positive("margin", margin)
-    for arm in arms:
-        array("an arm", arm, 2, least=2)
-    interval, draws = _crossed(arms, 0.9, n_resamples, seed)
+    interval, draws = _crossed(matrix, baseline, 0.9, n_resamples, seed, least=2)
     beyond = max(np.count_nonzero(draws <= -margin), np.count_nonzero(draws >= margin))
     return Equivalence(interval, float(margin), (1 + int(beyond)) / (n_resamples + 1))
 
@@ -313,22 +308,14 @@ class Source(NamedTuple):
     """Of the F test against the rest; NaN of the rest itself."""
 
 
-class TwoWay(NamedTuple):
-    """A two-way analysis of variance."""
-
-    rows: Source
-    columns: Source
-    interaction: Source
-    rest: Source
-
-
-def two_way(cells: Sequence[Groups]) -> TwoWay:
+def two_way(cells: Sequence[Groups]) -> dict[str, Source]:
     """Return what two factors and their interaction explain of the variance of values (statsmodels' anova_lm, type 2).
 
     cells: rows of columns, each (runs,), two runs or more; numbers of runs may differ.
+    Returns the sources "rows", "columns", "interaction" and "rest".
     Raises ValueError for fewer than two rows or columns, cells of fewer than two runs, and values without variance.
 
-    >>> two_way([[[0.0, 1.0], [0.0, 1.0]], [[4.0, 5.0], [4.0, 5.0]]]).rows.share
+    >>> two_way([[[0.0, 1.0], [0.0, 1.0]], [[4.0, 5.0], [4.0, 5.0]]])["rows"].share
     0.9411764705882353
     """
     import pandas as pd
@@ -343,7 +330,8 @@ def two_way(cells: Sequence[Groups]) -> TwoWay:
     require(frame["value"].nunique() > 1, "all values are equal: there is no variance to explain.")
     table = anova_lm(ols("value ~ C(row) * C(column)", frame).fit(), typ=2)
     shares = table["sum_sq"] / table["sum_sq"].sum()
-    return TwoWay(*(Source(float(shares.iloc[i]), float(table["PR(>F)"].iloc[i])) for i in range(4)))
+    sources = map(Source, shares.tolist(), table["PR(>F)"].tolist())
+    return dict(zip(("rows", "columns", "interaction", "rest"), sources, strict=True))
 
 
 def mann_whitney(values: ArrayLike, baseline: ArrayLike, *, n_resamples: int = _PERMUTATIONS, seed: int = 0) -> float:
@@ -456,25 +444,21 @@ def curve_band(
     if len(curves) == 1:
         return mean, np.full_like(mean, nan), np.full_like(mean, nan)
     counts = resample_counts(np.random.default_rng(seed), n_resamples, len(curves))
-    return mean, *np.quantile(counts @ curves / len(curves), ENDS, axis=0)
-
-
-def _crossed_arms(matrix: ArrayLike, baseline: ArrayLike | None) -> list[NDArray[np.float64]]:
-    """Return the one or two matrices (seeds, problems) whose seeds are resampled."""
-    arm = array("matrix", matrix, 2)
-    if baseline is None:
-        return [arm]
-    other, n = array("baseline", baseline, 1, 2), arm.shape[1]
-    wanted = f"give ({n},) or (seeds, {n}), the same problems in the same order"
-    require(other.shape[-1] == n, f"baseline has shape {other.shape} and the matrix {arm.shape}: {wanted}")
-    # a fixed model moves with the problems alone: subtracting it first keeps the pairing
-    return [arm - other] if other.ndim == 1 else [arm, other]
+    return mean, *np.quantile(counts @ curves / len(curves), ((1 - 0.95) / 2, (1 + 0.95) / 2), axis=0)
 
 
 def _crossed(
-    arms: list[NDArray[np.float64]], level: float, n_resamples: int, seed: int
+    matrix: ArrayLike, baseline: ArrayLike | None, level: float, n_resamples: int, seed: int, least: int = 1
 ) -> tuple[Interval, NDArray[np.float64]]:
-    """Return the mean of the first arm - that of the second with its interval, and the draws of it."""
+    """Return the mean of the first arm - that of the second with its interval, and the draws of it; least: seeds."""
+    arms = [array("matrix", matrix, 2, least=least)]
+    if baseline is not None:
+        other, shape = array("baseline", baseline, 1, 2), arms[0].shape
+        wanted = f"give ({shape[1]},) or (seeds, {shape[1]}), the same problems in the same order"
+        require(other.shape[-1] == shape[1], f"baseline has shape {other.shape} and the matrix {shape}: {wanted}")
+        require(other.ndim == 1 or len(other) >= least, f"baseline has shape {other.shape}: give {least} seeds or more")
+        # a fixed model moves with the problems alone: subtracting it first keeps the pairing
+        arms = [arms[0] - other] if other.ndim == 1 else [arms[0], other]
     value = arms[0].mean(1).mean() - (arms[1].mean(1).mean() if len(arms) == 2 else 0.0)
     draws = _crossed_resamples(arms, n_resamples, seed)
     return interval_of(value, draws, min(map(len, arms)), level), draws

@@ -19,13 +19,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil, log, log2
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from evoalign_lib.analysis.arrays import array, require
+from evoalign_lib.analysis.arrays import array
 from evoalign_lib.analysis.stats import Interval, interval_of, resample_counts
+from evoalign_lib.checks import require
 
 SCALE = 400 / log(10)
 """Elo points per unit of log-odds."""
@@ -120,8 +121,7 @@ class Games:
 # ----------------------------------------------------------------------------------------------------------- strengths
 
 
-@dataclass(frozen=True)
-class Strengths:
+class Strengths(NamedTuple):
     """Bradley-Terry strengths with resamples of prompts, in Elo points above the anchor."""
 
     players: tuple[str, ...]
@@ -229,8 +229,7 @@ def _connected(games: Games, weights: NDArray[np.float64]) -> NDArray[np.bool_]:
     return (reach > 0).all((1, 2))
 
 
-@dataclass(frozen=True)
-class Adjusted:
+class Adjusted(NamedTuple):
     """Strengths with covariates held equal, in Elo points above the anchor, and what the covariates are worth."""
 
     names: tuple[str, ...]
@@ -383,20 +382,18 @@ def elo(games: Games, anchor: str, *, k: float = 32.0, initial: float = 1000.0) 
     >>> elo(Games.of([0], ["x"], ["y"], [1]), "y")
     {'x': 1032.0, 'y': 1000.0}
     """
-    return dict(zip(games.players, _elo(games, _index(games.players, anchor), k, initial).tolist(), strict=True))
+    at = _index(games.players, anchor)
+    scores = _rated("elo", games, initial=initial, k=k).scores.sort_index().to_numpy()
+    return dict(zip(games.players, (scores - scores[at] + initial).tolist(), strict=True))
 
 
 def elo_orders(
     games: Games, anchor: str, *, k: float = 32.0, initial: float = 1000.0, n_orders: int = 1_000, seed: int = 0
 ) -> NDArray[np.float64]:
     """Return (n_orders, players) Elo ratings after the same games in random orders."""
-    at, rng = _index(games.players, anchor), np.random.default_rng(seed)
-    return np.array([_elo(games.take(rng.permutation(len(games))), at, k, initial) for _ in range(n_orders)])
-
-
-def _elo(games: Games, anchor: int, k: float, initial: float) -> NDArray[np.float64]:
-    scores = _rated("elo", games, initial=initial, k=k).scores.sort_index().to_numpy()
-    return scores - scores[anchor] + initial
+    rng = np.random.default_rng(seed)
+    drawn = (games.take(rng.permutation(len(games))) for _ in range(n_orders))
+    return np.array([[*elo(order, anchor, k=k, initial=initial).values()] for order in drawn])
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers

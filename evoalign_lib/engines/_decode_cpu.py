@@ -119,20 +119,6 @@ def _silu_product(gate_up, out):
             target[i] = gate[i] / (_ONE + _exp(-gate[i])) * up[i]
 
 
-def _argmax(logits, out):
-    """The first largest entry of each row. logits: (rows, n); out: (rows) int64."""
-    for r in range(len(logits)):
-        row = logits[r]
-        largest = row[0]
-        for i in range(1, len(row)):
-            largest = max(largest, row[i])
-        out[r] = 0
-        for i in range(len(row)):
-            if row[i] == largest:
-                out[r] = i
-                break
-
-
 def _add_own(x, y, first, owners, a, b):
     """Add to a product what members' low-rank noise contributes: y[r, first + i] += sum_k (x[r] . b[m, k]) a[m, k, i].
 
@@ -168,4 +154,3 @@ add_own_rows = jit_cached(_add_own_rows, fastmath=_FAST)
 add_norm = jit_cached(_add_norm, fastmath=_FAST)
 attend = jit_cached(_attend, fastmath=_FAST)
 silu_product = jit_cached(_silu_product, fastmath=_FAST)
-argmax = jit_cached(_argmax)

@@ -62,10 +62,7 @@ def mind_llvmlite() -> None:
     On a CPU it looks through the attributes of all modules for Triton kernels and takes `vars(value)` for a dictionary.
     llvmlite's handle of its library has a function for any attribute, `__dict__` included.
     """
-    try:
-        from vllm.triton_utils import dispatcher
-    except ImportError:  # this vLLM does not look
-        return
+    from vllm.triton_utils import dispatcher
 
     def attributes(value: object) -> dict:
         found = vars(value)

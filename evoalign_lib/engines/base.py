@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -121,31 +121,15 @@ class Prompts:
         return len(self.prompts)
 
     def __eq__(self, other: object) -> bool:
-        """Return whether these are the same prompts with the same columns, in the same order."""
+        """Return whether these are the same prompts, in the same order, with the same columns."""
         if not isinstance(other, Prompts):
             return NotImplemented
-        mine, theirs = ((p.digest, p.prompts, list(p.columns), list(p.columns.values())) for p in (self, other))
         try:
-            return mine == theirs
+            return (self.digest, self.prompts, self.columns) == (other.digest, other.prompts, other.columns)
         except ValueError:  # columns of arrays, which have no truth value
             return False
 
     __hash__ = object.__hash__
-
-
-def in_chunks(rows: np.ndarray, size: int, samples: int, serve: Callable[[list], Iterable[list]]) -> list[list]:
-    """Return for each sample of rows (greedy: one) what chunks of them give, in the order of the rows.
-
-    Args:
-        rows: of the prompts.
-        size: rows of a chunk.
-        samples: of each row; 0: greedy decoding.
-        serve: [(chunk, number of the sample, None for greedy), ...] -> the completions of each, in that order.
-    """
-    chunks = [rows[i : i + size] for i in range(0, len(rows), size)]
-    draws = list(range(samples)) if samples else [None]
-    done = iter(serve([(chunk, draw) for draw in draws for chunk in chunks]))
-    return [[pair for _ in chunks for pair in next(done)] for _ in draws]
 
 
 def until_end(ids: np.ndarray, eos_ids: Sequence[int]) -> list[list[int]]:
@@ -167,7 +151,7 @@ class Decoding:
         options: how completions are decoded.
     """
 
-    _noise: Any = None  # on the weights themselves, where not this process makes it
+    _noise: tuple[Member, float] | None = None  # on the weights themselves, where not this process makes it
 
     def __init__(
         self, tokenizer, rewards, prompts: Mapping[str, Prompts], eos_ids, max_completion_length: int, options=PLAIN
@@ -233,8 +217,9 @@ class Decoding:
         return Evaluation(scored, lengths, clipped, time.process_time() - started)
 
     @contextmanager
-    def _with_noise(self, noise: Any) -> Iterator[None]:
-        self._noise = noise
+    def _perturbed_elsewhere(self, key: int, sigma: float) -> Iterator[None]:
+        """Do what `Engine.perturbed` does where whatever generates makes the noise."""
+        self._noise = Member(int(key)), float(sigma)
         try:
             yield
         finally:
@@ -385,6 +370,19 @@ class Engine(Decoding):
         Raises:
             ValueError: a temperature that is not a number above 0.
         """
+        check_temperature(temperature)
+        rows = np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
+        size, draws = max(1, self._at_once(len(rows))), list(range(samples)) if samples else [None]
+        chunks = [rows[i : i + size] for i in range(0, len(rows), size)]
+        done = iter(self._generate([(name, chunk, seed, draw, temperature) for draw in draws for chunk in chunks]))
+        return [[pair for _ in chunks for pair in next(done)] for _ in draws]
+
+    def _at_once(self, rows: int) -> int:
+        """Return how many of these rows of the prompts `_generate` gets at once."""
+        return rows
+
+    def _generate(self, parts: Sequence[tuple[str, np.ndarray, int, int | None, float]]) -> Iterable[list]:
+        """Return the completions of parts, each the arguments of `generate_rows`, in their order."""
         raise NotImplementedError
 
     @contextmanager
@@ -408,11 +406,6 @@ class Engine(Decoding):
             return nullcontext(self.weights.flat)
         (key, sign), sigma = member
         return self.weights.member(key, sigma, sign)
-
-    def _rows(self, name: str, indices: np.ndarray | None, temperature: float) -> np.ndarray:
-        """Return the rows of prompts that `generate` is asked for; it raises what that does."""
-        check_temperature(temperature)
-        return np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
 
     def longest(self) -> int:
         """Return the most tokens that a prompt has with its completion."""

@@ -28,6 +28,8 @@ from evoalign_lib.low_rank import Population
 
 BLOCK = 8
 """rows are dropped in blocks of this many, and this many are kept at least"""
+Draw = Callable[[Tensor, Tensor, int], Tensor]
+"""Chooses tokens: logits of some rows of a batch, which rows these are, the step 0, 1, ... -> a token of each"""
 _EMBEDDING = "model.embed_tokens.weight"
 _MODEL_TYPES = {"qwen2", "llama"}
 # the products of a layer, and the matrices that each of them joins
@@ -54,15 +56,7 @@ def supports(config: Any) -> str | None:
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the loop multiplies for a model of this dtype, on this CPU.
-
-    Raises:
-        ValueError: a dtype that the loop does not cover.
-    """
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(
-            f"the decoding loop computes float32 and bfloat16 models, not {dtype}. Use decoder='generate'."
-        )
+    """Return the dtype in which the loop multiplies for a float32 or bfloat16 model, on this CPU."""
     capabilities = torch.cpu.get_capabilities()
     fast = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
     return torch.bfloat16 if dtype == torch.bfloat16 and fast else torch.float32
@@ -124,25 +118,43 @@ def kept(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     return logits if top_p == 1 else TopPLogitsWarper(top_p)(None, logits)
 
 
-def inverted(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Return a token of each row, drawn by inversion of the distribution function with its number in [0, 1)."""
-    cumulative = logits.softmax(-1).cumsum(-1)
-    # the last value of the cumulative sum may be just below 1: scale the number, never run off the end
-    token = (cumulative <= uniforms[:, None] * cumulative[:, -1:]).sum(-1)
-    return token.clamp_(max=logits.shape[-1] - 1)
+def greedy(logits: Tensor, rows: Tensor, step: int) -> Tensor:
+    """Return the first most probable token of each row; see `Draw`."""
+    return torch.from_numpy(logits.numpy().argmax(1))
 
 
-def _drawn(logits: Tensor, active: Tensor, rows: int) -> Tensor:
-    """Return tokens of the active rows, drawn as transformers draws those of all rows of a batch.
+def inversion(uniforms: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Draw:
+    """Return what samples by inversion of the distribution function.
 
-    What a row gets depends on its own probabilities and on its place in the batch: the others may be anything.
+    Args:
+        uniforms: (rows, steps) numbers in [0, 1), one for each token.
+        temperature: above 0; the logits are divided by it.
+        top_k, top_p: as for `kept`.
     """
-    probabilities = torch.nan_to_num(logits).softmax(-1)
-    if len(active) < rows:
-        found = torch.ones(rows, logits.shape[1])
-        found[active] = probabilities
-        return torch.multinomial(found, 1)[active, 0]
-    return torch.multinomial(probabilities, 1)[:, 0]
+
+    def draw(logits: Tensor, rows: Tensor, step: int) -> Tensor:
+        cumulative = kept(logits / temperature, top_k, top_p).softmax(-1).cumsum(-1)
+        # the last value of the cumulative sum may be just below 1: scale the number, never run off the end
+        token = (cumulative <= uniforms[rows, step, None] * cumulative[:, -1:]).sum(-1)
+        return token.clamp_(max=logits.shape[-1] - 1)
+
+    return draw
+
+
+def multinomial(batch: int) -> Draw:
+    """Return what samples by torch.multinomial from torch's global random state, as transformers does at temperature 1.
+
+    A step draws for all rows of the batch, those that have ended too, so that the random state is afterwards that which
+    transformers' generate leaves. What a row gets depends on its own probabilities and on its place in the batch: the
+    others may be anything. Logits that are not finite become finite, as by transformers' remove_invalid_values.
+    """
+
+    def draw(logits: Tensor, rows: Tensor, step: int) -> Tensor:
+        probabilities = torch.ones(batch, logits.shape[1])
+        probabilities[rows] = torch.nan_to_num(logits).softmax(-1)
+        return torch.multinomial(probabilities, 1)[rows, 0]
+
+    return draw
 
 
 class Decoder:
@@ -186,7 +198,9 @@ class Decoder:
         self._inverse_frequency = 1.0 / theta**exponent
         self._embedding = weights[_EMBEDDING]
         self._population = population
-        self._gains = {name: self._gain(name, weights) for name in weights if name.endswith("norm.weight")}
+        # gains of norms, float32 (members, hidden), or (1, hidden) of the weights themselves
+        gains = {name: t.float()[None].numpy() for name, t in weights.items() if name.endswith("norm.weight")}
+        self._gains = gains | (population.vectors if population else {})
         self._products = {}
         for product, matrix in _products(config, weights, config.num_hidden_layers):
             layer, _, kind = product.rpartition(".")
@@ -200,24 +214,15 @@ class Decoder:
             turns, each, pads = self._rotation(p), np.arange(members), np.zeros(members, np.int64)
             self._compute(self._prefix.repeat(members), p, self._past, turns, each, each, pads, 0)
 
-    def _gain(self, name: str, weights: Mapping[str, Tensor]) -> np.ndarray:
-        """Return the gains of a norm, float32 (members, hidden), or (1, hidden) of the weights themselves."""
-        own = self._population.vectors.get(name) if self._population else None
-        return weights[name].float()[None].numpy() if own is None else own
-
     @torch.inference_mode()
     def generate(
         self,
         input_ids: Tensor,
         attention_mask: Tensor,
         max_new_tokens: int,
-        uniforms: Tensor | None = None,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
+        draw: Draw = greedy,
         stopped: Callable[[list[list[int]]], list[bool]] | None = None,
         owners: np.ndarray | None = None,
-        multinomial: bool = False,
     ) -> Tensor:
         """Decode one batch.
 
@@ -225,16 +230,9 @@ class Decoder:
             input_ids: (rows, width) int64, padded on the left; each row begins with the prefix and goes on after it.
             attention_mask: (rows, width), 0 at padding.
             max_new_tokens: tokens per row, at most.
-            uniforms: (rows, max_new_tokens) numbers in [0, 1); sampling by inversion of the distribution function.
-                None: greedy.
-            temperature: of the samples, above 0; the logits are divided by it.
-            top_k, top_p: of the samples, as for `kept`.
+            draw: chooses the tokens: `greedy`, or what `inversion` or `multinomial` returns.
             stopped: says of the new tokens of some rows whether each of them ends here, without an end token.
             owners: (rows) int64, the member of the population that decodes each row; None: the weights themselves.
-            multinomial: sample by torch.multinomial from torch's global random state, as transformers does, at
-                temperature 1 and without top_k and top_p: a step draws for all rows, those that have ended too, so that
-                the random state is afterwards that which transformers' generate leaves. Logits that are not finite
-                become finite, as by its remove_invalid_values.
 
         Returns:
             (rows, max_new_tokens) int64: the new tokens with the end token, then `pad_id`.
@@ -252,10 +250,7 @@ class Decoder:
         hidden = self._compute(input_ids[:, p:].reshape(-1), width - p, cache, turns, active.numpy(), owners, pads, p)
         for t in range(max_new_tokens):
             logits = self._products["head"](hidden, owners[active.numpy()])
-            if uniforms is not None:
-                logits = kept(logits if temperature == 1 else logits / temperature, top_k, top_p)
-            drawn = None if uniforms is None else uniforms[active, t]
-            token = _drawn(logits, active, rows) if multinomial else self._choose(logits, drawn)
+            token = draw(logits, active, t)
             token[finished] = self.pad_id
             out[active, t] = token
             finished |= torch.isin(token, self.eos_ids)
@@ -320,14 +315,6 @@ class Decoder:
         """Return cosines and sines of the rotary embedding, (columns, head_dim / 2)."""
         angles = torch.arange(columns, dtype=torch.float32)[:, None] * self._inverse_frequency
         return angles.cos().numpy(), angles.sin().numpy()
-
-    def _choose(self, logits: Tensor, uniforms: Tensor | None) -> Tensor:
-        """Return the next token of each row: greedy, or by inversion of the distribution function."""
-        if uniforms is None:
-            token = torch.empty(len(logits), dtype=torch.int64)
-            _decode_cpu.argmax(logits.numpy(), token.numpy())
-            return token
-        return inverted(logits, uniforms)
 
     def _add_norm(self, x: Tensor, change: Tensor, name: str, owners: np.ndarray) -> Tensor:
         """Add change to x in place; return x / rms(x) * gain, with the gains of each row's member."""

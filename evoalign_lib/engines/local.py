@@ -13,7 +13,6 @@ it has room for. Floating-point results depend on that plan alone, not on the nu
 """
 
 import itertools
-import logging
 import multiprocessing
 import os
 import signal
@@ -34,15 +33,13 @@ from evoalign_lib import noise
 from evoalign_lib._adapters import base_of, dense, not_dense, quantisation_of
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.checks import choose
-from evoalign_lib.engines.base import Engine, Options, Prompts, in_chunks
-from evoalign_lib.engines.decode import Decoder, inverted, kept, product_dtype, rows_are_exact, supports
+from evoalign_lib.engines.base import Engine, Options, Prompts
+from evoalign_lib.engines.decode import Decoder, Draw, greedy, inversion, product_dtype, rows_are_exact, supports
 from evoalign_lib.engines.processes import one_thread, start_worker
 from evoalign_lib.low_rank import Population
 from evoalign_lib.precision import copy_to
 
 __all__ = ["DECODERS", "LocalEngine", "Prompts"]
-
-logger = logging.getLogger(__name__)
 
 DECODERS = ("auto", "loop", "generate")
 LEAST_MEMBERS = 4
@@ -92,16 +89,9 @@ class LocalEngine(Engine):
             raise ValueError(f"decoder='loop' does not cover this model: {reason}. Use decoder='generate'.")
         self.decoder = "generate" if decoder == "generate" or reason else "loop"
         self._dequantised = self.decoder == "loop" and quantisation_of(model) is not None
-        if self._dequantised:
-            logger.info("The base is quantised: the loop multiplies by the float32 weights that its codes stand for.")
         with one_thread():
             loop = self.decoder == "loop"
             self._drop_rows = loop and rows_are_exact(model.config, self._views(self.weights.flat), chunk_rows)
-        if loop and not self._drop_rows:
-            logger.info(  # no warning: it takes time and changes no result
-                "This CPU computes products of few rows otherwise than products of many: rows that have ended are "
-                "computed to the end of their batch."
-            )
         # beside a rounded copy factors that are not rounded would be other members
         self._joins = self.weights.rank > 0 and loop and self._whole and model.dtype == torch.float32
         self._id = next(_IDS)
@@ -132,11 +122,11 @@ class LocalEngine(Engine):
         parts = [(i, members[i : i + n], n, sigma, name, indices, *rest) for i in range(0, len(members), n)]
         return list(itertools.chain(*self._run([("evaluate_together", *part) for part in parts])))
 
-    def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0):
-        def serve(parts):
-            return self._run([("generate_rows", name, chunk, seed, draw, temperature) for chunk, draw in parts])
+    def _at_once(self, rows):
+        return self.chunk_rows
 
-        return in_chunks(self._rows(name, indices, temperature), self.chunk_rows, samples, serve)
+    def _generate(self, parts):
+        return self._run([("generate_rows", *part) for part in parts])
 
     def put_prompts(self, name, prompts):
         super().put_prompts(name, prompts)
@@ -246,23 +236,23 @@ class LocalEngine(Engine):
         """Decode rows of the prompts at once, with transformers if there is no decoder."""
         prompts, options = self.prompts[name], self.options
         ids, mask = (torch.from_numpy(a[indices]) for a in (prompts.ids, prompts.mask))
-        u = None if uniforms is None else torch.from_numpy(uniforms)
+        draw = greedy
+        if uniforms is not None:
+            draw = inversion(torch.from_numpy(uniforms), temperature, options.top_k, options.top_p)
         if decoder is None:
-            return self._transformers_generate(ids, mask, u, temperature)
-        drawn = {"temperature": temperature, "top_k": options.top_k, "top_p": options.top_p}
+            return self._transformers_generate(ids, mask, draw)
         stopped = self.just_stopped if options.stop_strings else None
-        return decoder.generate(ids, mask, self.max_completion_length, u, **drawn, stopped=stopped, owners=owners)
+        return decoder.generate(ids, mask, self.max_completion_length, draw, stopped, owners)
 
     @torch.inference_mode()
-    def _transformers_generate(self, ids, mask, uniforms, temperature):
+    def _transformers_generate(self, ids: Tensor, mask: Tensor, draw: Draw) -> Tensor:
         from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
         options, width = self.options, ids.shape[1]
 
-        def invert(input_ids: Tensor, scores: Tensor) -> Tensor:
-            """Sample by inversion of the distribution function with given numbers, as the loop does."""
-            scores = scores.float() if temperature == 1 else scores.float() / temperature
-            token = inverted(kept(scores, options.top_k, options.top_p), uniforms[:, input_ids.shape[1] - width])
+        def chosen(input_ids: Tensor, scores: Tensor) -> Tensor:
+            """Leave the token that is drawn alone, as the loop draws it."""
+            token = draw(scores.float(), torch.arange(len(scores)), input_ids.shape[1] - width)
             return torch.full_like(scores, -torch.inf).scatter_(1, token[:, None], 0.0)
 
         def stop(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
@@ -272,7 +262,7 @@ class LocalEngine(Engine):
         most, pad = self.max_completion_length, self.tokenizer.pad_token_id
         stated = {"do_sample": False, "num_beams": 1, "max_new_tokens": most, "eos_token_id": self.eos_ids}
         settings = GenerationConfig(**dict(options.generation_kwargs or {}), **stated, pad_token_id=pad)
-        given = {"logits_processor": LogitsProcessorList([] if uniforms is None else [invert])}
+        given = {"logits_processor": LogitsProcessorList([] if draw is greedy else [chosen])}
         given |= {"stopping_criteria": StoppingCriteriaList([stop] if options.stop_strings else [])}
         # generate() fills what the settings leave open from the model's own, such as a ban on repeated n-grams
         network = base_of(self.model)

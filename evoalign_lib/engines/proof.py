@@ -20,8 +20,8 @@ Proof = Sequence[Sequence[tuple[tuple, str]]]
 
 def prove(layout: noise.Layout, master: np.ndarray, proof: Proof) -> None:
     """Compare the masters of vLLM's workers with the run's, byte for byte; the errors are those of `compare`."""
-    shapes = {e.name: (e.rows, e.cols) for e in layout.entries}
-    views = {name: torch.from_numpy(view).reshape(shapes[name]) for name, view in layout.views(master).items()}
+    views = layout.views(torch.from_numpy(master))
+    views = {e.name: views[e.name].reshape(e.rows, e.cols) for e in layout.entries}
     compare(views, proof)
 
 

@@ -25,7 +25,6 @@ import os
 import secrets
 import socket
 import tempfile
-import textwrap
 import time
 import weakref
 from collections import Counter, deque
@@ -39,7 +38,7 @@ import numpy as np
 import torch
 
 from evoalign_lib import models, precision
-from evoalign_lib.engines.base import Engine, Evaluation, in_chunks
+from evoalign_lib.engines.base import Engine, Evaluation
 from evoalign_lib.engines.local import LocalEngine
 from evoalign_lib.engines.processes import default_workers
 from evoalign_lib.engines.proof import WrongWeights, prove
@@ -84,6 +83,7 @@ class RayEngine(Engine):
     """
 
     workers = 0
+    perturbed = Engine._perturbed_elsewhere
 
     def __init__(
         self, model, tokenizer, rewards, prompts, *, workers=None, gpus=0, folder: str | None = None, load=None, **alike
@@ -132,23 +132,17 @@ class RayEngine(Engine):
         tasks = [(f"member {i}{where}", "evaluate", i, *member, *rest) for i, member in enumerate(members)]
         return self._serve(tasks)
 
-    def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0):
-        rows = self._rows(name, indices, temperature)
+    def _at_once(self, rows):
         self._start()
         # transformers: the chunks of `LocalEngine`; vLLM makes batches of its own, the larger the better
-        size = math.ceil(len(rows) / len(self.places)) if self.gpus else self.chunk_rows
+        return math.ceil(rows / len(self.places)) if self.gpus else self.chunk_rows
 
-        def serve(parts):
-            tasks = []
-            for chunk, draw in parts:
-                label = f"prompts {name!r}, rows {chunk[0]} to {chunk[-1]},"
-                tasks.append((label, "generate", self._noise, name, chunk, seed, draw, temperature))
-            return self._serve(tasks)
-
-        return in_chunks(rows, size, samples, serve)
-
-    def perturbed(self, key, sigma):
-        return self._with_noise((int(key), float(sigma)))
+    def _generate(self, parts):
+        tasks = []
+        for name, chunk, *how in parts:
+            label = f"prompts {name!r}, rows {chunk[0]} to {chunk[-1]},"
+            tasks.append((label, "generate", self._noise, name, chunk, *how))
+        return self._serve(tasks)
 
     def put_prompts(self, name, prompts):
         super().put_prompts(name, prompts)
@@ -286,7 +280,8 @@ class RayEngine(Engine):
                 raise error.cause from error  # what was raised there, such as a RewardError
             raise
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
-            place.end = f"{place.process}: {_reason(error)}"
+            # Ray says last why it died, or what was raised as it started
+            place.end = f"{place.process}: {' '.join(str(error).split())[-500:]}"
             if getattr(error, "actor_init_failed", False):
                 raise RuntimeError(
                     f"actor {place.number} cannot start, {place.end}. Every machine of the cluster needs "
@@ -400,9 +395,9 @@ class _Actor:
         """Evaluate a member."""
         return self.engine.evaluate_member(index, Member(key, sign), *rest)
 
-    def generate(self, noise: tuple[int, float] | None, *arguments: Any) -> list[tuple[str, list[int]]]:
-        """Return completions of the weights, with noise, (key, sigma), on them or none."""
-        with self.engine.perturbed(*noise) if noise else nullcontext():
+    def generate(self, noise: tuple[Member, float] | None, *arguments: Any) -> list[tuple[str, list[int]]]:
+        """Return completions of the weights, with noise, a member's key and sigma, on them or none."""
+        with self.engine.perturbed(noise[0].key, noise[1]) if noise else nullcontext():
             return self.engine.generate_rows(*arguments)
 
 
@@ -523,12 +518,3 @@ def _join(workers: int | None, model_bytes: int) -> None:
         **quiet,
     )
     _Cluster._started_here = True
-
-
-def _reason(error: Exception) -> str:
-    """Return why an actor died, from Ray's message, in one line."""
-    text = " ".join(str(error).split())
-    if "creation task" in text:  # the exception stands at the end
-        return text[-500:]
-    _, _, address_and_cause = text.rpartition(" ip: ")
-    return textwrap.shorten(address_and_cause.partition(" ")[2] or text, 200)

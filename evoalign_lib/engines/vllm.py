@@ -35,7 +35,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,6 @@ STATED_OF_ENGINES |= {"worker_extension_cls": "evoalign_lib.engines._vllm_extens
 """Arguments of `vllm.LLM` that every engine has."""
 MOST_MEMBERS = 1 << 20
 """members of a population, at most; each takes 12 bytes in a buffer of every worker"""
-_OF_ADAPTERS = ("enable_lora", "max_lora_rank", "lora_target_modules")
 Layers = Sequence[tuple[str, int, bytes, bytes]]
 """An adapter: name of a layer, rank, and float32 A (rank, inputs) and scaling * B (outputs, rank), row by row"""
 
@@ -144,7 +143,7 @@ class Generator:
         stated = STATED_OF_ENGINES | {"model": folder, "dtype": str(dtype).removeprefix("torch.")}
         stated |= {"max_model_len": max_model_len, "tensor_parallel_size": tensor_parallel}
         if adapter is not None:
-            stated |= dict(zip(_OF_ADAPTERS, (True, *adapter), strict=True))
+            stated |= {"enable_lora": True, "max_lora_rank": adapter[0], "lora_target_modules": adapter[1]}
         if on_cpu:  # a prompt computed in parts would need a random generator that can go back
             stated["enable_chunked_prefill"] = False
         if tensor_parallel == 1:
@@ -316,20 +315,19 @@ class VLLMDecoding(Decoding):
 
     generator: Generator
 
-    def perturbed(self, key: int, sigma: float) -> AbstractContextManager[None]:
-        """Do what `Engine.perturbed` does, where the generator is."""
-        return self._with_noise((Member(key), sigma))
+    perturbed = Decoding._perturbed_elsewhere
 
     def _numbers(self, key, rows, sample):
         return np.array([sample_seed(key, int(row), sample) for row in rows], np.int64)
 
-    def _all_rows(self, name: str, rows: np.ndarray, samples: int, seed: int, temperature: float) -> list[list]:
-        """Return what `Engine.generate` does, all samples at once: the larger vLLM's batches, the better."""
-        if not samples:
-            return [self._decode(name, rows, None, temperature)]
-        seeds = np.concatenate([self._seeded(name, rows, seed, draw) for draw in range(samples)])
-        done = self._decode(name, np.tile(rows, samples), seeds, temperature)
-        return [done[draw * len(rows) : (draw + 1) * len(rows)] for draw in range(samples)]
+    def _generate(self, parts):
+        """See `Engine._generate`: all parts, which are samples of the same rows, in one batch of vLLM's."""
+        if not parts:
+            return []
+        (name, rows, seed, first, temperature), n = parts[0], len(parts)
+        seeds = None if first is None else np.concatenate([self._seeded(name, rows, seed, i) for i in range(n)])
+        done = self._decode(name, np.tile(rows, n), seeds, temperature)
+        return [done[i * len(rows) : (i + 1) * len(rows)] for i in range(n)]
 
     def _write(self, member: tuple[Member, float] | None) -> None:
         """Write the weights that decode next: a member's, or None: the weights themselves."""
@@ -421,9 +419,9 @@ class VLLMEngine(VLLMDecoding, Engine):
         with self._ended_by_interrupts():
             return [self.evaluate_member(i, member, *rest) for i, member in enumerate(members)]
 
-    def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0):
+    def _generate(self, parts):
         with self._ended_by_interrupts():
-            return self._all_rows(name, self._rows(name, indices, temperature), samples, seed, temperature)
+            return super()._generate(parts)
 
     @contextmanager
     def _ended_by_interrupts(self) -> Iterator[None]:
@@ -595,9 +593,6 @@ class PushedEngine(VLLMDecoding, Engine):
     @property
     def plan(self):
         return _plan(self.model.dtype, 1, exact=False)
-
-    def generate(self, name, indices=None, *, samples=0, seed=0, temperature=1.0):
-        return self._all_rows(name, self._rows(name, indices, temperature), samples, seed, temperature)
 
     def _decode(self, name, rows, numbers, temperature, member=None):
         n, own = processes.world_size(), np.arange(processes.rank(), len(rows), processes.world_size())

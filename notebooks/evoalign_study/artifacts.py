@@ -319,16 +319,15 @@ def _claims_of_the_field(verdicts: Sequence[Verdict]) -> str:
 def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path | None = None) -> Iterator[str]:
     """Compare the committed records with their index, and the committed artefacts with what is drawn from them now.
 
-    First, and fast, the indices are checked (`record_problems`) and the lock of the claims (`claims.lock_problems`).
-    Then each notebook is executed as committed, by this interpreter, into a temporary folder;
-    runs without a record are named and not made. Compared, byte for byte, are csv, tex and json, the notebook's part of
-    the manifest, and the table of claims, which the README holds, too. Pictures, and the outputs of notebooks, must be
-    those whose SHA-256 the manifest keeps; a picture may also be the one just drawn.
+    First, and fast, the indices are checked (`record_problems`) and the lock of the claims (`claims.lock_problems`);
+    where they have a problem nothing is drawn. Then each notebook is executed as committed, by this interpreter, into a
+    temporary folder; runs without a record are named and not made. Compared, byte for byte, are csv, tex and json, the
+    notebook's part of the manifest, and the table of claims, which the README holds, too. Pictures, and the outputs of
+    notebooks, must be those whose SHA-256 the manifest keeps; a picture may also be the one just drawn.
 
     Args:
         notebooks: names without suffix; None for all that have committed records (then stray files are reported too).
-        write: put what was drawn, pictures too, in the place of the committed artefacts instead of comparing. Nothing
-            is drawn from records that do not match their index.
+        write: put what was drawn, pictures too, in the place of the committed artefacts instead of comparing.
         drawn: a folder into which the notebooks have been drawn already, as by nbval with EVOALIGN_ARTIFACTS: nothing
             is executed, and whether notebooks or records changed since then is not seen.
 
@@ -337,17 +336,14 @@ def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path 
 
     Raises:
         FileNotFoundError: a named notebook without committed records.
+        ValueError: claims or their lock cannot be read, or the claims cannot be judged by the records.
     """
     committed = [path.parent.name for path in record_files("tiny")]
     if missing := sorted(set(notebooks or []) - set(committed)):
         raise FileNotFoundError(f"no paper/results/{missing[0]}/tiny.jsonl; there are: {', '.join(committed)}")
-    unlike = record_problems()
-    try:
-        unlike += claims.lock_problems()
-    except ValueError as error:  # claims or lock that cannot be read
-        unlike.append(str(error))
+    unlike = [*record_problems(), *claims.lock_problems()]
     yield from unlike
-    if unlike and write:
+    if unlike:
         return
     chosen = notebooks or committed
     with tempfile.TemporaryDirectory() as folder:
@@ -360,13 +356,7 @@ def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path 
                 _adopt(notebook, place)
             else:
                 yield from _compare(notebook, place)
-    try:
-        verdicts = claims.evaluate_all("tiny")
-    except Exception as error:
-        if not (unlike or isinstance(error, ValueError)):  # damaged records, or claims that cannot be judged by them
-            raise
-        yield f"the claims cannot be judged: {type(error).__name__}: {error}"
-        return
+    verdicts = claims.evaluate_all("tiny")
     if write:
         render_readme_block(save_claims(verdicts, paths.GENERATED))
         return

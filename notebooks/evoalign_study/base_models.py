@@ -1,7 +1,7 @@
 """The models of runs: the base that a spec names, what evaluates it, and its KL from what it becomes.
 
 A user's own file of questions enters a spec by its digest alone, and so does a user's own end of training, and a model
-behind an address. The process that made the spec remembers where they are (`know_file`, `know_end`, `know_address`),
+behind an address. The process that made the spec remembers where they are (`know_file`, `know_end`, `know_files`),
 and tells the processes that it starts (`known_files`).
 """
 
@@ -169,7 +169,7 @@ def known_files() -> dict[str, str]:
 
 
 def know_files(known: Mapping[str, str]) -> None:
-    """Take over what another process knows (`known_files`)."""
+    """Remember digest -> path or address: what another process knows (`known_files`), or where a server has a model."""
     _FILES.update(known)
 
 
@@ -203,16 +203,6 @@ def place_of(digest: str) -> Path:
     now = _digest(Path(known))
     require(now == digest, f"{known} has changed: its SHA-256 is {now}, not {digest}. Restore it, or make new specs.")
     return Path(known)
-
-
-def know_address(digest: str, url: str) -> None:
-    """Remember at which address a model is, whose digest is what it says of itself."""
-    _FILES[digest] = url
-
-
-def address_of(digest: str) -> str | None:
-    """Return the address of a model that specs name by its digest; None where this process was told none."""
-    return _FILES.get(digest)
 
 
 def know_end(path: str | os.PathLike[str]) -> str:

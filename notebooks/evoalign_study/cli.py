@@ -121,7 +121,7 @@ def claims(
         verdicts = [verdict for verdict in claims.evaluate_all() if verdict.id in chosen]
     if as_json:
         found = json.dumps([dataclasses.asdict(verdict) for verdict in verdicts], default=lambda number: number.item())
-        plain = records.without_nonfinite(json.loads(found), "", [])  # as JSON that every parser reads
+        plain = records.plain_json(found)  # as JSON that every parser reads
         typer.echo(json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False))
         return
     for v in verdicts:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evoalign_lib.analysis import hacking
+from evoalign_lib.checks import require
 from evoalign_study.records import Record, unpack_bits
 
 SAMPLES = 2
@@ -56,8 +57,7 @@ def right_at(
     Raises:
         ValueError: both levels or none, or a record without the curves of the task.
     """
-    if (at_proxy is None) == (at_kl is None):
-        raise ValueError(f"at_proxy={at_proxy}, at_kl={at_kl}: give one of the two.")
+    require((at_proxy is None) != (at_kl is None), f"at_proxy={at_proxy}, at_kl={at_kl}: give one of the two.")
     axis, level = ("kl", at_kl) if at_proxy is None else (f"proxy_{decoding}", at_proxy)
     values, bits = _of_curve(record, axis), _of_curve(record, f"right_bits_{decoding}")
     reached = np.flatnonzero(np.array(values, np.float64) >= level)
@@ -68,10 +68,9 @@ def right_at(
 
 
 def _of_curve(record: Record, name: str) -> list:
-    try:
-        return record["curve"][name]
-    except KeyError as error:
-        raise ValueError(f"the record's curve has no {error}: select training runs of the conciseness task") from error
+    curve = record.get("curve", {})
+    require(name in curve, f"the record's curve has no {name!r}: select training runs of the conciseness task")
+    return curve[name]
 
 
 class MapCell(NamedTuple):
@@ -116,10 +115,8 @@ def breaking_sigma(base: Record) -> float:
     half = base["test"]["greedy"] / 2
     if not shares[0] > half > shares[-1]:
         left = f"sigma {sigmas[0]:g} leaves {shares[0]:.2f} right, {sigmas[-1]:g} {shares[-1]:.2f}"
-        warnings.warn(
-            f"the sigma that halves the base's right answers was not reached: {left}, and half of the base's "
-            f"{2 * half:.2f} is not between them. It is NaN, and no line is drawn there.",
-            stacklevel=2,
-        )
+        between = f"half of the base's {2 * half:.2f} is not between them. It is NaN, and no line is drawn there."
+        missed = f"the sigma that halves the base's right answers was not reached: {left}, and {between}"
+        warnings.warn(missed, stacklevel=2)
         return math.nan
     return float(np.exp(np.interp(-half, -shares, np.log(sigmas))))

@@ -257,9 +257,8 @@ def effects_table(run: SimpleNamespace, records: Records) -> DataFrame:
     rows = []
 
     def add(words: str, found: Effects, form: str, values: list[list[np.ndarray]]) -> None:
-        heads = {"effect of the rollouts": found.rows, "effect of the update": found.columns}
-        heads |= {"interaction": found.interaction}
-        rows.append({"quantity": words} | {h: stated(x, form) for h, x in heads.items()} | _variance(values))
+        each = zip(("effect of the rollouts", "effect of the update", "interaction"), found[:3], strict=True)
+        rows.append({"quantity": words} | {head: stated(effect, form) for head, effect in each} | _variance(values))
 
     def of_runs(asked: Measured, group: str) -> np.ndarray:
         solved = coverage.pass_at(chances(records, group, asked.at), asked.within)
@@ -282,8 +281,8 @@ def _variance(values: list[list[np.ndarray]]) -> dict[str, str]:
     if np.ptp(np.concatenate([cell for row in values for cell in row])) == 0:  # a few steps may change nothing
         return {f"variance: {name}": "none" for name in names.values()} | {"p of rollouts, update": ""}
     parted = stats.two_way(values)
-    words = {f"variance: {name}": f"{100 * getattr(parted, part).share:.0f}" for part, name in names.items()}
-    return words | {"p of rollouts, update": f"{parted.rows.p:.2g}, {parted.columns.p:.2g}"}
+    words = {f"variance: {name}": f"{100 * parted[part].share:.0f}" for part, name in names.items()}
+    return words | {"p of rollouts, update": f"{parted['rows'].p:.2g}, {parted['columns'].p:.2g}"}
 
 
 # ---- one after the other

@@ -52,9 +52,8 @@ def spent(es: Any) -> dict[str, Any]:
     # a forward pass costs 2 floating-point operations per parameter and token; attention products are left out
     tokens = budget["prompt_tokens"] + budget["generated_tokens"]
     tokens *= es.passes if isinstance(es, WeightedTrainer) else 1
-    d = es.engine.layout.d
-    if _adapters.is_adapted(es.model):  # of which the frozen base computes, too
-        d = sum(p.numel() for p in es.model.parameters())
+    # of a model with an adapter the frozen base computes, too
+    d = sum(p.numel() for p in es.model.parameters()) if _adapters.is_adapted(es.model) else es.engine.layout.d
     return training.with_warm_start(budget | {"forward_flops": 2 * d * tokens}, es.warm_start_cost)
 
 
@@ -70,18 +69,16 @@ def trainer(
         kind: the trainer, or a subclass that watches its own steps.
         **changed: of the trainer's configuration.
     """
-    measure, (model, tokenizer, sets) = measures.get(spec["task"]), world
+    measure, (model, tokenizer, sets) = measures.of(spec), world
     general = {"report_to": "none", "save_strategy": "no"} | changed
     progress = training.Progress(None if general["save_strategy"] == "no" else folder)
     curve = training.curve_callback(spec, sets, progress, lambda: (made.engine, spent(made)))
-    where: dict[str, Any] = {"workers": 1}
-    if not base_models.is_local(spec):
-        where = {k: spec[k] for k in base_models.ENGINE_FIELDS if k in spec}
+    local, essa = base_models.is_local(spec), issubclass(kind, ESSATrainer)
+    where = {"workers": 1} if local else {k: spec[k] for k in base_models.ENGINE_FIELDS if k in spec}
+    if "warm_rows" in spec and not (local or essa):  # fine-tuned here, before there is a trainer
+        model, _ = models.load(model, tokenizer, base_models.loaded_as(spec))
+    elif not local:
         where["model_init_kwargs"] = {"dtype": "bfloat16"}
-        if "warm_rows" in spec and not issubclass(kind, ESSATrainer):  # fine-tuned here, before there is a trainer
-            del where["model_init_kwargs"]
-            model, _ = models.load(model, tokenizer, base_models.loaded_as(spec))
-    essa = issubclass(kind, ESSATrainer)
     named = ("seed", "population_size", "sigma", "prompts_per_step", "max_completion_length")
     named += ("leading_share",) if essa else ("alpha", "rank", "anchor_decay")
     settings = {"max_steps": spec["steps"], "disable_tqdm": True} | where | general
@@ -122,7 +119,7 @@ def _over_loaded_base(spec: Spec, found: Any) -> dict[str, Any]:
             parameter.copy_(searched[name])
     with closing(training.evaluation_engine(spec, measured, tokenizer, sets)) as engine:
         training.take_weights(engine, model)
-        tested = measures.get(spec["task"]).outcome(spec, engine, sets)["test"]
+        tested = measures.of(spec).outcome(spec, engine, sets)["test"]
         return {name: value for name, value in tested.items() if not name.endswith("_counts")}
 
 

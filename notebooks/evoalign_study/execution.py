@@ -1,8 +1,8 @@
 """Notebooks executed: into a folder, to check what they draw, or in place; and whether outputs come from their sources.
 
-`execute` writes into the metadata of a notebook which commit it was executed at, and digests of the code cells, which
-`stale` compares with what is there now. What a change of any module makes of texts and numbers is found by `verify`,
-which draws them again.
+`execute` writes into the metadata of a notebook which commit it was executed at, and the digests of its code cells
+(`digests`): a test compares them with the cells that are there now. What a change of any module makes of texts and
+numbers is found by `verify`, which draws them again.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def execute(notebook: str, folder: Path) -> None:
     """Execute a notebook in place, its artefacts into a folder; what has no record is run.
 
     The notebook is written anew only if all cells ran: without the times of execution, with the pieces of a cell's
-    stream joined, and with what `stale` compares.
+    stream joined, and with the commit and the digests of its cells.
 
     Raises:
         FileNotFoundError: a notebook that is not there.
@@ -68,21 +68,8 @@ def execute(notebook: str, folder: Path) -> None:
         raise ValueError(failure)
     for cell in content.cells:
         cell.metadata = {name: value for name, value in cell.metadata.items() if name == "tags"}
-    content.metadata["evoalign"] = {"commit": provenance.commit(), "cells": _digests(content)}
+    content.metadata["evoalign"] = {"commit": provenance.commit(), "cells": digests(content)}
     replace_text(path, nbformat.writes(content) + "\n")
-
-
-def stale(content: NotebookNode) -> list[str]:
-    """Return which code cells of a notebook were edited since it was executed.
-
-    Raises:
-        KeyError: a notebook that `execute` did not write.
-    """
-    kept, now = content.metadata["evoalign"]["cells"], _digests(content)
-    if len(kept) != len(now):
-        return [f"{len(now)} code cells, {len(kept)} when it was executed"]
-    cells = enumerate(zip(kept, now, strict=True), 1)
-    return [f"code cell {number} was edited since" for number, (one, other) in cells if one != other]
 
 
 def outputs_digest(path: Path) -> str | None:
@@ -94,8 +81,8 @@ def outputs_digest(path: Path) -> str | None:
     return hashlib.sha256(canonical_json(shown).encode()).hexdigest() if any(shown) else None
 
 
-def _digests(content: NotebookNode) -> list[str]:
-    """Return the digest of each code cell."""
+def digests(content: NotebookNode) -> list[str]:
+    """Return the digest of each code cell of a notebook."""
     return [hashlib.sha256(c.source.encode()).hexdigest()[:16] for c in content.cells if c.cell_type == "code"]
 
 

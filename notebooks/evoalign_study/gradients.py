@@ -84,7 +84,7 @@ def _train(
         engine.settings["gpu_memory_utilization"] = preflight.colocated_share(spec)
     settings |= training.reports(spec, lasting) | {"disable_tqdm": True, "logging_steps": 1} | _device(spec)
     args = grpo.config(spec["arm"], output_dir=str(place), **settings)
-    reward = grpo.random_reward(spec["seed"]) if arm.reward == "random" else measures.get(spec["task"]).reward(spec)
+    reward = grpo.random_reward(spec["seed"]) if arm.reward == "random" else measures.of(spec).reward(spec)
     written = None  # who writes the completions instead of the model itself
     if arm.rollouts != "own":
         own = spec["arm"], spec["seed"], spec["sigma"], spec["num_generations"]
@@ -157,7 +157,7 @@ def fine_tune(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) 
         samples = rollouts.greedy_answers(engine, ["train"], key, spec["sigma"], spec["num_generations"])["train"]
     else:
         samples = engine.generate("train", samples=spec["num_generations"], seed=spec["seed"])
-    good = measures.get(spec["task"]).imitated(spec, sets["train"], samples)
+    good = measures.of(spec).imitated(spec, sets["train"], samples)
     pairs = [
         (prompts.ids[i][prompts.mask[i] == 1].tolist(), ids)
         for row, goods in zip(samples, good, strict=True)

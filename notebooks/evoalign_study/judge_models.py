@@ -7,7 +7,7 @@ and a name there ("http://localhost:8000/v1#Qwen/Qwen2.5-7B-Instruct"). It is as
 
 A spec names each by its name, by what it computes with (digest) and by where it is (`at`). Of a server the first two
 are what it says of itself. Addresses are in no spec: the process that made it remembers them
-(`base_models.know_address`).
+(`base_models.know_files`).
 
 The environment variables EVOALIGN_SCORER_KEY and OPENAI_API_KEY hold the keys of servers and endpoints, if they need
 any.
@@ -124,7 +124,7 @@ def _scorer(role: str, name: str, settings: Settings) -> Model:
         if _is_address(name):
             identity = _identity(name)
             digest = reward_models.fingerprint(identity)
-            base_models.know_address(digest, name)
+            base_models.know_files({digest: name})
             return Model(role, "scorer", identity["name"], digest, SERVER, "")
         text = settings.get(f"{role}_text") or None
         text = reward_models.check(name, text, settings.get("scorer_max_length") or None)
@@ -152,7 +152,7 @@ def _judge(name: str, settings: Settings) -> Model:
     endpoint = Endpoint(called, url, max_tokens=settings["judge_tokens"])
     _check_endpoint(endpoint)
     digest = spec_hash(endpoint.identity())
-    base_models.know_address(digest, url)
+    base_models.know_files({digest: url})
     return Model("held_out", "chat", called, digest, ENDPOINT, "")
 
 
@@ -189,7 +189,7 @@ def _device(settings: Settings) -> str:
 
 def _weights(one: Model) -> str:
     """What identifies a model's weights, whoever serves them."""
-    return _identity(base_models.address_of(one.digest))["weights"] if one.at == SERVER else one.digest
+    return _identity(_address(one))["weights"] if one.at == SERVER else one.digest
 
 
 def _check_read(loaded: Sequence[Model], settings: Settings) -> None:
@@ -263,7 +263,7 @@ def _opened(one: Model, dtype: str | None, max_length: int | None, address: str 
 
 
 def _address(one: Model) -> str:
-    if (address := base_models.address_of(one.digest)) is None:
+    if (address := base_models.known_files().get(one.digest)) is None:
         unknown = f"the {one.role} model {one.name!r} ({one.digest}): this process was not told its address"
         raise FileNotFoundError(f"{unknown}. Make the specs again with it.")
     return address

@@ -38,14 +38,8 @@ presets, TINY, SMOKE, FULL = runs.scales(
 )
 PUBLISHED = {name: FULL[name] for name in ("sigma", "alpha")}
 """Sigma and alpha of Qiu et al. (arXiv 2509.24372), which scale full takes over."""
-ARITHMETICS = [
-    ("master", "gaussian", "reward"),
-    ("inplace", "gaussian", "reward"),
-    ("inplace", "tied", "reward"),
-    ("master", "gaussian", "random"),
-    ("inplace", "gaussian", "random"),
-    ("kahan", "gaussian", "random"),
-]
+ARITHMETICS = [(*how, "reward") for how in (("master", "gaussian"), ("inplace", "gaussian"), ("inplace", "tied"))]
+ARITHMETICS += [(precision, "gaussian", "random") for precision in ("master", "inplace", "kahan")]
 """The rows of section 9: precision, noise and fitness. With random fitness sigma and alpha are the published ones."""
 
 
@@ -144,7 +138,7 @@ _FATE = {"update": "update_cosine", "layers": "layers_cosine", "changed": "resto
 
 
 def audits(records: Records) -> DataFrame:
-    """Return what became of the steps of each audited run, in the order of `ARITHMETICS`.
+    """Return what became of the steps of each audited run, in the order of the records, which is that of `ARITHMETICS`.
 
     Columns: row (of `ARITHMETICS`), precision, noise, fitness, seed, sigma; update and path, the cosines of an update
     and of the whole path with the intended ones, NaN where a run never moved; gain of greedy accuracy in points, NaN
@@ -153,30 +147,28 @@ def audits(records: Records) -> DataFrame:
     """
     before, rows = accuracy_matrix(records["audit base"], "greedy").mean(), []
     for record in records["audit"]:
-        spec, row = record["spec"], {"row": ARITHMETICS.index(_arithmetic(record))}
+        spec = record["spec"]
+        row = {"row": ARITHMETICS.index((spec["precision"], spec["noise"], spec["fitness"]))}
         row |= {name: spec[name] for name in ("precision", "noise", "fitness", "seed", "sigma")}
         row |= {name: record["audit"].get(field, np.nan) for name, field in _FATE.items()}
         gain = 100 * (accuracy_matrix([record], "greedy").mean() - before) if spec["fitness"] == "reward" else np.nan
         rows.append(row | {"path": record["path"]["cosine"][-1], "gain": gain})
     numeric = dict.fromkeys((*_FATE, "path", "gain"), float)
-    return DataFrame(rows).astype(numeric).sort_values("row", kind="stable", ignore_index=True)
+    return DataFrame(rows).astype(numeric)
 
 
 # ---- results
 
-_SETTINGS = ("sigma", "alpha", "population_size", "steps", "prompts_per_step", "test_problems", "audit_seeds")
-
 
 def results(run: SimpleNamespace, records: Records) -> Results:
-    """Return what the notebook found: shares, cosines and kilobytes by name.
+    """Return the settings, and what the notebook found: shares, cosines and kilobytes by name.
 
     Test accuracy before and after each arm on each base, and of ES as a mean over bases (seed k of every base makes one
     unit), with the gain as an interval; the parts of single steps at the population nearest to 30; what a ledger takes;
     and what each arithmetic makes of the steps. What has no runs is left out.
     """
     here, n = run.bases[0], len(run.bases)
-    values: dict[str, Any] = {name: getattr(run, name) for name in _SETTINGS}
-    values |= {"bases": n, "seeds": len(runs.where(records["es"], base=here))}
+    values = vars(run) | {"bases": n, "seeds": len(runs.where(records["es"], base=here))}
     values |= {"completions": max(r["curve"]["completions"][-1] for r in records["es"])}
     for decoding in DECODINGS:
         sides = {}
@@ -211,13 +203,9 @@ def results(run: SimpleNamespace, records: Records) -> Results:
         values |= {f"{field}, {name}": part[field].mean() for field in ("sigma", *_FATE)}
         values |= {f"path, {name}": path.mean(), f"least path, {name}": path.min(), f"most path, {name}": path.max()}
         if part["gain"].notna().all():
-            audited = [r for r in records["audit"] if _arithmetic(r) == ARITHMETICS[place]]
+            audited = [records["audit"][i] for i in part.index]
             values[f"gain, {name}"] = stats.crossed_bootstrap(accuracy_matrix(audited, "greedy"), untrained)
     return values
-
-
-def _arithmetic(record: Record) -> tuple[str, ...]:
-    return tuple(record["spec"][name] for name in ("precision", "noise", "fitness"))
 
 
 # ---- words

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -95,10 +95,8 @@ DECODED = ("base", "es", "grpo")
 
 def equal_flops_step(es: Sequence[Record], grpo: Sequence[Record]) -> int:
     """Return the last step by which no ES run has spent more forward FLOPs than any GRPO run spends in all."""
-    least, curves_ = min(r["budget"]["forward_flops"] for r in grpo), [r["curve"] for r in es]
-    steps = np.arange(es[0]["spec"]["steps"] + 1)
-    spent = [np.interp(steps, curve["step"], curve["forward_flops"]) for curve in curves_]
-    return min(int(np.searchsorted(flops, least, side="right")) - 1 for flops in spent)
+    least = min(r["budget"]["forward_flops"] for r in grpo)
+    return int(min(np.interp(least, r["curve"]["forward_flops"], r["curve"]["step"]) for r in es))
 
 
 def of_tiny_world(run: SimpleNamespace) -> tuple[str, dict[str, Any]]:
@@ -165,21 +163,13 @@ def label_of(records: Records, group: str) -> str:
 # ---- tidy frames
 
 
-class Axis(NamedTuple):
-    """A budget: the unit of tables, its name in sentences and figures, and its name with the unit in tables."""
-
-    unit: float
-    words: str
-    head: str
-
-
 AXES = {
-    "completions": Axis(1e3, "completions", "completions, thousands"),
-    "generated_tokens": Axis(1e6, "generated tokens", "tokens, millions"),
-    "forward_flops": Axis(1e12, "forward FLOPs", "FLOPs, 1e12"),
-    "core_seconds": Axis(1, "core-seconds", "core-seconds"),
+    "completions": SimpleNamespace(unit=1e3, words="completions", head="completions, thousands"),
+    "generated_tokens": SimpleNamespace(unit=1e6, words="generated tokens", head="tokens, millions"),
+    "forward_flops": SimpleNamespace(unit=1e12, words="forward FLOPs", head="FLOPs, 1e12"),
+    "core_seconds": SimpleNamespace(unit=1, words="core-seconds", head="core-seconds"),
 }
-"""The axes of budget, by their key in the records."""
+"""The axes of budget, by their key in the records: the unit of tables, and names in sentences and in tables."""
 SETTINGS = {"sigma": "noise sigma", "alpha": "step alpha", "learning_rate": "learning rate", "beta": "KL weight beta"}
 """Setting -> its name on the axes of maps and in tables."""
 
@@ -367,7 +357,7 @@ EFFECTS = {
 def results(
     run: SimpleNamespace, records: Records, before: Sequence[Record], decided: Mapping[str, Results]
 ) -> Results:
-    """Return what the notebook found, by name; accuracies are shares.
+    """Return the settings, and what the notebook found, by name; accuracies are shares.
 
     GROUP on BASE, DECODING is test accuracy, "gain of" it the difference from the base; on the first base "on BASE" is
     left out. Beside these: comparisons at equal budgets (`match`, `hindsight`, `larger_alpha`, `to_target`), effects,
@@ -379,7 +369,7 @@ def results(
         decided: claim -> the intervals of its verdict by label.
     """
     here = run.bases[0]
-    values: dict[str, Any] = {f"{claim}: {name}": x for claim, each in decided.items() for name, x in each.items()}
+    values = vars(run) | {f"{claim}: {name}": x for claim, each in decided.items() for name, x in each.items()}
     for (name, group, base), decoding in product(cells(run, records), DECODINGS):
         after, untrained = (accuracies(records, each, decoding, base) for each in (group, "base"))
         values[f"{name}, {decoding}"] = stats.crossed_bootstrap(after)
@@ -415,14 +405,11 @@ def results(
     values["best of most"] = pd.DataFrame([r["best_of_n"] for r in records["best_of_n"]]).mean().max()
     again = by_temperature(records).query("base == @here")
     values |= {f"{row.group}, t{row.temperature:g} again": row.accuracy / 100 for row in again.itertuples()}
-    values |= {"settings tried": len(records["sweep es"]), "group size": run.grpo_num_generations}
-    values["best of"] = run.best_of
+    values["settings tried"] = len(records["sweep es"])
     for d in DECODINGS:
         ends = {"equivalence": [r["curve"][f"validation_{d}"][-1] for r in before]}
         ends["difference"] = accuracy_matrix(before, d).mean(axis=1)
         values |= {f"pilot {test}, {d}": float(np.std(each, ddof=1)) for test, each in ends.items()}
-    if bias := values.get("C29: k2_relative_bias"):
-        values["KL repeats"] = bias.n
     return values | _words(run, values)
 
 

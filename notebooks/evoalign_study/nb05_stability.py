@@ -12,6 +12,7 @@ from matplotlib import pyplot as plt
 
 from evoalign_lib import arms, tiny
 from evoalign_lib.analysis import curves, stats
+from evoalign_lib.checks import require
 from evoalign_study import loading, plots, style
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.loading import DECODINGS, Group, Groups, Records
@@ -102,22 +103,19 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
 
 def check(run: SimpleNamespace) -> None:
     """Raise ValueError, with the remedy, for settings that fail only after hours, or mean nothing in the end."""
-    sizes, own = run.populations, run.es_population_size
+    seeds, sizes, own = (run.seeds, run.seeds_match, run.seeds_compare), run.populations, run.es_population_size
+    require(1 not in seeds, "one seed per arm has no spread: take 2 or more for seeds, seeds_match and seeds_compare.")
+    rising = len(sizes) == 3 and list(sizes) == sorted({*sizes, own})
+    require(rising, f"populations={sizes}: take three in rising order, the tuned {own} among them.")
     members = [round(run.es_steps * own / N) * N for N in sizes]
-    alone = [f"{what}={vars(run)[what]}" for what in ("prompt_counts", "horizons") if len(vars(run)[what]) == 1]
-    one_seed = 1 in (run.seeds, run.seeds_match, run.seeds_compare)
-    other_sizes = len(sizes) != 3 or list(sizes) != sorted({*sizes, own})
-    apart = max(members) > 1.01 * min(members)
-    wrong = {
-        "one seed per arm has no spread: take 2 or more for seeds, seeds_match and seeds_compare.": one_seed,
-        f"populations={sizes}: take three in rising order, the tuned {own} among them.": other_sizes,
-        f"populations={sizes} evaluate {members} members: take sizes at which these are about equal.": apart,
-        f"{', '.join(alone)}: one value makes no comparison, take two or more, or none.": alone,
-        f"horizons={run.horizons} are for tiny bases: take none.": run.horizons and run.bases[0] not in tiny.BASES,
-        f"bases={run.bases}: take at most three, figures have no look for a fourth.": len(run.bases) > 3,
-    }
-    if found := [remedy for remedy, is_wrong in wrong.items() if is_wrong]:
-        raise ValueError(found[0])
+    remedy = "take sizes at which these are about equal."
+    require(max(members) <= 1.01 * min(members), f"populations={sizes} evaluate {members} members: {remedy}")
+    for name in ("prompt_counts", "horizons"):
+        given = vars(run)[name]
+        require(len(given) != 1, f"{name}={given}: one value makes no comparison, take two or more, or none.")
+    in_tiny_world = run.bases[0] in tiny.BASES
+    require(in_tiny_world or not run.horizons, f"horizons={run.horizons} are for tiny bases: take none.")
+    require(len(run.bases) <= 3, f"bases={run.bases}: take at most three, figures have no look for a fourth.")
 
 
 def tuned(run: SimpleNamespace, of: Records, arm: str) -> dict[str, float]:
@@ -257,13 +255,8 @@ def never_falling(run: SimpleNamespace, of: Records, arm: str, samples: int = 4,
     return np.array([curves.largest_drawdown(line) for line in noisy])
 
 
-def score(record: Record) -> float:
-    """Return the score of a sweep: greedy validation accuracy, mean of the last three points, in %."""
-    return 100 * float(np.mean(record["curve"]["validation_greedy"][-3:]))
-
-
 def map_cells(of: Records, arm: str) -> pd.DataFrame:
-    """Return a row per setting of an arm's map: mean, spread and range of `score`, failed runs, runs."""
+    """Return a row per setting of an arm's map: mean, spread and range of the score, failed runs, runs."""
     runs = frame(of, [f"{arm} map"])
     columns = {"mean": ("score", "mean"), "std": ("score", "std"), "low": ("score", "min"), "high": ("score", "max")}
     columns |= {"failed": ("outcome", lambda ended: (ended == "failed").sum()), "runs": ("score", "size")}
@@ -334,15 +327,14 @@ def slopes(of: Records, counts: Sequence[int]) -> dict[str, stats.Interval]:
 
 
 def results(run: SimpleNamespace, of: Records) -> Results:
-    """Return what the answers, the tables and the paper quote, by name; what a scale has no runs for is missing.
+    """Return the settings, and what answers, tables and paper quote, by name; what a scale has no runs for is missing.
 
     Accuracies in %, falls and gains in points; intervals are shares, but those of a "spread" are ratios. Of "regret",
     "regret if ties keep", "slope" and "change to" another horizon there is one of each arm, and of the "difference".
     """
     elsewhere, size = run.bases[1:], run.es_population_size
-    found: Results = {"seeds": len(of["es"]), "few seeds": run.seeds_compare, "level": 100 * run.matched_mean}
-    found |= {"map seeds": len(map_seeds(run)), "population": size, "contenders": run.transfer_size}
-    found |= {"replayed": sum(r["ledger"]["replay_error"] == 0 for r in of["es"]), "first base": run.bases[0]}
+    found: Results = vars(run) | {"seeds": len(of["es"]), "map seeds": len(map_seeds(run)), "first base": run.bases[0]}
+    found |= {"replayed": sum(r["ledger"]["replay_error"] == 0 for r in of["es"]), "level": 100 * run.matched_mean}
     for arm in ARMS:
         cells, own = map_cells(of, arm), accuracy_matrix(of[arm])
         found |= {f"{arm} std": 100 * own.mean(axis=1).std(ddof=1), f"{arm} fall": 100 * drawdowns(of, arm).mean()}
@@ -364,8 +356,7 @@ def results(run: SimpleNamespace, of: Records) -> Results:
     for place, (N, right) in zip(("small", "middle", "large"), sizes.items(), strict=True):
         found |= {f"{place} population": N, f"{place} population greedy": 100 * right.mean()}
         if N != size:
-            apart = found[f"{place} population apart"] = stats.crossed_bootstrap(sizes[size], right)
-            minus.append(f"N = {size} minus N = {N} is {stated(apart)} points")
+            minus.append(f"N = {size} minus N = {N} is {stated(stats.crossed_bootstrap(sizes[size], right))} points")
     found["populations apart"] = listed(minus)
     sides: dict[str, dict[str, stats.Interval]] = {"slope": slopes(of, run.prompt_counts)}
     if elsewhere:
@@ -397,16 +388,18 @@ def sides_rows(found: Results, names: Mapping[str, str], one: str, other: str) -
     return pd.DataFrame(rows)
 
 
-_FIELDS = ("arm", "base", "seed", "sigma", "alpha", "learning_rate", "beta")
-_FIELDS += ("population_size", "unique_prompts", "filler_steps")
+_FIELDS = "arm base seed sigma alpha learning_rate beta population_size unique_prompts filler_steps".split()
 
 
 def frame(of: Records, groups: Iterable[str], **labels: Any) -> pd.DataFrame:
-    """Return one row per run: the fields of its spec, how it ended and, in %, its accuracy on the test set."""
+    """Return one row per run: the fields of its spec, how it ended and, in %, its score and its test accuracy.
+
+    The score is that by which sweeps choose (`arms.ranked`).
+    """
     rows = []
     for r in (r for group in groups for r in of[group]):
         tested = {decoding: 100 * r["test"][decoding] for decoding in DECODINGS} if "test" in r else {}
-        measured = {"outcome": outcome(r), "score": score(r), "reward": r["curve"]["reward"][-1]}
+        measured = {"outcome": outcome(r), "score": 100 * arms.ranked([r])[0][0], "reward": r["curve"]["reward"][-1]}
         rows.append({name: r["spec"].get(name) for name in _FIELDS} | measured | tested | labels)
     return pd.DataFrame(rows)
 
@@ -475,9 +468,8 @@ def figure_seeds(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.Data
 
 def figure_drawdowns(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
     """Draw the worst run of each arm below its running maximum, and every drawdown, in points."""
-    fell, worst = frame(of, ARMS, panel="drawdown"), []
-    for decoding in DECODINGS:
-        fell[decoding] = np.concatenate([100 * drawdowns(of, arm, decoding) for arm in ARMS])
+    falls = {d: 100 * np.concatenate([drawdowns(of, arm, d) for arm in ARMS]) for d in DECODINGS}
+    fell, worst = frame(of, ARMS, panel="drawdown").assign(**falls), []
     for arm in ARMS:
         curve = of[arm][int(drawdowns(of, arm).argmax())]["curve"]
         line = 100 * np.array(curve["validation_greedy"])
@@ -495,9 +487,8 @@ def figure_drawdowns(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
 
 def _draw_ends(ax: plt.Axes, runs: pd.DataFrame) -> None:
     """Draw runs as dots, both arms side by side for each decoding."""
-    for name in DECODINGS:
-        sides = list(runs.assign(shown=runs[name]).groupby("arm"))
-        plots.strip(ax, {style.STROKES[d].label: sides if d == name else [] for d in DECODINGS}, "shown")
+    sides = {style.STROKES[d].label: list(runs.assign(shown=runs[d]).groupby("arm")) for d in DECODINGS}
+    plots.strip(ax, sides, "shown")
 
 
 def _with_legend(fig: plt.Figure, n: int, base: bool = False) -> plt.Figure:

@@ -3,10 +3,8 @@
 Its sections on rollouts and updates, and on one arm after the other, are in `evoalign_study.coverage_factors`.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +22,7 @@ from evoalign_study.kinds.decode import sampled_specs
 from evoalign_study.kinds.weights import VALIDATED_BY, answers_spec, coverage_spec, perturbed_specs
 from evoalign_study.loading import After, Groups, Records
 from evoalign_study.measures.base import label
-from evoalign_study.records import Record, Spec, ledger_file, unpack_bits, unpack_integers, unpack_probabilities
+from evoalign_study.records import Record, ledger_file, unpack_bits, unpack_integers, unpack_probabilities
 from evoalign_study.results import Results, stated, told
 
 NOTEBOOK = "07_solution_coverage"
@@ -111,25 +109,22 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
     declared[ELSEWHERE] = shared["es"]
     declared |= {arm: factors.on_own_seeds(shared[arm], settings) for arm in TRAINED}
     declared |= factors.cells(settings, records, shared, scale) | factors.composed(settings, records, shared, scale)
-
-    def reach(group: str, *of: Sequence[Record]) -> list[Spec]:
-        """Specs of the base, of the means of notebook 08's runs, or of each run of a group."""
-        chosen = [runs.means(each, settings.mean if group == ELSEWHERE else 1, len(each)) for each in of]
-        ends_ = [weight_cache.end(each) for each in chosen[0]] if chosen else [None]
-        return [coverage_spec(base, end, exact, scale) for end in ends_]
-
-    for measured, group in reached().items():
-        declared[measured] = runs.after(records, [group] if group else [], partial(reach, group))
+    for measured, group in reached().items():  # the base, the means of notebook 08's runs, or each run of a group
+        own = records.get(group, ())
+        each = runs.means(own, settings.mean if group == ELSEWHERE else 1, len(own))
+        models = [weight_cache.end(of_model) for of_model in each] if group else [None]
+        specs = [coverage_spec(base, model, exact, scale) for model in models]
+        declared[measured] = After(specs, (group,) if group else ())
     declared["perturbed"] = perturbed_specs(base, settings.perturbed_sigmas, settings.perturbed_repeats, exact, scale)
-    answering = [group for name, group in reached().items() if group and name != reach_name(MEAN)]
-
-    def first_runs(make: Any, asked: Mapping[str, Any]) -> Any:
-        """Specs of the base, and of the first run of each group."""
-        return lambda *of: [make(base, end, asked, scale) for end in (None, *(weight_cache.end(r[:1]) for r in of))]
-
+    answering = tuple(group for name, group in reached().items() if group and name != reach_name(MEAN))
     many = exact | {"coverage_samples": settings.checked_samples}
-    declared["answers"] = runs.after(records, answering, first_runs(answers_spec, exact))
-    declared["checked"] = runs.after(records, TRAINED, first_runs(coverage_spec, many))
+
+    def firsts(groups: Sequence[str]) -> list[Any]:
+        """The base, and the first run of each group."""
+        return [None, *(weight_cache.end(records[group][:1]) for group in groups if group in records)]
+
+    declared["answers"] = After([answers_spec(base, end, exact, scale) for end in firsts(answering)], answering)
+    declared["checked"] = After([coverage_spec(base, end, many, scale) for end in firsts(TRAINED)], TRAINED)
     sampled = [s for end in (None, *ends(run, records)) for s in sampled_specs(run.bases[0], end, vars(run), run.scale)]
     return declared | {"sampled": After(sampled, (ELSEWHERE,))}
 
@@ -153,11 +148,8 @@ def sampled(run: SimpleNamespace, records: Records) -> dict[str, Sequence[Record
     by_end: dict[str | None, list[Record]] = {}
     for record in records["sampled"]:
         by_end.setdefault(record["spec"].get("end"), []).append(record)
-    names = [run.bases[0], *(Path(end).name for end in run.ends)]
-    if len(names) < len(by_end):
-        names = [f"base {run.bases[0]}", "a run of ES"]
-    twice = {name for name in names if names.count(name) > 1}  # folders of one name: told apart by their place
-    named = [f"{name} ({i})" if name in twice else name for i, name in enumerate(names)]
+    own = run.ends or run.bases[0] not in tiny.SHIPPED
+    named = [run.bases[0], *run.ends] if own else [f"base {run.bases[0]}", "a run of ES"]
     return dict(zip(named, by_end.values(), strict=True))
 
 
@@ -261,10 +253,9 @@ def at_equal_accuracy(run: SimpleNamespace, records: Records) -> Results:
     drawn = np.array([compare(lambda n: rng.multinomial(n, np.full(n, 1 / n)) / n)[1] for _ in range(_RESAMPLES)])
     n, found = min(both.shape[2] for both in solved_at.values()), {}
     for end, level, more, draws in zip(("hot", "cold"), *values, drawn.T, strict=True):
-        without = float(np.isnan(draws).mean())
-        low, high = (np.nan, np.nan) if without == 1 or np.isnan(more) else np.nanpercentile(draws, [2.5, 97.5])
-        found |= {f"{end} level": level, f"{end} more": stats.Interval(more, float(low), float(high), n)}
-        found[f"{end} without"] = without
+        known = [] if np.isnan(more) else draws[~np.isnan(draws)]
+        found |= {f"{end} level": level, f"{end} more": stats.interval_of(more, known, n)}
+        found[f"{end} without"] = float(np.isnan(draws).mean())
     return found
 
 
@@ -419,10 +410,8 @@ def results(run: SimpleNamespace, records: Records) -> Results:
     entries |= {"runs": len(records["es"]), "sigma": best_sigma(run, records)}
     for model in (BASE, "es", "es_sampled", "grpo"):
         entries |= {f"{model} at 1": solved(records, model, "t1"), f"{model} at own": solved(records, model, OWN)}
-    for model in ("es", "grpo"):
-        entries[f"{model} cold"] = change(records, model, "t0.6")
-    for model in ("es", "grpo", "es_random", MEAN):
-        entries[f"{model} change"] = change(records, model, "t1")
+    entries |= {f"{model} cold": change(records, model, "t0.6") for model in ("es", "grpo")}
+    entries |= {f"{model} change": change(records, model, "t1") for model in ("es", "grpo", "es_random", MEAN)}
     entries |= at_equal_accuracy(run, records)
     chance = null(records, "t1")
     entries |= {"null low": chance.low, "null high": chance.high}
@@ -478,12 +467,11 @@ def figure_matched(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, 
         for model, t in product(_CURVES, run.coverage_temperatures)
         for one, many in [[coverage.pass_at(chances(records, model, label(t)), k) for k in (1, SOLVED_WITHIN)]]
     )
-    looks = {model: look | {"markevery": 1, "marker": look["marker"] or "o"} for model, look in _looks(run).items()}
     fig, ax = plt.subplots(figsize=(0.8 * style.PAGE, 3.0))
-    hollow = {model: look | {"ms": 3, "mfc": "white"} for model, look in looks.items()}
-    plots.lines(ax, points, "across", "value", "model", hollow)
-    hot = {model: look | {"ms": 6, "label": None} for model, look in looks.items()}
-    plots.lines(ax, points[points["temperature"] == 1], "across", "value", "model", hot)
+    hollow, full = {"ms": 3, "mfc": "white"}, {"ms": 6, "label": None}
+    for shown, how in ((points, hollow), (points[points["temperature"] == 1], full)):
+        marked = {name: look | {"markevery": 1, "marker": look["marker"] or "o"} for name, look in _looks(run).items()}
+        plots.lines(ax, shown, "across", "value", "model", {name: look | how for name, look in marked.items()})
     ax.set(xlabel="solved by one sample, %", ylabel=f"solved within {SOLVED_WITHIN} samples, %", xlim=(0, None))
     plots.key(fig, ax, 4)
     return fig, points
@@ -517,12 +505,11 @@ def figure_support(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, 
 def figure_training(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw along the runs what is won and lost within 256 samples against the base, at temperature 1."""
     shown = ("es", "es_sampled", "grpo", "dr_grpo", "es_random")
-    curves_of = {arm: [record["curve"] for record in records[arm]] for arm in shown}
     points = concat(
-        DataFrame({"panel": what, "model": name(run, arm), "step": curves[0]["step"]}).assign(
-            value=100 * np.mean([curve[f"{what}_t1"] for curve in curves], axis=0)
+        DataFrame({"panel": what, "model": name(run, arm), "step": records[arm][0]["curve"]["step"]}).assign(
+            value=100 * np.mean([record["curve"][f"{what}_t1"] for record in records[arm]], axis=0)
         )
-        for what, (arm, curves) in product(("won", "lost"), curves_of.items())
+        for what, arm in product(("won", "lost"), shown)
     )
     share = points.assign(share=100 * points["step"] / points.groupby("model")["step"].transform("max"))
     labels = {"xlabel": "steps of the run, %", "ylabel": "validation problems, %", "ylim": (0, None)}

@@ -11,7 +11,7 @@ from matplotlib import pyplot as plt
 from pandas import DataFrame, concat
 
 from evoalign_lib import arms, tiny
-from evoalign_lib.analysis import attenuation, curves, geometry, gram_matrix, stats
+from evoalign_lib.analysis import attenuation, curves, geometry, stats
 from evoalign_study import loading, plots, runs, style, trainers
 from evoalign_study.claims import quantities
 from evoalign_study.claims.quantities import skills
@@ -19,7 +19,7 @@ from evoalign_study.kinds.train import sweep_specs
 from evoalign_study.kinds.weights import merge_specs, products_specs
 from evoalign_study.loading import After, Group, Groups, Records
 from evoalign_study.records import Record, accuracy_matrix, ledger_file
-from evoalign_study.results import Results, stated, told, under
+from evoalign_study.results import Results, stated, under
 
 NOTEBOOK = "08_weight_geometry"
 CLAIMS = ("E5", "E6", "E6b", "E7", "E8", "E9", "E10", "E11", "C20", "C21", "C22", "C23", "C24")
@@ -67,21 +67,14 @@ SHORTER = ("es", "grpo")
 VARIATIONS = ("grpo", "grpo_rounded", "grpo_sgd", "grpo_sgd_rounded")
 """GRPO with either optimiser, and with weights stored as either dtype."""
 PAIRS = (
-    ("es", "grpo"),
-    ("es", "dr_grpo"),
-    ("es", "sft"),
-    ("es", "es_sampled"),
+    *(("es", arm) for arm in ("grpo", "dr_grpo", "sft", "es_sampled")),
     ("es_sampled", "grpo"),
-    ("es", "grpo_sgd"),
-    ("es_sampled", "grpo_sgd"),
-    ("grpo", "dr_grpo"),
-    ("grpo", "grpo_sgd"),
-    ("grpo", "grpo_rounded"),
+    *((arm, "grpo_sgd") for arm in ("es", "es_sampled")),
+    *(("grpo", arm) for arm in ("dr_grpo", "grpo_sgd", "grpo_rounded")),
     ("grpo_sgd", "grpo_sgd_rounded"),
     ("grpo", "sft"),
     *((arm, FIRST_STEP) for arm in ("grpo", "grpo_sgd", "es", "es_sampled")),
-    ("es_random", "grpo"),
-    ("grpo_random", "grpo"),
+    *((arm, "grpo") for arm in ("es_random", "grpo_random")),
 )
 """Arms whose cosine is shown."""
 DECODINGS = tuple(style.STROKES)
@@ -115,10 +108,9 @@ def _factorial(run: SimpleNamespace, records: Records, grpo: Group, scale: str) 
     sweep = sweep_specs("grpo_sgd", run.bases[0], grpo.settings, scale, rates)
     best = arms.ranked(records["sweep grpo_sgd"])[0][1] if "sweep grpo_sgd" in records else rates[0]
     declared: dict[str, Any] = {"sweep grpo_sgd": After(sweep, grpo.after)}
+    by_sgd = grpo._replace(settings=dict(grpo.settings) | best, after=(*grpo.after, "sweep grpo_sgd"))
     for arm in FACTORIAL:
-        own, after = ({}, ()) if arm == "grpo_rounded" else (best, ("sweep grpo_sgd",))
-        how = {"settings": dict(grpo.settings) | own, "after": (*grpo.after, *after)}
-        declared[arm] = grpo._replace(arm=arm, seeds=run.seeds_factorial, **how)
+        declared[arm] = (grpo if arm == "grpo_rounded" else by_sgd)._replace(arm=arm, seeds=run.seeds_factorial)
     step = {"learning_rate": run.first_step_rate, "steps": 1, "prompts_per_step": run.first_step_prompts}
     # in sixteen parts: the completions of all prompts at once would not fit into memory
     step |= {"curve_points": 3, "micro_batch": grpo.settings["num_generations"] * run.first_step_prompts // 16}
@@ -136,9 +128,9 @@ def _varied(run: SimpleNamespace, groups: Mapping[str, Group]) -> dict[str, Grou
     for arm in SHORTER:
         shorter = shorter_names(run, arm, groups[arm].settings["steps"])
         changed |= {name: (arm, {"steps": steps}) for name, steps in shorter.items()}
-    own = {"es_anchored": groups["es"]} | {arm: groups[arm] for arm in SHORTER}
-    few = {"seeds": run.means_of_each, "ledgers": ()}
-    return {name: own[arm]._replace(arm=arm, changes=[change], **few) for name, (arm, change) in changed.items()}
+    few = {arm: groups[arm]._replace(seeds=run.means_of_each, ledgers=()) for arm in SHORTER}
+    few["es_anchored"] = few["es"]
+    return {name: few[arm]._replace(arm=arm, changes=[change]) for name, (arm, change) in changed.items()}
 
 
 def shorter_names(run: SimpleNamespace, arm: str, steps: int) -> dict[str, int]:
@@ -177,8 +169,7 @@ def ends(run: SimpleNamespace, records: Records) -> tuple[str, str, str]:
         ValueError: another number of ends than two.
     """
     if not run.ends:
-        first, second = (str(ledger_file(record)) for record in records["es"][:2])
-        return records["es"][0]["spec"]["base"], first, second
+        return records["es"][0]["spec"]["base"], *(str(ledger_file(record)) for record in records["es"][:2])
     if len(run.ends) != 2:
         raise ValueError(f"ends={run.ends}: give two models that started from {run.bases[0]!r}, or none.")
     return run.bases[0], *run.ends
@@ -194,7 +185,7 @@ def label(arm: str) -> str:
 
 def displacements(records: Records, *names: str) -> geometry.Displacements:
     """Return the products of all runs of some arms, by layer, in their order."""
-    return gram_matrix.gram(records["products"], [run for arm in names for run in records[arm]])
+    return geometry.recorded(records["products"], [run for arm in names for run in records[arm]])
 
 
 def gram_of_two(records: Records, a: str, b: str) -> tuple[np.ndarray, list[int], list[int]]:
@@ -214,14 +205,9 @@ def over_walk(records: Records, arm: str) -> np.ndarray:
     return ratios[~np.isnan(ratios)]
 
 
-def head_shares(records: Records, arm: str) -> np.ndarray:
-    """Return the head's share of the squared displacement of each run over its share of the weights."""
-    return quantities.head_shares(displacements(records, arm))
-
-
-def stay(records: Records, arm: str, dtype: str = "bfloat16") -> np.ndarray:
-    """Return the share of the weights of each run that stay where the base has them, both ends rounded to dtype."""
-    return quantities.unmoved(displacements(records, arm), dtype)
+def stays(records: Records, arm: str) -> stats.Interval:
+    """Return the share of an arm's weights that stay where the base has them, both ends rounded to bfloat16."""
+    return stats.bootstrap_mean(quantities.unmoved(displacements(records, arm), "bfloat16"))
 
 
 def _mean_and_std(values: Sequence[float] | np.ndarray, form: str) -> str:
@@ -235,13 +221,14 @@ def displacement_table(run: SimpleNamespace, records: Records) -> DataFrame:
     """Return a row per arm: norm, norm over the walk's, evenness over layers, the head, and weights that stay."""
     rows = []
     for arm in TRAINED:
+        moved = displacements(records, arm)
         row = {"arm": label(arm), "runs": len(records[arm]), "norm": _mean_and_std(norms(records, arm), ".2f")}
         row["over a walk's"] = _mean_and_std(over_walk(records, arm), ".4f") if trainers.of(arm).has_members else ""
-        row["distance from even"] = _mean_and_std(quantities.unevenness(displacements(records, arm)), ".3f")
-        row["head over its size"] = _mean_and_std(head_shares(records, arm), ".2f")
+        row["distance from even"] = _mean_and_std(quantities.unevenness(moved), ".3f")
+        row["head over its size"] = _mean_and_std(quantities.head_shares(moved), ".2f")
         for dtype in ("float32", "bfloat16"):  # rounding the base moves nearly every weight of it
             counts = dtype == "bfloat16" or style.ARMS[arm].weights == "float32"
-            row[f"stay, {dtype}, %"] = _mean_and_std(100 * stay(records, arm, dtype), ".1f") if counts else ""
+            row[f"stay, {dtype}, %"] = _mean_and_std(100 * quantities.unmoved(moved, dtype), ".1f") if counts else ""
         rows.append(row)
     null = geometry.size_null(displacements(records, "es").entries)
     random = {"arm": "a random direction", "norm": "any", "head over its size": "1.00"}
@@ -254,9 +241,9 @@ def factorial_table(run: SimpleNamespace, records: Records) -> DataFrame:
     return DataFrame(
         {"optimiser": "SGD" if style.ARMS[arm].options.get("optim") == "sgd" else "AdamW"}
         | {"weights": style.ARMS[arm].weights, "learning rate": f"{own[0]['spec']['learning_rate']:g}"}
-        | {"runs": len(own), "stay, bfloat16, % [95 %]": stats.bootstrap_mean(stay(records, arm)).format()}
+        | {"runs": len(own), "stay, bfloat16, % [95 %]": stays(records, arm).format()}
         | {"norm": _mean_and_std(norms(records, arm), ".2f")}
-        | {"head over its size": _mean_and_std(head_shares(records, arm), ".2f")}
+        | {"head over its size": _mean_and_std(quantities.head_shares(displacements(records, arm)), ".2f")}
         | under("{}, % [95 %]", lambda d, own=own: stats.crossed_bootstrap(accuracy_matrix(own, d)).format())
         for arm, own in ((arm, records[arm]) for arm in VARIATIONS)
     )
@@ -277,12 +264,11 @@ def signal(records: Records, arm: str) -> attenuation.Signal:
 
 def signal_table(run: SimpleNamespace, records: Records) -> DataFrame:
     """Return a row per arm: how much of a run is common to all of them."""
-    common = {arm: signal(records, arm) for arm in (*TRAINED, FIRST_STEP) if len(records[arm]) > 1}
     return DataFrame(
         {"arm": label(arm), "runs": len(records[arm]), "common share of |D|^2 [95 %]": stated(own.share, ".4f")}
         | {"norm of the common part": f"{np.sqrt(own.square.value):.2f}" if own.square.value > 0 else "none"}
         | {"norm of the mean": f"{own.mean_norm:.2f}", "cosine of two runs": f"{own.run_cosine:.4f}"}
-        for arm, own in common.items()
+        for arm, own in ((arm, signal(records, arm)) for arm in (*TRAINED, FIRST_STEP) if len(records[arm]) > 1)
     )
 
 
@@ -346,11 +332,10 @@ def equal_gain(run: SimpleNamespace, records: Records) -> list[tuple[int, stats.
 
 def equal_gain_table(run: SimpleNamespace, records: Records) -> DataFrame:
     """Return a row per number of steps of ES: its accuracy and drift, and GRPO's drift where it solves as much."""
-    lengths = zip(equal_gain(run, records), by_steps(run, records, "es"), strict=True)
     return DataFrame(
         {"steps of ES": steps, "runs": len(models), "greedy, %": f"{100 * accuracies(models).mean():.1f}"}
         | {"KL off the task": f"{skills(models, 'kl').mean():.3f}", "GRPO's there, times [95 %]": stated(ratio, ".2f")}
-        for (steps, ratio), (_, models) in lengths
+        for (steps, ratio), (_, models) in zip(equal_gain(run, records), by_steps(run, records, "es"), strict=True)
     )
 
 
@@ -373,14 +358,14 @@ def merged_models(run: SimpleNamespace, records: Records) -> dict[str, Sequence[
 
 def merged_table(run: SimpleNamespace, records: Records) -> DataFrame:
     """Return a row per kind of merged model: norm, accuracy under each decoding, KL on the task and off it, skills."""
-    rows = []
-    for name, models in merged_models(run, records).items():
-        row = {"model": name, "models": len(models), "norm": f"{np.mean([r['norm'] for r in models]):.2f}"}
-        row |= {f"{style.STROKES[d].label}, %": f"{100 * accuracies(models, d).mean():.1f}" for d in DECODINGS}
-        on_task = np.mean([r["kl_policy_base"]["exact_nats_per_token"] for r in models])
-        row |= {"KL on the task": f"{on_task:.4f}", "KL off the task": f"{skills(models, 'kl').mean():.4f}"}
-        rows.append(row | {"other skills, %": f"{100 * skills(models, 'greedy').mean():.1f}"})
-    return DataFrame(rows)
+    return DataFrame(
+        {"model": name, "models": len(models), "norm": f"{np.mean([r['norm'] for r in models]):.2f}"}
+        | {f"{style.STROKES[d].label}, %": f"{100 * accuracies(models, d).mean():.1f}" for d in DECODINGS}
+        | {"KL on the task": f"{np.mean([r['kl_policy_base']['exact_nats_per_token'] for r in models]):.4f}"}
+        | {"KL off the task": f"{skills(models, 'kl').mean():.4f}"}
+        | {"other skills, %": f"{100 * skills(models, 'greedy').mean():.1f}"}
+        for name, models in merged_models(run, records).items()
+    )
 
 
 def remedies(run: SimpleNamespace) -> dict[str, str]:
@@ -432,37 +417,33 @@ def results(run: SimpleNamespace, records: Records) -> Results:
     entries |= {f"{arm} runs": len(records[arm]) for arm in ("es", "es_sampled", *VARIATIONS, FIRST_STEP)}
     for arm in ("es", "grpo"):
         entries |= {f"{arm} norm": norms(records, arm).mean(), f"{arm} common": signal(records, arm).share}
-    entries |= {"longer": entries["es norm"] / entries["grpo norm"], "head": head_shares(records, "grpo").mean()}
+    entries["longer"] = entries["es norm"] / entries["grpo norm"]
+    entries["head"] = quantities.head_shares(displacements(records, "grpo")).mean()
     for arm in ("es", "es_random"):
         ratios = over_walk(records, arm)
-        walk = entries[f"{arm} walk"] = stats.bootstrap_mean(ratios) if len(ratios) else None
-        said = f"{stated(walk, '.4f')} (n = {walk.n} runs)" if walk else "not defined (no run moved)"
-        entries[f"{arm} walk said"] = said
-    entries |= {f"{arm} stays": stats.bootstrap_mean(stay(records, arm)) for arm in VARIATIONS}
+        entries[f"{arm} walk"] = stats.bootstrap_mean(ratios) if len(ratios) else None
+    entries |= {f"{arm} stays": stays(records, arm) for arm in VARIATIONS}
     pairs = product(("es", "es_sampled"), ("grpo", "grpo_sgd", FIRST_STEP))
     cosines = {pair: corrected(records, *pair) for pair in pairs}
     entries |= {f"{a} {b} cosine": cosine.value for (a, b), cosine in cosines.items()}
     entries["raw cosine"] = cosines["es", "grpo"].run_cosine
     mean = f"es mean={size}"
-    for decoding in DECODINGS:
-        entries[f"kept {decoding}"] = accuracy_difference(records, mean, "es mean=1", decoding)
+    entries |= {f"kept {decoding}": accuracy_difference(records, mean, "es mean=1", decoding) for decoding in DECODINGS}
     entries["over shrunk"] = accuracy_difference(records, mean, f"es shrunk={size}")
     kinds = {"single": "es mean=1", "null": "es_random mean=1", "grpo": "grpo mean=1", "mean": mean}
     for name, group in (kinds | {"most": f"es mean={many}"}).items():
         entries[f"{name} right"] = accuracies(records[group]).mean()
         entries[f"{name} drift"] = stats.bootstrap_mean(skills(records[group], "kl"))
         entries[f"{name} skills"] = stats.bootstrap_mean(skills(records[group], "greedy"))
+    drifts, shed = [], []
     for i, (steps, ratio) in enumerate(equal_gain(run, records)):
         entries |= {f"steps {i}": steps, "steps last": steps, f"equal {i}": ratio, "equal last": ratio}
-    for i, group in enumerate(remedies(run).values()):
+        drifts.append(f"{stated(ratio, '.2f')} after {steps}")
+    for i, (words, group) in enumerate(remedies(run).items()):
         ratio, gain = drift_ratio(records, group, "es mean=1"), accuracy_difference(records, group, "es mean=1")
         entries |= {f"remedy {i}": ratio, f"remedy {i} gain": gain, "remedy last": ratio}
-    drifts = [f"{{equal {i}:.2f}} after {{steps {i}}}" for i in range(len(run.shares) + 1)]
-    shed = [
-        f"{words}: {{remedy {i}:.2f}} times and {{remedy {i} gain}} points (n = {{remedy {i}.n}})"
-        for i, words in enumerate(remedies(run))
-    ]
-    return entries | {"drifts": told(", ".join(drifts), entries), "shed": told("; ".join(shed), entries)}
+        shed.append(f"{words}: {stated(ratio, '.2f')} times and {stated(gain)} points (n = {ratio.n})")
+    return entries | {"drifts": ", ".join(drifts), "shed": "; ".join(shed)}
 
 
 # ---- figures: each returns the figure and what it plots
@@ -473,8 +454,7 @@ def figure_signal(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, D
     short, size = "es, one run as short", run.shrunk["es"]
     groups = {(arm, n): records[f"{arm} mean={n}"] for arm in ("es", "grpo", "es_random") for n in run.means[arm]}
     groups |= {(short, size): records[f"es shrunk={size}"], (short, run.shrunk_far): records["es shrunk far"]}
-    panels: dict[str, Any] = {d: partial(accuracies, decoding=d) for d in ("greedy", "t1")}
-    panels["drift"] = partial(skills, what="kl")
+    panels = {"greedy": accuracies, "t1": partial(accuracies, decoding="t1"), "drift": partial(skills, what="kl")}
     points = DataFrame(
         {"panel": panel, "arm": arm, "runs": size, "value": value}
         for panel, read in panels.items()
@@ -556,15 +536,13 @@ def figure_cosines(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, 
         for point in counted[arm]
     )
     cosines = {f"{label(a)} · {label(b)}": corrected(records, a, b).value for a, b in reversed(PAIRS)}
-    known = {pair: cosine for pair, cosine in cosines.items() if not np.isnan(cosine.low)}
-    common = [{"panel": "in common", "pair": pair} | plots.ends(cosine) for pair, cosine in known.items()]
-    common = DataFrame(common, columns=["panel", "pair", "value", "low", "high"])
+    common = DataFrame({"panel": "in common", "pair": pair} | plots.ends(each) for pair, each in cosines.items())
+    common = common.dropna()  # of arms whose runs have nothing in common
     fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 3.1))
     looks = {("means", pair): plots.look(arm, ms=3, label=pair) for arm, pair in words.items()}
     looks["foretold", words["es"]] = plots.look("es", ls=":", lw=1, marker=None, label="foretold from all runs")
-    for (panel, pair), look in looks.items():
-        points = means[(means["panel"] == panel) & (means["pair"] == pair)]
-        left.plot(points["runs"], points["value"], **look)
+    in_order = means.sort_values("panel", ascending=False, kind="stable")
+    plots.lines(left, in_order, "runs", "value", ["panel", "pair"], looks)
     left.axhline(0, **plots.NULL)
     left.set(xlabel="runs in each mean", ylabel="cosine of the means", title="as runs are averaged")
     left.legend(fontsize=6, loc="center right")

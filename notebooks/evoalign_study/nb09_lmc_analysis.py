@@ -1,7 +1,6 @@
 """Notebook 09, linear mode connectivity: its runs, what they say of barriers and of noise, tables and figures."""
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import combinations, product
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +10,11 @@ from matplotlib import pyplot as plt
 from pandas import DataFrame, concat
 
 from evoalign_lib import arms, tiny
-from evoalign_lib.analysis import connectivity, gram_matrix, regimes, stats
+from evoalign_lib.analysis import connectivity, geometry, regimes, stats
 from evoalign_study import collapse, loading, path_points, plots, runs, style, weight_cache
 from evoalign_study.kinds.weights import noise_spec, path_spec, products_specs
-from evoalign_study.loading import Group, Groups, Records
-from evoalign_study.records import Record, Spec
+from evoalign_study.loading import After, Group, Groups, Records
+from evoalign_study.records import Spec
 from evoalign_study.results import MISSING, Results, stated
 
 NOTEBOOK = "09_lmc_analysis"
@@ -51,16 +50,12 @@ presets, TINY, SMOKE, FULL = runs.scales(
 BASE, MEAN, RANDOM = "base", "es mean", "random"
 """Ends that are no runs: the base, means of ES runs, and random directions with an ES run's norms in each tensor."""
 PAIRS = (
-    ("es", "grpo"),
-    ("es", "es"),
+    *(("es", end) for end in ("grpo", "es")),
     ("grpo", "grpo"),
-    ("es", "es_sampled"),
-    ("es", "sft"),
+    *(("es", end) for end in ("es_sampled", "sft")),
     (MEAN, "grpo"),
     ("es", "es_random"),
-    ("es_random", "grpo"),
-    ("grpo_random", "grpo"),
-    (RANDOM, "grpo"),
+    *((end, "grpo") for end in ("es_random", "grpo_random", RANDOM)),
 )
 """Kinds of end that lines join. A line between two runs of one arm joins different seeds."""
 NULLS = (("es_random", "grpo"), (RANDOM, "grpo"), ("es", "es_random"), ("grpo_random", "grpo"))
@@ -92,17 +87,11 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
     declared = {name: shared[name] for name in shared if name in (*TRAINED, BASE) or name.startswith("sweep")}
     declared["products"] = runs.after(records, TRAINED, lambda *each: products_specs(each, scale))
     for pair in (*PAIRS, *product([BASE], REACHED)):
-        needed = tuple(dict.fromkeys(_arm(end) for end in pair if end != BASE))
-        declared[name_of(*pair)] = runs.after(
-            records, needed, lambda *_, pair=pair: _lines(settings, records, *pair, scale)
-        )
+        declared[name_of(*pair)] = After(_lines(settings, records, *pair, scale), _needed(*pair))
     for end in SHAKEN:
-        needed, n = ((), 1) if end == BASE else ((_arm(end),), settings.pairs)
-
-        def shaken(*_: Any, end: str = end, n: int = n) -> list[Spec]:
-            return [noise_spec(settings.bases[0], each, exact, scale) for each in _ends(settings, records, end)[:n]]
-
-        declared[f"noise on {end}"] = runs.after(records, needed, shaken)
+        shaken = _ends(settings, records, end)[: 1 if end == BASE else settings.pairs]
+        specs = [noise_spec(settings.bases[0], each, exact, scale) for each in shaken]
+        declared[f"noise on {end}"] = After(specs, _needed(end))
     return declared | _regimes(settings, records, scale)
 
 
@@ -112,23 +101,19 @@ def _regimes(run: SimpleNamespace, records: Records, scale: str) -> dict[str, An
     Every two runs of `LEARNED` are joined. Runs with a random reward are joined with one another, and with those that
     took small steps.
     """
-    settings = {arm: runs.conciseness(scale, arm) for arm in run.regime_steps}
-    make, changes = partial(Group, bases=[run.regime_base], seeds=run.regime_seeds, scale=scale), run.regime_steps
-    declared: dict[str, Any] = {
-        name: make(arm, settings=settings[arm], changes=[changes[arm][steps]]) for name, (arm, steps) in REGIMES.items()
-    }
-    asked = {"task": "conciseness", "max_completion_length": settings["es"]["max_completion_length"]}
+    declared: dict[str, Any] = {}
+    for name, (arm, steps) in REGIMES.items():
+        settings, changes = runs.conciseness(scale, arm), [run.regime_steps[arm][steps]]
+        declared[name] = Group(arm, [run.regime_base], run.regime_seeds, settings, changes, scale=scale)
+    asked = {"task": "conciseness", "max_completion_length": runs.conciseness(scale, "es")["max_completion_length"]}
     asked |= {"validation_problems": run.regime_problems, "path_points": run.regime_points}
-
-    def lines(*each: Sequence[Record]) -> list[Spec]:
-        ends = {name: [weight_cache.end([r]) for r in of] for name, of in zip(REGIMES, each, strict=True)}
-        pairs = list(combinations([end for name in LEARNED for end in ends[name]], 2))
-        small = [end for name in SMALL for end in ends[name]]
-        for nulls in (ends[name] for name in REGIMES if name not in LEARNED):
-            pairs += [*combinations(nulls, 2), *((end, null) for null in nulls for end in small)]
-        return [path_spec(run.regime_base, *pair, asked, scale) for pair in pairs]
-
-    return declared | {"regimes": runs.after(records, tuple(REGIMES), lines)}
+    ends = {name: [weight_cache.end([record]) for record in records.get(name, ())] for name in REGIMES}
+    pairs = list(combinations([end for name in LEARNED for end in ends[name]], 2))
+    small = [end for name in SMALL for end in ends[name]]
+    for nulls in (ends[name] for name in REGIMES if name not in LEARNED):
+        pairs += [*combinations(nulls, 2), *((end, null) for null in nulls for end in small)]
+    lines = [path_spec(run.regime_base, *pair, asked, scale) for pair in pairs]
+    return declared | {"regimes": After(lines, tuple(REGIMES))}
 
 
 def name_of(first: str, last: str) -> str:
@@ -136,8 +121,9 @@ def name_of(first: str, last: str) -> str:
     return f"{first} to {last}"
 
 
-def _arm(end: str) -> str:
-    return "es" if end in (MEAN, RANDOM) else end
+def _needed(*ends: str) -> tuple[str, ...]:
+    """Return the groups of runs that kinds of end are made of."""
+    return tuple(dict.fromkeys("es" if end in (MEAN, RANDOM) else end for end in ends if end != BASE))
 
 
 def _lines(run: SimpleNamespace, records: Records, first: str, last: str, scale: str) -> list[Spec]:
@@ -149,15 +135,15 @@ def _lines(run: SimpleNamespace, records: Records, first: str, last: str, scale:
 
 
 def _ends(run: SimpleNamespace, records: Records, end: str) -> Sequence[dict[str, Any] | None]:
-    """Return the ends of one kind, as specs name them, in the order of their seeds; the base is always the same."""
+    """Return the ends of one kind, as specs name them, in the order of their seeds; none before its runs are loaded.
+
+    The base is always the same.
+    """
     if end == BASE:
         return [None] * run.pairs
-    if end == MEAN:
-        return [weight_cache.end(each) for each in runs.means(records["es"], run.mean, run.pairs)]
-    return [
-        weight_cache.end([record], draw=record["spec"]["seed"]) if end == RANDOM else weight_cache.end([record])
-        for record in records[_arm(end)]
-    ]
+    own = records.get(*_needed(end), ())
+    ended = runs.means(own, run.mean if end == MEAN else 1, len(own))
+    return [weight_cache.end(each, draw=each[0]["spec"]["seed"] if end == RANDOM else None) for each in ended]
 
 
 # ---- lines
@@ -188,28 +174,24 @@ def half_gain(records: Records, end: str, decoding: str, by: str = "weights") ->
 
     by: "weights" or "KL". NaN where no line of the kind has a gain.
     """
-    kl = path_points.curves(records[name_of(BASE, end)], "kl")
-    how: dict[str, Any] = {"x": kl, "relative": True} if by == "KL" else {}
-    rewards = 1 - errors(records, BASE, end, decoding)
-    return connectivity.half_gain_interval(rewards, monotone=True, n_resamples=_RESAMPLES, **how)
+    kl = path_points.curves(records[name_of(BASE, end)], "kl") if by == "KL" else None
+    gains = 1 - errors(records, BASE, end, decoding)
+    return connectivity.half_gain_interval(gains, kl, monotone=True, relative=by == "KL", n_resamples=_RESAMPLES)
 
 
 def barrier_table(run: SimpleNamespace, records: Records) -> DataFrame:
     """Return a row per kind of line: the barrier of the error under each decoding, and that of the likelihood."""
-
-    def heights(pair: tuple[str, str]) -> dict[str, str]:
-        greedy = errors(records, *pair, "greedy").mean((0, 1))
-        nll = path_points.curves(records[name_of(*pair)], "nll").mean(0)
-        row = {f"{style.STROKES[d].label} [95 %]": stated(barrier(records, *pair, d).interval) for d in DECODINGS}
-        row["over the mean of the ends, greedy"] = f"{100 * connectivity.barrier_mean(greedy).height:.1f}"
-        return row | {"NLL, nats": f"{connectivity.barrier_line(nll).height:.2f}"}
-
-    return DataFrame(
-        {"line": line_label(*pair), "lines": len(lines), "distance": f"{np.mean([r['distance'] for r in lines]):.2f}"}
-        | heights(pair)
-        for pair in PAIRS
-        for lines in [records[name_of(*pair)]]
-    )
+    rows = []
+    for pair in PAIRS:
+        lines = records[name_of(*pair)]
+        row = {"line": line_label(*pair), "lines": len(lines)}
+        row["distance"] = f"{np.mean([line['distance'] for line in lines]):.2f}"
+        row |= {f"{style.STROKES[d].label} [95 %]": stated(barrier(records, *pair, d).interval) for d in DECODINGS}
+        over_mean = connectivity.barrier_mean(errors(records, *pair, "greedy").mean((0, 1)))
+        of_nll = connectivity.barrier_line(path_points.curves(lines, "nll").mean(0))
+        row["over the mean of the ends, greedy"] = f"{100 * over_mean:.1f}"
+        rows.append(row | {"NLL, nats": f"{of_nll:.2f}"})
+    return DataFrame(rows)
 
 
 def from_base_table(run: SimpleNamespace, records: Records) -> DataFrame:
@@ -232,16 +214,6 @@ def from_base_table(run: SimpleNamespace, records: Records) -> DataFrame:
 # ---- noise on the weights
 
 
-def kept(shaken: Sequence[Record], part: str, decoding: str) -> np.ndarray:
-    """Return the share of its accuracy that each model keeps under each noise, mean over draws: (models, sigmas).
-
-    Models that solve less than a hundredth without noise are left out: they have nothing to keep.
-    """
-    able = [r for r in shaken if r["clean"][decoding] >= 0.01]
-    shares = [np.mean(r[part][decoding], axis=1) / r["clean"][decoding] for r in able]
-    return np.array(shares).reshape(len(able), len(shaken[0][part][decoding]))
-
-
 def noise_table(run: SimpleNamespace, records: Records) -> DataFrame:
     """Return a row per kind of model and decoding: accuracy without noise, and the share that is kept of it."""
     parts = ("isotropic", "relative", "head", "body")
@@ -255,9 +227,13 @@ def noise_table(run: SimpleNamespace, records: Records) -> DataFrame:
 
 
 def kept_share(records: Records, end: str, part: str, decoding: str) -> stats.Interval | None:
-    """Return the mean share over models and sizes of the noise; None where no model has anything to keep."""
-    shares = kept(records[f"noise on {end}"], part, decoding)
-    return stats.bootstrap_mean(shares.mean(axis=1)) if len(shares) else None
+    """Return the share of their accuracy that models keep, the mean over draws and sizes of the noise.
+
+    Models that solve less than a hundredth without noise have nothing to keep, and are left out; None: all of them.
+    """
+    able = [r for r in records[f"noise on {end}"] if r["clean"][decoding] >= 0.01]
+    shares = [np.mean(np.mean(r[part][decoding], axis=1) / r["clean"][decoding]) for r in able]
+    return stats.bootstrap_mean(shares) if able else None
 
 
 def kept_told(share: stats.Interval | None, models: int = 0) -> str:
@@ -311,9 +287,8 @@ def regime_table(records: Records) -> DataFrame:
 def results(run: SimpleNamespace, records: Records) -> Results:
     """Return the numbers that the answers and the paper's macros are read from, by name; shares are fractions."""
     entries: Results = {"lines": len(records[name_of("es", "grpo")])}
-    for decoding in DECODINGS:
-        entries[f"barrier {decoding}"] = barrier(records, "es", "grpo", decoding).interval
-        entries[f"null {decoding}"] = barrier(records, *NULLS[0], decoding).interval
+    entries |= {f"barrier {decoding}": barrier(records, "es", "grpo", decoding).interval for decoding in DECODINGS}
+    entries |= {f"null {decoding}": barrier(records, *NULLS[0], decoding).interval for decoding in DECODINGS}
     entries["barrier from the mean"] = barrier(records, MEAN, "grpo", "greedy").interval
     entries |= {f"half {end}": half_gain(records, end, "greedy") for end in ("es", "grpo")}
     entries |= {f"kept {end}": kept_share(records, end, "isotropic", "greedy") for end in _ASKED}
@@ -397,7 +372,7 @@ def figure_plane(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, Da
     are those of all other runs: a run would lie near a mean that it is part of, whatever it learned.
     """
     arm_of = np.array([arm for arm in TRAINED for _ in records[arm]])
-    gram = gram_matrix.gram(records["products"], [record for arm in TRAINED for record in records[arm]]).total
+    gram = geometry.recorded(records["products"], [record for arm in TRAINED for record in records[arm]]).total
     places = np.array([_place(gram, arm_of, i) for i in range(len(arm_of))])
     off = np.sqrt(np.maximum(np.diagonal(gram) - np.square(places).sum(1), 0))
     points = DataFrame({"arm": arm_of, "along GRPO": places[:, 0], "across": places[:, 1], "off the plane": off})
@@ -415,17 +390,11 @@ def figure_plane(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, Da
 
 def _place(gram: np.ndarray, arm_of: np.ndarray, i: int) -> np.ndarray:
     """Return where run i falls on the plane of the means of the other runs: along GRPO's, and across it."""
-    others = np.arange(len(arm_of)) != i
-    es, grpo = ((chosen := others & (arm_of == arm)) / max(chosen.sum(), 1) for arm in ("es", "grpo"))
-    x = _unit(grpo, gram)
-    y = _unit(es - (es @ gram @ x) * x, gram)
-    return np.array([x, y]) @ gram[i]
-
-
-def _unit(combination: np.ndarray, gram: np.ndarray) -> np.ndarray:
-    """Return a combination of displacements scaled to length 1; one without length stays."""
-    length = np.sqrt(max(combination @ gram @ combination, 0.0))
-    return combination / length if length else combination
+    others = np.array([arm_of == arm for arm in ("grpo", "es")]) & (np.arange(len(arm_of)) != i)
+    means = others / np.maximum(others.sum(1, keepdims=True), 1)
+    # of Gram and Schmidt; a mean without length gets no share of anything
+    lengths = np.linalg.cholesky(means @ gram @ means.T + 1e-12 * np.eye(2))
+    return np.linalg.solve(lengths, means @ gram[i])
 
 
 def figure_noise(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:

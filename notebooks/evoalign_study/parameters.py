@@ -158,7 +158,7 @@ def _type(examples: Sequence[Any], most: int = _MOST, name: str = "") -> Any:
 
     An empty text or list, zero, a negative number and None are taken where a scale has such a one.
     """
-    from pydantic import BeforeValidator, Field
+    from pydantic import Field
 
     some = [example for example in examples if example is not None]
     if not some:
@@ -177,9 +177,5 @@ def _type(examples: Sequence[Any], most: int = _MOST, name: str = "") -> Any:
         found = Annotated[dict[str, _type(parts, most)], Field(min_length=least)]
     else:
         parts = [part for example in some for part in example]
-        found = Annotated[
-            list[_type(parts, most, f"{name}[")],  # the first seed is 0
-            BeforeValidator(lambda value: list(value) if isinstance(value, tuple) else value),
-            Field(strict=True, min_length=least),
-        ]
+        found = Annotated[Sequence[_type(parts, most, f"{name}[")], Field(min_length=least)]  # the first seed is 0
     return found | None if None in examples else found

@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evoalign_lib.analysis import connectivity
-from evoalign_study.records import unpack_bits
-
-Record = dict[str, Any]
+from evoalign_lib.checks import require
+from evoalign_study.records import Record, unpack_bits
 
 
 class Model(NamedTuple):
@@ -44,12 +43,11 @@ def errors(records: Sequence[Record], decoding: str) -> NDArray[np.float64]:
     Raises ValueError for no records, lines of unequal sizes, and a decoding that they lack.
     """
     sizes = {(record["n"], len(record["points"]["nll"])) for record in records}
-    if len(sizes) != 1:
-        raise ValueError(f"lines of {sorted(sizes)} problems and points make no array: give lines of one size")
+    require(len(sizes) == 1, f"lines of {sorted(sizes)} problems and points make no array: give lines of one size")
     ((n, _),) = sizes
     key = f"{decoding}_bits"
-    if any(key not in record["points"] for record in records):
-        raise ValueError(f"a line was not decoded so: {decoding!r}. Use greedy, t0.6 or t1.")
+    decoded = all(key in record["points"] for record in records)
+    require(decoded, f"a line was not decoded so: {decoding!r}. Use greedy, t0.6 or t1.")
     rights = [[unpack_bits(bits, n) for bits in record["points"][key]] for record in records]
     return 1.0 - np.array(rights, np.float64).transpose(0, 2, 1)
 
@@ -70,10 +68,9 @@ def curves(records: Sequence[Record], name: str) -> NDArray[np.float64]:
     name: "nll" (nats per answer), "kl" (nats per token) or "reward_greedy", "reward_t0.6", "reward_t1".
     Raises ValueError for no records and lines of unequal numbers of points.
     """
-    found = [record["points"][name] for record in records]
-    if len({len(values) for values in found}) != 1:
-        raise ValueError("lines with unequal numbers of points make no array: give lines of one size")
-    return np.array(found, np.float64)
+    lines = [record["points"][name] for record in records]
+    require(len(set(map(len, lines))) == 1, "lines of unequal numbers of points make no array: give lines of one size")
+    return np.array(lines, np.float64)
 
 
 def barriers(
@@ -87,18 +84,13 @@ def barriers(
     (`connectivity.estimate_barrier`, which leaves out the few resamples that have one run alone).
     Raises ValueError for less than two runs, and where a line between two of them was not measured.
     """
-    lines, ends = by_ends(records), [Model((run["digest"],)) for run in runs]
-    found: dict[tuple[int, int], NDArray[np.float64]] = {}
-    for i, j in combinations(range(len(runs)), 2):
-        there, back = lines.get((ends[i], ends[j])), lines.get((ends[j], ends[i]))
-        if not (there or back):
-            digests = " and ".join(runs[each]["digest"] for each in (i, j))
-            raise ValueError(f"no line was measured between the runs with the weights {digests}")
-        found[i, j] = errors([there or back], decoding)[0][:, :: 1 if there else -1]
-    if not found:
-        raise ValueError(f"{len(runs)} runs have no line between them: give two at least")
-    outcomes = np.full((len(runs), len(runs), *found[0, 1].shape), np.nan)
-    for pair, values in found.items():
-        outcomes[pair] = values
+    n, lines, along = len(runs), by_ends(records), []
+    require(n > 1, f"{n} runs have no line between them: give two at least")
+    for one, other in combinations([run["digest"] for run in runs], 2):
+        there, back = (lines.get((Model((a,)), Model((b,)))) for a, b in ((one, other), (other, one)))
+        require(there or back, f"no line was measured between the runs with the weights {one} and {other}")
+        along.append(errors([there or back], decoding)[0][:, :: 1 if there else -1])
+    outcomes = np.full((n, n, *along[0].shape), np.nan)
+    outcomes[np.triu_indices(n, 1)] = along
     estimate = connectivity.estimate_barrier(outcomes, within=True, n_resamples=n_resamples)
     return estimate.pairs, estimate.pair_draws

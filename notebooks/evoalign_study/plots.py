@@ -176,12 +176,11 @@ def differences(ax: Axes, asked: Mapping[str, Mapping[str, Interval | str]], leg
                 continue
             rows.append({"name": name, "decoding": decoding} | ends(each, 100))
             whiskers(ax, DataFrame(rows[-1:]), up=y + offset, capsize=2, lw=1, **looks[decoding])
-    for decoding, drawn in looks.items():
-        ax.plot([], [], ls="", label=style.STROKES[decoding].label, **drawn)
     ax.axvline(0, color="black", lw=0.8)
     ax.set(yticks=range(len(names)), yticklabels=names, ylim=(-0.5, len(names) - 0.5))
     ax.grid(axis="y", visible=False)
-    ax.legend(loc=legend, handlelength=1)
+    entries = [handle(style.STROKES[decoding].label, **drawn) for decoding, drawn in looks.items()]
+    ax.legend(handles=entries, loc=legend, handlelength=1)
     return DataFrame(rows)
 
 

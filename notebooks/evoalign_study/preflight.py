@@ -14,8 +14,8 @@ assumptions; of hours a plan says nothing: time one step of a run.
 3. The process that drives a run keeps on the CPU the loaded model, the float32 master and a copy of it from the start;
    of a gradient arm each process does.
 4. Every completion is as long as it may be, and a prompt has the tokens that its task says (`Measures.prompt_tokens`).
-5. Of the models beside the policy (`judge_models`) the weights are named alone. They are loaded before a run
-   trains: what does not fit fails at once.
+5. Models beside the policy (`judge_models`) are not counted. They are loaded before a run trains: what does not fit
+   fails at once.
 """
 
 import os
@@ -41,8 +41,6 @@ RESERVE_GIB = 4.0
 CONCURRENT = 256
 """Rows decoded at once by an engine: vLLM's max_num_seqs, and `ESConfig.chunk_rows`."""
 _OF_VLLM = ("rollout copy", "reserve (assumed)", "KV cache")
-_WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
-_ROLES = {"reward": "reward model", "cost": "cost model", "held_out": "judge"}
 
 Memory = dict[str, float]
 """Component -> bytes."""
@@ -294,54 +292,25 @@ def check(specs: Sequence[Spec], *, workers: int | None = None) -> None:
     completions = sum(own.completions * len(alike) for own, alike in plans.values())
     tokens = sum(own.completions * own.new * len(alike) for own, alike in plans.values())
     problems = [own.problem for own, _ in plans.values() if own.problem]
-    problems += _beside([s for s in planned if s["kind"] == "train"], seen)
+    problems += _scorer_problems([spec for spec in planned if "reward_model" in spec], seen)
     if problems:
         more = f" ({len(problems) - 1} more of the plans printed do not fit.)" if len(problems) > 1 else ""
         raise DoesNotFit(problems[0] + more)
     print(f"{len(planned)} runs, {runs} at once: {completions:,} completions, at most {tokens:,} tokens generated")
 
 
-def _beside(specs: Sequence[Spec], seen: int) -> list[str]:
-    """Print what training runs need beside their models, equal needs once, and return why some cannot have it."""
+def _scorer_problems(specs: Sequence[Spec], seen: int) -> list[str]:
+    """Return why some runs cannot have their scorers where they are asked for."""
     from evoalign_study import judge_models  # here: with it comes torch
 
-    def said(one: judge_models.Model, spec: Spec) -> str:
-        what = f"{_ROLES[one.role]} {one.name} on {one.at}"
-        if one.at == judge_models.ENDPOINT:
-            return f"{what}, {2 * len(judge_models.RUBRICS) * spec['judge_problems']:,} questions a run"
-        if not one.loaded:
-            return what
-        size = weight_bytes(one.name, spec.get("scorer_dtype") or ("float32" if one.at == "cpu" else ""))
-        return f"{what}, {'size not known' if size is None else f'{size / GIB:.1f} GiB of weights'}"
-
-    scored, problems = [spec for spec in specs if "reward_model" in spec], []
-    needs = {(said(one, spec), one.at, _gpus_of(spec)) for spec in scored for one in judge_models.of(spec)}
-    for need, at, gpus in sorted(needs):
-        print(f"{'beside':13}{need}")
-        index = int(at.rpartition(":")[2]) if at.startswith("cuda") else -1
-        if 0 <= index < gpus or 0 < seen <= index:
-            problems.append(
-                f"scorer_device={at!r} is one of the run's {gpus} GPUs, or none of the {seen} of this machine: "
-                f"take 'cuda:{gpus}' or 'cpu', or serve the models elsewhere (evoalign serve-scorer)."
-            )
-    return problems
-
-
-@lru_cache(maxsize=32)
-def weight_bytes(name: str, dtype: str) -> float | None:
-    """Return the bytes of a model's weights; None where its configuration cannot be read or is of an unknown kind.
-
-    Args:
-        name: folder or name on the Hub.
-        dtype: in which it is loaded; empty: that of its configuration.
-    """
-    try:
-        config = _config(name)
-        model = memory.shape(config)
-    except (OSError, ValueError):
-        return None
-    chats = next(iter(config.architectures or ()), "").endswith("ForCausalLM")
-    return _WIDTHS.get(dtype, model.width) * (model.d if chats else model.d - model.head)  # a scorer's head is one row
+    asked = {(one.at, _gpus_of(spec)) for spec in specs for one in judge_models.of(spec) if one.at.startswith("cuda:")}
+    numbered = sorted((int(at.removeprefix("cuda:")), gpus) for at, gpus in asked)
+    return [
+        f"scorer_device='cuda:{index}' is one of the run's {gpus} GPUs, or none of the {seen} of this machine: "
+        f"take 'cuda:{gpus}' or 'cpu', or serve the models elsewhere (evoalign serve-scorer)."
+        for index, gpus in numbered
+        if index < gpus or 0 < seen <= index
+    ]
 
 
 def colocated_share(spec: Spec) -> float:

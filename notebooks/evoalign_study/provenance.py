@@ -1,6 +1,5 @@
 """Where a record comes from: versions, device and the commit of the code."""
 
-import json
 import platform
 import re
 import subprocess
@@ -36,18 +35,18 @@ def _device() -> str:
 
 
 # what runs and notebooks write themselves: a change there says nothing about the code
-_DRAWN = tuple(f":!{name}" for name in ("paper/results", "paper/generated", "figures", "README.md", "LOG.md"))
+_WRITTEN = ("paper/results", "paper/generated", "figures", "README.md", "LOG.md", "notebooks/*.ipynb")
 
 
 def commit() -> str:
     """The commit of the checkout, with "+" if its code has uncommitted changes; "unknown" outside git.
 
-    The code of a notebook is its code cells: text and outputs may change.
+    Notebooks are no code here: what decides a run is in its spec, and `execution` keeps the digests of a notebook's
+    cells beside the commit.
     """
     try:
-        changed = _git("diff", "HEAD", "--name-only", "--no-renames", "--", ".", *_DRAWN).splitlines()
-        same = all(n.endswith(".ipynb") and _code(_git("show", f"HEAD:{n}")) == _code_now(n) for n in changed)
-        return _git("rev-parse", "--short=12", "HEAD").strip() + ("" if same else "+")
+        changed = _git("diff", "HEAD", "--name-only", "--no-renames", "--", ".", *(f":!{name}" for name in _WRITTEN))
+        return _git("rev-parse", "--short=12", "HEAD").strip() + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
@@ -76,17 +75,3 @@ def _git(*arguments: str) -> str:
     command = ["git", *arguments]
     done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, encoding="utf-8", check=True)
     return done.stdout
-
-
-def _code(notebook: str) -> list[str]:
-    """The sources of the code cells of a notebook's JSON."""
-    cells = json.loads(notebook)["cells"]
-    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-
-
-def _code_now(name: str) -> list[str] | None:
-    path = paths.ROOT / name
-    try:
-        return _code(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):  # removed, or a conflict that is not resolved
-        return None

@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypedDict
@@ -201,9 +201,7 @@ def record_line(record: Record) -> str:
         ValueError: it may not be stored; names the run.
     """
     name = run_name(record["spec"])
-    bad: list[str] = []
-    without_nonfinite(record, "", bad)
-    if bad:
+    if bad := list(_nonfinite(record)):
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise ValueError(
             f"the run {name} has numbers that are not finite: {', '.join(bad[:5])}{more}. Take smaller steps or "
@@ -217,16 +215,21 @@ def record_line(record: Record) -> str:
     return line
 
 
-def without_nonfinite(value: Any, name: str, bad: list[str]) -> Any:
-    """Return a value of a record with None for each number that is not finite; add the names of these to `bad`."""
+def _nonfinite(value: Any, name: str = "") -> Iterator[str]:
+    """Yield name and value of each number in a record that is not finite."""
     if isinstance(value, dict):
-        return {k: without_nonfinite(v, f"{name}.{k}" if name else k, bad) for k, v in value.items()}
-    if isinstance(value, list):
-        return [without_nonfinite(v, f"{name}[{i}]", bad) for i, v in enumerate(value)]
-    if isinstance(value, float) and not math.isfinite(value):
-        bad.append(f"{name} = {value}")
-        return None
-    return value
+        for key, part in value.items():
+            yield from _nonfinite(part, f"{name}.{key}" if name else key)
+    elif isinstance(value, list):
+        for i, part in enumerate(value):
+            yield from _nonfinite(part, f"{name}[{i}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{name} = {value}"
+
+
+def plain_json(text: str) -> Any:
+    """Return what Python's JSON holds, with None for each number that is not finite, which JSON proper has not."""
+    return json.loads(text, parse_constant=lambda name: None)
 
 
 def run_name(spec: Spec) -> str:
@@ -360,18 +363,20 @@ def _contradictions(record: Record) -> list[str]:
             what, _, kind = key.rpartition("_")
             if kind not in ("bits", "counts") or not isinstance(packed, str) or isinstance(block.get(what, ""), str):
                 continue
-            of = f"{name}.{what}" if name else what
             try:
-                n = block.get("n", record.get("completions"))
-                results = unpack_bits(packed, n) if kind == "bits" else unpack_counts(packed) / _SAMPLES
-                wrong = len(results) != n or not abs(results.mean() - block[what]) <= _ROUNDED
+                mean = _results(packed, kind, block.get("n", record.get("completions"))).mean()
+                require(abs(mean - block[what]) <= _ROUNDED, f"their mean is {mean:.6g}")
             except (TypeError, ValueError) as error:
-                faults.append(f"{of}_{kind} cannot be read ({error})")
-                continue
-            if wrong:
-                said = f"the mean of {n} results is {results.mean():.6g}" if len(results) == n else f"n is {n}"
-                faults.append(f"{of} is {block[what]!r}, but by {of}_{kind} {said}")
+                path = f"{name}.{what}" if name else what
+                faults.append(f"{path} is {block[what]!r}, but of {path}_{kind}: {error}")
     return faults
+
+
+def _results(packed: str, kind: str, n: int) -> NDArray[np.float64]:
+    """Return n results, packed as "bits" or as "counts", as shares. Raises ValueError where there are not so many."""
+    results = unpack_bits(packed, n) if kind == "bits" else unpack_counts(packed) / _SAMPLES
+    require(len(results) == n, f"{len(results)} results where n is {n}: damaged record")
+    return results.astype(np.float64)
 
 
 def run_folder(notebook: str, scale: str) -> Path:
@@ -424,13 +429,8 @@ def accuracy_matrix(records: Sequence[dict[str, Any]], decoding: str = "greedy")
         )
     sizes = sorted({record["test"]["n"] for record in records})
     require(len(sizes) == 1, f"runs with {sizes} test problems do not form one matrix: select runs of one test set")
-    n = sizes[0]
-    if decoding == "greedy":
-        return np.stack([unpack_bits(record["test"][key], n) for record in records]).astype(np.float64)
-    rows = [unpack_counts(record["test"][key]) for record in records]
-    lengths = [len(row) for row in rows]
-    require(set(lengths) == {n}, f"{key} of length {lengths} where n = {n}: the record is damaged")
-    return np.stack(rows) / _SAMPLES
+    kind = key.rpartition("_")[2]
+    return np.stack([_results(record["test"][key], kind, sizes[0]) for record in records])
 
 
 def _row(values: ArrayLike, what: str, fits: Callable[[NDArray], Any]) -> NDArray:

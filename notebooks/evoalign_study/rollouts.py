@@ -27,6 +27,7 @@ from transformers.trainer_callback import ExportableState
 
 from evoalign_lib import ledger, noise
 from evoalign_lib.analysis import coverage, kl
+from evoalign_lib.checks import require
 from evoalign_lib.engines.base import Prompts, score
 from evoalign_lib.es import ESTrainer
 from evoalign_lib.precision import copy_to
@@ -176,12 +177,10 @@ class WeightedTrainer(ESTrainer):
     def __init__(self, *arguments: Any, **keywords: Any):
         super().__init__(*arguments, **keywords)
         args = self.args
-        if args.sampling != "common" or args.fitness != "reward" or args.num_generations < 2:
-            raise ValueError(
-                f"sampling={args.sampling!r}, fitness={args.fitness!r}, num_generations={args.num_generations}: "
-                "members are weighed by their rewards on two or more samples of each prompt. Set 'common', 'reward' "
-                "and at least 2."
-            )
+        fit = args.sampling == "common" and args.fitness == "reward" and args.num_generations >= 2
+        given = f"sampling={args.sampling!r}, fitness={args.fitness!r}, num_generations={args.num_generations}"
+        wanted = "members are weighed by rewards on samples of each prompt: set 'common', 'reward' and at least 2."
+        require(fit, f"{given}: {wanted}")
 
     @property
     def passes(self) -> int:
@@ -246,12 +245,10 @@ def _weighted_mean(rewards: np.ndarray, ratios: np.ndarray) -> float:
     Raises:
         ValueError: no completion has a reward.
     """
-    if np.isnan(rewards).all():
-        raise ValueError(
-            "every reward function returned None on all completions of a step: give one that applies to at least one "
-            "prompt of each step."
-        )
-    weights = np.where(np.isnan(rewards), 0.0, ratios)
+    given = ~np.isnan(rewards)
+    none = "every reward function returned None on a whole step: give one that applies to at least one prompt of each."
+    require(given.any(), none)
+    weights = np.where(given, ratios, 0.0)
     total = weights.sum(0)
     weighted = (np.nan_to_num(rewards) * weights).sum(0)
     known = total > 0

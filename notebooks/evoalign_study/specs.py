@@ -38,7 +38,8 @@ def begin(kind: str, base: str, scale: str, settings: Mapping[str, Any]) -> Spec
             if settings.get(name) and name not in measure.settings:
                 raise ValueError(f"{name}={settings[name]!r}: task {task!r} has no such setting, set task={other!r}.")
     spec = {"kind": kind, "task": task, "base": base, "scale": scale, "engine_version": ENGINE_VERSION}
-    return spec | {"base_digest": base_models.base_digest(base)} | measure.spec_fields(base, settings)
+    fields = measure.for_base(base).spec_fields(base, settings)
+    return spec | {"base_digest": base_models.base_digest(base)} | fields
 
 
 def begin_tiny(

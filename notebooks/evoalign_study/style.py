@@ -6,19 +6,18 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from evoalign_lib import drawing
-from evoalign_lib.arms import ARMS as _TRAINED
-from evoalign_lib.arms import UNTRAINED, Arm
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from evoalign_lib import arms, drawing
 from evoalign_lib.drawing import COLUMN, PAGE, png  # noqa: F401
 
 if TYPE_CHECKING:
-    import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
-    from numpy.typing import ArrayLike, NDArray
 
-ARMS: dict[str, Arm] = _TRAINED | UNTRAINED
+ARMS: dict[str, arms.Arm] = arms.ARMS | arms.UNTRAINED
 """Everything that has a look: color, marker and label. The entries are in `evoalign_lib.arms`."""
 
 
@@ -107,9 +106,8 @@ def embedded(fig: Figure, optimize: bool = True) -> bytes:
 
     Args:
         fig: the figure.
-        optimize: as for `drawing.png`.
+        optimize: as for `drawing.packed`.
     """
-    import numpy as np
     from PIL import Image
 
     full = drawing.picture(fig, SCREEN_DPI)
@@ -128,25 +126,23 @@ def embedded(fig: Figure, optimize: bool = True) -> bytes:
     return drawing.packed(picture, SCREEN_DPI, optimize)
 
 
-def line(arm: str, decoding: str = "greedy", n: int | None = None) -> dict[str, Any]:
+def line(arm: str, decoding: str = "greedy") -> dict[str, Any]:
     """Return the keyword arguments with which `Axes.plot` draws one arm under one decoding.
 
     Args:
         arm: a key of `ARMS`.
         decoding: a key of `STROKES`.
-        n: number of seeds, shown in the legend.
 
     Raises:
         KeyError: an arm or decoding without a look.
 
-    >>> line("es", "t1", n=8)["label"]
-    'ES, temperature 1 (n = 8)'
+    >>> line("es", "t1")["label"]
+    'ES, temperature 1'
     """
     look, stroke = ARMS[arm], STROKES[decoding]
-    label = f"{look.label}, {stroke.label}" + ("" if n is None else f" (n = {n})")
-    drawn = {"color": look.color, "marker": look.marker, "linestyle": stroke.linestyle, "label": label}
+    drawn = {"linestyle": stroke.linestyle, "label": f"{look.label}, {stroke.label}"}
     # markers at fixed distances along the curve: curves have up to 50 points, too many for one marker each
-    return drawn | {"markevery": 0.15}
+    return drawn | {"color": look.color, "marker": look.marker, "markevery": 0.15}
 
 
 def band(ax: Axes, x: ArrayLike, low: ArrayLike, high: ArrayLike, color: str) -> None:
@@ -171,15 +167,10 @@ def dots(ax: Axes, x: float, values: ArrayLike, failed: ArrayLike, arm: str, wid
         arm: a key of `ARMS`.
         width: over which the dots are spread about x, so that none hides another; always in the same way.
     """
-    import numpy as np
-
     heights, crossed, look = np.asarray(values, float), np.asarray(failed, bool), ARMS[arm]
     places = x + jitter(len(heights), width)
-    for chosen, how in (
-        (~crossed, {"s": 8, "color": look.color, "alpha": 0.45, "linewidths": 0}),
-        (crossed, {"s": 14, "color": "black", "marker": "x", "linewidths": 0.8, "zorder": 4}),
-    ):
-        ax.scatter(places[chosen], heights[chosen], **how)
+    ax.scatter(places[~crossed], heights[~crossed], s=8, color=look.color, alpha=0.45, linewidths=0)
+    ax.scatter(places[crossed], heights[crossed], s=14, color="black", marker="x", linewidths=0.8, zorder=4)
     ax.plot(x, heights.mean(), color=look.color, marker=look.marker, ms=5, mec="white", mew=0.5, zorder=3)
 
 
@@ -189,8 +180,6 @@ def jitter(n: int, width: float) -> NDArray[np.floating]:
     >>> jitter(4, 1.0).round(2).tolist()
     [0.0, -0.38, 0.24, -0.15]
     """
-    import numpy as np
-
     golden = (5**0.5 - 1) / 2  # its multiples fill an interval evenly, however many there are
     return width * ((np.arange(n) * golden + 0.5) % 1 - 0.5)
 
@@ -208,10 +197,8 @@ def legend(fig: Figure, arms: dict[str, int | None], decodings: Sequence[str] = 
     """
     from matplotlib.lines import Line2D
 
-    of_arms = [
-        Line2D([], [], color=look.color, marker=look.marker, label=look.label + ("" if n is None else f" (n = {n})"))
-        for look, n in ((ARMS[arm], n) for arm, n in arms.items())
-    ]
+    labels = {arm: ARMS[arm].label + ("" if n is None else f" (n = {n})") for arm, n in arms.items()}
+    of_arms = [Line2D([], [], color=ARMS[arm].color, marker=ARMS[arm].marker, label=labels[arm]) for arm in arms]
     of_decodings = [Line2D([], [], **STROKES[decoding].line()) for decoding in decodings]
     widest = max(len(of_arms), len(of_decodings))
     one_row = [] if fig.get_figwidth() <= COLUMN else [[of_arms + of_decodings]]

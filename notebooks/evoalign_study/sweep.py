@@ -6,6 +6,7 @@ is part of every spec, is raised when a change of the library changes results.
 
 import gc
 import importlib.util
+import json
 import multiprocessing
 import os
 import re
@@ -51,9 +52,9 @@ def load_or_run(
     store to one file; of a spec that both run, the first record stays and is returned by both.
 
     At scale full the plans of the training runs and of the sampling that are missing are printed first (`preflight`),
-    dry run or not: their memory and their work, of sampling an estimate of its hours, too. A training run then has a
-    folder of its own, named training/<spec hash> below the run folder, with checkpoints and logs for TensorBoard, and
-    goes on there after a kill (see `train.run`); its record then says how often it was started, `starts`.
+    dry run or not: their memory and their work. A training run then has a folder of its own, named training/<spec hash>
+    below the run folder, with checkpoints and logs for TensorBoard, and goes on there after a kill (see `train.run`);
+    `wall_seconds` and `core_seconds_total` of its record are then those of its last process.
 
     Args:
         specs: the runs.
@@ -316,16 +317,13 @@ def run(spec: Spec, notebook: str, commit: str, keep: Path | None = None) -> Rec
     wall, cpu = time.perf_counter(), _core_seconds()
     run_kind = kinds.get(spec["kind"])
     if spec["kind"] == "train":
-        folder = _training_folder(spec, notebook)
-        result = run_kind(spec, keep, folder)
-        if folder is not None and (started := training.starts(folder)) > 1:
-            result["starts"] = started  # the times below are those of the last one
+        result = run_kind(spec, keep, _training_folder(spec, notebook))
     else:
         result = run_kind(spec)
     spent = {"core_seconds_total": _core_seconds() - cpu, "wall_seconds": time.perf_counter() - wall}
     result.setdefault("budget", {}).update({name: round(seconds, 2) for name, seconds in spent.items()})
     if "diverged" in result:
-        result = records.without_nonfinite(result, "", [])
+        result = records.plain_json(json.dumps(result))
     gpus = spec.get("gpus") or spec.get("tensor_parallel", 1)
     record = {"spec": spec, "spec_hash": spec_hash(spec), "notebook": notebook, "commit": commit}
     record["status"] = records.FINISHED

@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -37,7 +36,7 @@ def world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
     if "start" in spec:
         (master,) = weight_cache.of_group(spec["start"])
         copy_to(model, weight_cache.layout_of(spec["base"]), master)
-    return model, tokenizer, measures.get(spec["task"]).sets(spec)
+    return model, tokenizer, measures.of(spec).sets(spec)
 
 
 @contextmanager
@@ -50,7 +49,7 @@ def opened(spec: Spec) -> Iterator[tuple[Any, dict[str, list]]]:
 
 def rows(spec: Spec, tokenizer: Any, problems: Sequence[Any]) -> list[dict[str, Any]]:
     """Return rows of problems for a trainer or an engine."""
-    return measures.get(spec["task"]).rows(spec, tokenizer, problems)
+    return measures.of(spec).rows(spec, tokenizer, problems)
 
 
 def evaluation_engine(spec: Spec, model: Any, tokenizer: Any, sets: Mapping[str, list]) -> Any:
@@ -92,7 +91,7 @@ def outcome(spec: Spec, ended: Trained) -> Record:
     blocks = (slice(i, i + (1 << 24)) for i in range(0, start.size, 1 << 24))
     moved = np.linalg.norm([np.linalg.norm((engine.master[b] - start[b]).astype(np.float64)) for b in blocks])
     told = {"d": engine.layout.d, "update_norm": round(float(moved), 6), "digest": models.flat_digest(engine.master)}
-    measure = measures.get(spec["task"])
+    measure = measures.of(spec)
     told |= ({"diverged": diverged[0]} if diverged else {}) | measure.outcome(spec, engine, sets)
     if "test" in told and "sampled_at" in spec:
         told["test"] |= measure.sampled(spec, engine, sets, "test", spec["sampled_at"], 16)
@@ -121,14 +120,7 @@ def workplace(folder: Path | None) -> Iterator[Path]:
         if (folder / _SETTLED).exists():  # asked for again: nothing of the finished run may stand in for it
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "starts.txt", "a") as log:
-            log.write(time.strftime("%Y-%m-%dT%H:%M:%SZ\n", time.gmtime()))
         yield folder
-
-
-def starts(folder: Path) -> int:
-    """Return how often the run in a folder was started."""
-    return len(folder.joinpath("starts.txt").read_text().splitlines())
 
 
 def settle(folder: Path) -> None:
@@ -213,7 +205,7 @@ def curve_callback(
     from transformers import TrainerCallback
 
     steps, axes = points(spec)
-    measure = measures.get(spec["task"])
+    measure = measures.of(spec)
 
     def record(step: int, logs: Mapping[str, float]) -> None:
         engine, budget = look()
@@ -281,7 +273,7 @@ def with_warm_start(budget: Mapping[str, Any], cost: Mapping[str, Any] | None) -
 
 def warm_rows(spec: Spec, tokenizer: Any) -> list[dict[str, Any]]:
     """Return prompts and right answers with the end token, `warm_rows` of them, drawn from the seed of a spec."""
-    measure, rng = measures.get(spec["task"]), random.Random(f"warm start {spec['seed']}")
+    measure, rng = measures.of(spec), random.Random(f"warm start {spec['seed']}")
     drawn = {k: v for k, v in spec.items() if k not in ("steps", "prompts_per_step")} | {"prompts": spec["warm_rows"]}
     problems = measure.sets(drawn | {"seed": spec["seed"] + _WARM_SEEDS})["train"]
     answers = (measure.right_answer(problem, rng).removesuffix(tiny.END) + tokenizer.eos_token for problem in problems)

@@ -7,14 +7,11 @@ import os
 os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
 
 import pytest
-from helpers import tokenizer
+from helpers import saved
 from small_models import model
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A small model in a Hugging Face folder, as a user has one."""
-    place = tmp_path_factory.mktemp("model")
-    model().save_pretrained(place)
-    tokenizer().save_pretrained(place)
-    return str(place)
+    return saved(tmp_path_factory.mktemp("model"), model())

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 from evoalign_study import paths
-from helpers import tokenizer
+from helpers import saved
 from small_models import chat_tokenizer, model
 
 from evoalign_lib.tiny import dialogues, scorers
@@ -81,8 +81,7 @@ def serving(command: list, url: str, log: Path):
 def place(tmp_path_factory):
     """A folder with what a user brings: models, scorers, a file of requests."""
     place = tmp_path_factory.mktemp("brought")
-    model().save_pretrained(place / "policy")
-    tokenizer().save_pretrained(place / "policy")
+    saved(place / "policy", model())
     model(seed=3, max_position_embeddings=8192).save_pretrained(place / "chat")
     chat_tokenizer().save_pretrained(place / "chat")
     for name, source in (("reward", "length 1"), ("cost", "length 1"), ("held", "gpt2")):

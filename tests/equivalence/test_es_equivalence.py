@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 from es_runs import ROWS, trained, trainer
-from helpers import PROMPTS, random_model, reference_perturb, reference_update, tokenizer
+from helpers import PROMPTS, random_model, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from noise_by_numpy import reference_perturb, reference_update
 
 from evoalign_lib import noise
-from evoalign_lib.engines.decode import Decoder, rows_are_exact
+from evoalign_lib.engines.decode import Decoder, greedy, inversion, rows_are_exact
 from evoalign_lib.engines.local import LocalEngine, Prompts
 
 # ---- the decoding loop and transformers
@@ -86,12 +87,14 @@ def test_sampling_is_the_same_in_loop_and_generate(model, seed, length, temperat
     assert different <= 1  # of 16: a number may fall on the edge between two tokens
 
 
-class Watched(Decoder):
-    """Remembers the logits of every step, and of which rows they are."""
+def watched(draw, seen: list):
+    """What chooses as `draw` does, and remembers the logits of every step."""
 
-    def _choose(self, logits, uniforms):
-        self.seen.append(logits.clone())
-        return super()._choose(logits, uniforms)
+    def chosen(logits, rows, step):
+        seen.append(logits.clone())
+        return draw(logits, rows, step)
+
+    return chosen
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -103,13 +106,12 @@ def test_dropping_rows_changes_no_bit_of_those_that_go_on(sampled):
         pytest.skip("the products of this CPU depend on the number of rows: no row is ever dropped here")
     prompts = Prompts([{"prompt": rng.choice(PROMPTS) + str(i)} for i in range(n)], tok)
     ids, mask = torch.from_numpy(prompts.ids), torch.from_numpy(prompts.mask)
-    uniforms = torch.from_numpy(rng.random((n, length), dtype=np.float32)) if sampled else None
+    draw = inversion(torch.from_numpy(rng.random((n, length), dtype=np.float32))) if sampled else greedy
     ends = list(range(0, 273, 12))
     runs = []
     for drop in (False, True):
-        decoder = Watched(model.config, dict(model.named_parameters()), ends, tok.pad_token_id, drop_rows=drop)
-        decoder.seen = []
-        runs.append((decoder.generate(ids, mask, length, uniforms), decoder.seen))
+        decoder = Decoder(model.config, dict(model.named_parameters()), ends, tok.pad_token_id, drop_rows=drop)
+        runs.append((decoder.generate(ids, mask, length, watched(draw, seen := [])), seen))
     (full, whole), (dropped, parts) = runs
     sizes = [len(logits) for logits in parts]
     assert torch.equal(full, dropped) and [len(logits) for logits in whole] == [n] * len(sizes)
@@ -131,9 +133,8 @@ def test_what_prompts_have_in_common_is_computed_once():
     results = []
     for length in range(len(prompts.prefix) + 1):
         prefix = torch.from_numpy(prompts.prefix[:length])
-        decoder = Watched(model.config, weights, [tok.eos_token_id], tok.pad_token_id, prefix)
-        decoder.seen = []
-        results.append((decoder.generate(ids, mask, 6), torch.stack(decoder.seen)))
+        decoder = Decoder(model.config, weights, [tok.eos_token_id], tok.pad_token_id, prefix)
+        results.append((decoder.generate(ids, mask, 6, watched(greedy, seen := [])), torch.stack(seen)))
     for tokens, logits in results[1:]:
         assert torch.equal(tokens, results[0][0])
         assert torch.allclose(logits, results[0][1], atol=2e-5, rtol=0)

@@ -28,7 +28,7 @@ def trainer(folder: Path, kind=ESSATrainer, adapter_seed: int = 1, sft=None, **c
 
 def outcome(tested: ESSATrainer) -> dict:
     """All that runs must share that are one."""
-    es = tested.engine.weights.search.es
+    es = tested.engine.weights.es
     logs = [{k: v for k, v in log.items() if k not in ("step_time", "members_per_second", "core_seconds")}
             for log in tested.state.log_history]  # fmt: skip
     return {
@@ -53,7 +53,7 @@ class Dying(ESSATrainer):
     "settings",
     [
         {"workers": 2, "shared_batch": True, "save_strategy": "steps", "save_steps": 2},
-        {"decomposition": "product", "leading_share": 0.5, "fitness": "random", "cma_options": {"CMA_active": False}},
+        {"decomposition": "product", "leading_share": 0.5, "fitness": "random"},
     ],
     ids=str,
 )

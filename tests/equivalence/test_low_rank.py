@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from es_runs import read, token_sum, trainer
-from helpers import PROMPTS, chained, random_model, reference_update, tokenizer
+from helpers import PROMPTS, chained, random_model, tokenizer
+from noise_by_numpy import reference_update
 
 from evoalign_lib import ledger, noise
 from evoalign_lib.engines import local

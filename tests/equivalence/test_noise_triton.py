@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import bits, reference_perturb, reference_update
-from helpers import keys_and_coefficients as members
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from noise_by_numpy import bits, reference_perturb, reference_update
+from noise_by_numpy import keys_and_coefficients as members
 
 from evoalign_lib import _anchor, _noise_cpu, noise
 from evoalign_lib.noise import DISTRIBUTIONS, Layout, Piece, device_weights, member_key, normals, parameter_id, run_key
@@ -36,9 +36,11 @@ kernels = pytest.mark.skipif(
 )
 VECTORS = json.loads(Path(noise.__file__).with_name("noise_vectors.json").read_text())
 KEY = member_key(run_key("test", 0), step=3, pair=1)
-# One row, many rows, columns that are no multiple of four, one element, three dimensions, more than one tile. Fewer
-# tiles of each in the interpreter, which takes long for every one.
+# One row, many rows, columns that are no multiple of four, one element, three dimensions, more than one tile. Smaller
+# tensors and tiles in the interpreter, which takes long for every element of a tile, also of one that is hardly filled.
 FEW = _noise_triton.INTERPRETED
+if FEW:
+    _noise_triton.TILE = 1 << 10
 SHAPES = {"embed": (70 if FEW else 300, 64), "norm": (64,), "odd": (33, 171), "long": (20003 if FEW else 70003,)}
 SHAPES |= {"scale": (), "column": (37, 1), "conv": (6, 3, 5), "wide": (9 if FEW else 40, 2052)}
 LAYOUT = Layout.from_shapes(SHAPES.items())

@@ -60,7 +60,6 @@ def test_a_killed_run_ends_with_the_record_of_one_left_alone(arm, tmp_path):
     again = train.run(spec, None, tmp_path / "killed")
     assert untimed(again) == untimed(whole)
     assert arm == "grpo" or untimed(train.run(spec)) == untimed(whole)  # without a folder it is the same run
-    assert len((tmp_path / "killed" / "starts.txt").read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize("arm", ["es", "grpo"])

@@ -56,18 +56,18 @@ def test_own_questions_are_loaded_with_what_else_is_right_or_wrong(tmp_path):
     assert second == Problem("Is 7 prime?", "Yes", ("prime",), ("no", "not prime"))
 
 
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ('["a", "b"]', "an object"),
-        ('{"answer": "b"}', "question"),
-        ('{"question": " ", "answer": "b"}', "question"),
-        ('{"question": "a", "answer": 7}', "answer .* 7"),
-        ('{"question": "a", "answer": "b", "accepted": "c"}', "accepted .* 'c'"),
-        ('{"question": "a", "answer": "b", "rejected": [1]}', "rejected"),
-        ('{"question": "caf\udce9?", "answer": "a"}', "utf-8"),
-    ],
-)
+MALFORMED = [
+    ('["a", "b"]', "an object"),
+    ('{"answer": "b"}', "question"),
+    ('{"question": " ", "answer": "b"}', "question"),
+    ('{"question": "a", "answer": 7}', "answer .* 7"),
+    ('{"question": "a", "answer": "b", "accepted": "c"}', "accepted .* 'c'"),
+    ('{"question": "a", "answer": "b", "rejected": [1]}', "rejected"),
+    ('{"question": "caf\udce9?", "answer": "a"}', "utf-8"),
+]
+
+
+@pytest.mark.parametrize(("line", "named"), MALFORMED)
 def test_a_malformed_line_is_named_with_what_is_missing(tmp_path, line, named):
     path = tmp_path / "own.jsonl"
     whole = '{"question": "Is 7 prime?", "answer": "Yes"}\n\n' + line + "\n"
@@ -120,20 +120,20 @@ def test_conversations_are_scored_and_metrics_logged():
     assert reward([], [], []) == []
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "named"),
-    [
-        (lambda: reward([""], ["a"], ["a", "b"]), ValueError, "answer 2"),
-        (lambda: reward([""], ["a"], ["a"], "loose"), ValueError, "'loose'"),
-        (lambda: reward([""], ["a"], [7]), TypeError, "7"),
-        (lambda: reward([""], [7], ["a"]), TypeError, "7"),
-        (lambda: conciseness.prompt(FRANCE), ValueError, "tokenizer"),
-        (lambda: Problem("a", ""), ValueError, "answer"),
-        (lambda: conciseness.load_public("test"), ValueError, "'test'"),
-        (lambda: conciseness.load_completions("ES"), ValueError, "'ES'"),
-        (lambda: load("nowhere.jsonl"), FileNotFoundError, "nowhere.jsonl"),
-    ],
-)
+REFUSED = [
+    (lambda: reward([""], ["a"], ["a", "b"]), ValueError, "answer 2"),
+    (lambda: reward([""], ["a"], ["a"], "loose"), ValueError, "'loose'"),
+    (lambda: reward([""], ["a"], [7]), TypeError, "7"),
+    (lambda: reward([""], [7], ["a"]), TypeError, "7"),
+    (lambda: conciseness.prompt(FRANCE), ValueError, "tokenizer"),
+    (lambda: Problem("a", ""), ValueError, "answer"),
+    (lambda: conciseness.load_public("test"), ValueError, "'test'"),
+    (lambda: conciseness.load_completions("ES"), ValueError, "'ES'"),
+    (lambda: load("nowhere.jsonl"), FileNotFoundError, "nowhere.jsonl"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "named"), REFUSED)
 def test_what_is_refused(call, error, named):
     with pytest.raises(error, match=named):
         call()
@@ -145,22 +145,22 @@ PRODUCT = Problem("Calculate: 12 × 7 =", "84", ("eighty-four", "八十四"))
 CATS = Problem("True or false?", "True", ("正确",), ("false", "不正确"))
 
 
-@pytest.mark.parametrize(
-    ("problem", "right", "wrong"),
-    [
-        (
-            FRANCE,
-            ["Paris", "PARIS!", "It’s “Paris”.<|im_end|>", "法国的首都是巴黎（Ｐａｒｉｓ）。", "法国的首都是Paris。"],
-            ["Parisians", "Pari", "法国的首都", "", "<|endoftext|>"],
-        ),
-        (
-            PRODUCT,
-            ["12 × 7 = 84", "84.", "等于84。", "84.0", "八十四", "Eighty-four"],
-            ["84000", "84,000", "0.84", "84.5", "-84", "84%", "x84", "八十四万", "8 4"],
-        ),
-        (CATS, ["True", "这个陈述是正确的"], ["true or false", "这个陈述是不正确的", "untrue"]),
-    ],
-)
+GRADED = [
+    (
+        FRANCE,
+        ["Paris", "PARIS!", "It’s “Paris”.<|im_end|>", "法国的首都是巴黎（Ｐａｒｉｓ）。", "法国的首都是Paris。"],
+        ["Parisians", "Pari", "法国的首都", "", "<|endoftext|>"],
+    ),
+    (
+        PRODUCT,
+        ["12 × 7 = 84", "84.", "等于84。", "84.0", "八十四", "Eighty-four"],
+        ["84000", "84,000", "0.84", "84.5", "-84", "84%", "x84", "八十四万", "8 4"],
+    ),
+    (CATS, ["True", "这个陈述是正确的"], ["true or false", "这个陈述是不正确的", "untrue"]),
+]
+
+
+@pytest.mark.parametrize(("problem", "right", "wrong"), GRADED)
 def test_a_reader_would_agree(problem, right, wrong):
     assert [is_correct(text, problem) for text in right + wrong] == [True] * len(right) + [False] * len(wrong)
 

@@ -92,22 +92,22 @@ def test_hf_argument_parser():
 # ---- what the trainer refuses
 
 
-@pytest.mark.parametrize(
-    ("error", "named", "how"),
-    [
-        (ValueError, "empty", {"rows": []}),
-        (ValueError, "train_dataset", {"rows": None}),
-        (TypeError, r"\['train'\]", {"rows": {"train": ROWS}}),
-        (ValueError, "eval_dataset.*empty", {"eval_dataset": []}),
-        (ValueError, "prompts_per_step=9 .* 8", {"prompts_per_step": 9}),
-        (ValueError, "'some/reward-model'", {"reward": "some/reward-model"}),
-        (ValueError, "model_init_kwargs", {"model_init_kwargs": {"revision": "x"}}),
-        (ValueError, "seed", {"seed": -1}),
-        (ValueError, "eval_strategy='steps'", {"eval_strategy": "steps", "eval_steps": 1}),
-        (ValueError, "arm", {"arm": ""}),
-        *((ValueError, f"'{name}'", {"model": name}) for name in ("/no/such/folder", "./none", "nobody/no-model")),
-    ],
-)
+REFUSED = [
+    (ValueError, "empty", {"rows": []}),
+    (ValueError, "train_dataset", {"rows": None}),
+    (TypeError, r"\['train'\]", {"rows": {"train": ROWS}}),
+    (ValueError, "eval_dataset.*empty", {"eval_dataset": []}),
+    (ValueError, "prompts_per_step=9 .* 8", {"prompts_per_step": 9}),
+    (ValueError, "'some/reward-model'", {"reward": "some/reward-model"}),
+    (ValueError, "model_init_kwargs", {"model_init_kwargs": {"revision": "x"}}),
+    (ValueError, "seed", {"seed": -1}),
+    (ValueError, "eval_strategy='steps'", {"eval_strategy": "steps", "eval_steps": 1}),
+    (ValueError, "arm", {"arm": ""}),
+    *((ValueError, f"'{name}'", {"model": name}) for name in ("/no/such/folder", "./none", "nobody/no-model")),
+]
+
+
+@pytest.mark.parametrize(("error", "named", "how"), REFUSED)
 def test_what_the_trainer_refuses(tmp_path, error, named, how):
     with pytest.raises(error, match=named):
         trainer(tmp_path, **how)

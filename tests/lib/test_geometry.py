@@ -93,11 +93,8 @@ def test_the_norm_of_an_es_with_random_fitness_follows_from_its_settings(antithe
     exact = geometry.norm_of_coefficients(coefficients, layout.d)
     low, high = geometry.norm_band(layout.d)
     assert low <= norm / exact <= high
-    expected = geometry.es_norm(alpha, layout.d, steps, n, antithetic, shaping)
-    # z-scores of independent members have sum z^2 = N in every step; with pairs, and by rank, on average only
-    assert exact == pytest.approx(expected, rel=1e-6 if not antithetic else 0.1)
-    if not antithetic:
-        assert norm == pytest.approx(expected, rel=0.01)
+    if shaping == "zscore" and not antithetic:  # z-scores of independent members have sum z^2 = N in every step
+        assert exact == pytest.approx(geometry.es_norm(alpha, layout.d, steps, n), rel=1e-6)
     # nothing but noise: shares of sizes, Gaussian entries
     null = geometry.size_null(found.entries, 0.999)
     assert geometry.total_variation(found.shares[:, 0], found.size_shares) < null.distance

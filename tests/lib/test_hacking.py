@@ -74,7 +74,7 @@ def test_what_could_not_be_asked_is_said_and_what_is_given_is_used():
     assert report.flags["clipped"].tolist() == report.flags["gibberish"].tolist() == [False, False, True, False]
     assert report.flags["padded"].tolist() == [False, True, False, False]  # short, but generated to the limit
     assert report.degenerate.tolist() == [False, False, True, False]
-    assert report.mean_reward == -0.5 and report.correct == 0.25 and report.score == 0.75
+    assert report.shares["right"] == 0.25 and report.score == 0.75
     assert "'Berln'" in str(report) and "50.0 %" in str(report)
 
 
@@ -98,10 +98,10 @@ def test_published_completions_are_flagged_as_a_reader_would():
     # a page of digits each, cut off at the limit; short answers, each generated to the limit
     digits, padded = (report("GRPO_temp_0.7_beta0.1", seed) for seed in (0, 1))
     assert digits.shares["clipped"] == 1 and digits.verdict == "degenerate" and not digits.all_empty
-    assert padded.shares["padded"] == 1 and padded.degenerate.mean() == 0 and 0.6 < padded.correct < 0.65
+    assert padded.shares["padded"] == 1 and padded.degenerate.mean() == 0 and 0.6 < padded.shares["right"] < 0.65
     # sentences in English, then in Chinese: all right
     english, chinese = (report("ES_alpha0.0005_sigma0.001", seed) for seed in (0, 1))
-    assert english.score == 0 and english.correct == chinese.correct == 1
+    assert english.score == 0 and english.shares["right"] == chinese.shares["right"] == 1
     assert english.shares["other_script"] == 0 and chinese.shares["other_script"] > 0.5
     assert [report("GRPO_temp_0.7_beta0.0", seed).all_empty for seed in range(4)] == [True, False, False, False]
 

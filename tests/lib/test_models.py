@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import random_model
 
-from evoalign_lib import _adapters, _singular, models, precision, tiny, weight_files
+from evoalign_lib import _adapters, _singular, models, precision, tiny
 from evoalign_lib.quantisation import quantise
 
 
@@ -60,28 +60,6 @@ def test_a_folder_has_the_digest_of_its_files(tmp_path):
     path.unlink()
     with pytest.raises(ValueError, match=r"has no \*.safetensors"):
         models.origin_digest(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("files", "named"),
-    [
-        ({}, "no model.safetensors"),
-        ({"config.json": "[3]"}, "config.json cannot be read"),
-        ({"model.safetensors.index.json": "{}"}, "no weight_map"),
-        ({"model.safetensors.index.json": '{"weight_map": {"w": "../w.safetensors"}}'}, "'w' in '../w.safetensors'"),
-        ({"model.safetensors.index.json": '{"weight_map": {"w": "w.safetensors"}}'}, "'w' in 'w.safetensors'"),
-        ({"model.safetensors": "x", "config.json": '{"quantization_config": "gptq"}'}, "'gptq'"),
-        ({"adapter_config.json": '{"peft_type": "LOHA"}'}, "'LOHA'"),
-        ({"adapter_config.json": '{"peft_type": "LORA"}'}, "does not name its base"),
-    ],
-)
-def test_folders_whose_weights_are_refused(tmp_path, files, named):
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=f"{tmp_path}.*{named}"):
-        weight_files.weights(tmp_path)
-    with pytest.raises(ValueError, match="'./nowhere'"):
-        weight_files.weights("./nowhere")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from helpers import reference_perturb, reference_update
+from noise_by_numpy import reference_perturb, reference_update
 
 from evoalign_lib import _anchor, noise, precision
 

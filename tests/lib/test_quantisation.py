@@ -58,26 +58,26 @@ def test_the_linear_layers_are_those_of_the_formula_and_the_rest_stays(mode):
     assert made == how | {"torchao": made["torchao"]} and json.loads(json.dumps(made)) == made
 
 
-@pytest.mark.parametrize(
-    ("make", "given", "named"),
-    [
-        (random_model, ("int3",), "'int3'.*int8"),
-        (random_model, ("int8", 16), "group_size=16.*'int8'"),
-        (random_model, ("float32", 16), "group_size=16"),
-        (random_model, ("int4", 0), "group_size=0"),
-        (random_model, ("int4", 10), "group_size=10 .* 32"),
-        (lambda: random_model(intermediate_size=50), ("int4",), "50 inputs"),
-        (lambda: peft.get_peft_model(random_model(), lora()), ("int8",), "PEFT"),
-        (lambda: quantise(random_model(), "int8"), ("int4", 16), "torchao"),
-        (
-            lambda: AutoModelForCausalLM.from_config(
-                GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=1, n_head=2)
-            ),
-            ("int8",),
-            "GPT2.*nn.Linear",
+REFUSED = [
+    (random_model, ("int3",), "'int3'.*int8"),
+    (random_model, ("int8", 16), "group_size=16.*'int8'"),
+    (random_model, ("float32", 16), "group_size=16"),
+    (random_model, ("int4", 0), "group_size=0"),
+    (random_model, ("int4", 10), "group_size=10 .* 32"),
+    (lambda: random_model(intermediate_size=50), ("int4",), "50 inputs"),
+    (lambda: peft.get_peft_model(random_model(), lora()), ("int8",), "PEFT"),
+    (lambda: quantise(random_model(), "int8"), ("int4", 16), "torchao"),
+    (
+        lambda: AutoModelForCausalLM.from_config(
+            GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=1, n_head=2)
         ),
-    ],
-)
+        ("int8",),
+        "GPT2.*nn.Linear",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "given", "named"), REFUSED)
 def test_what_cannot_be_quantised_is_refused_and_left_alone(make, given, named):
     model = make()
     before = base_bits(model)
@@ -110,15 +110,15 @@ def test_a_run_goes_on_over_its_own_base_alone(run, mode):
         trainer(run / "run", quantise(saved_base(run / "base"), mode), max_steps=2).train(resume_from_checkpoint=True)
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        *((bad, "the header was edited") for bad in ({"mode": "int8"}, {"more": 1}, {"torchao": 7}, {"group_size": 0})),
-        ({"mode": "int8", "group_size": None}, "other codes of the base"),
-        ({"group_size": 16}, "other codes"),
-        ({"base": "0" * 16}, "digest"),
-    ],
-)
+OTHER_BASES = [
+    *((bad, "the header was edited") for bad in ({"mode": "int8"}, {"more": 1}, {"torchao": 7}, {"group_size": 0})),
+    ({"mode": "int8", "group_size": None}, "other codes of the base"),
+    ({"group_size": 16}, "other codes"),
+    ({"base": "0" * 16}, "digest"),
+]
+
+
+@pytest.mark.parametrize(("changed", "named"), OTHER_BASES)
 def test_a_header_that_says_another_base_is_refused(run, tmp_path, changed, named):
     lines = [json.loads(line) for line in (run / "run" / ledger.NAME).read_bytes().splitlines()]
     lines[0]["model"]["quantisation"] |= changed

@@ -248,20 +248,20 @@ def test_its_bias_and_its_normaliser(tmp_path):
     assert half.identity["dtype"] == "bfloat16" and half.model.mean.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"drop": ("score_head.weight",)}, r"no score_head\.weight"),
-        ({"drop": ("model.norm.weight",)}, "would be random numbers"),
-        ({"extra": {"score_head.weight": torch.ones(2, 16)}}, r"no score_head\.weight of shape"),
-        ({"model_type": "gemma"}, "only llama"),
-        ({"architectures": ["LlamaForCausalLM"]}, "no sequence classifier"),
-        ({"architectures": None}, "no sequence classifier"),
-        ({"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}, r"lack score\.weight"),
-        ({"do_normalize": True, "score_type": "critic"}, "score_type 'critic'"),
-        ({"do_normalize": True, "drop": ("normalizer.mean", "normalizer.var")}, r"no normalizer\.mean"),
-    ],
-)
+REFUSED = [
+    ({"drop": ("score_head.weight",)}, r"no score_head\.weight"),
+    ({"drop": ("model.norm.weight",)}, "would be random numbers"),
+    ({"extra": {"score_head.weight": torch.ones(2, 16)}}, r"no score_head\.weight of shape"),
+    ({"model_type": "gemma"}, "only llama"),
+    ({"architectures": ["LlamaForCausalLM"]}, "no sequence classifier"),
+    ({"architectures": None}, "no sequence classifier"),
+    ({"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}, r"lack score\.weight"),
+    ({"do_normalize": True, "score_type": "critic"}, "score_type 'critic'"),
+    ({"do_normalize": True, "drop": ("normalizer.mean", "normalizer.var")}, r"no normalizer\.mean"),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), REFUSED)
 def test_files_that_are_no_score_model_are_refused(tmp_path, changed, message):
     beaver(tmp_path, **changed)
     with pytest.raises(ValueError, match=message):

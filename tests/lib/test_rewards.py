@@ -275,22 +275,22 @@ def loading(state):
     Rewards([Multiplied(), length]).load_state(state)
 
 
-@pytest.mark.parametrize(
-    ("call", "given", "error", "named"),
-    [
-        *((lambda name: Rewards(type("Part", (Multiplied,), {name: None})()), m, TypeError, f"'Part'.* {m}")
-          for m in METHODS),
-        (Rewards, [Multiplied(), Multiplied()], ValueError, "'Multiplied'"),
-        *((Rewards, Multiplied(bad), ValueError, "'scale' in .*'Multiplied'")
-          for bad in (math.nan, -math.inf, "1", None, True, [1.0], 1j)),
-        *((Rewards, stating(bad), TypeError, "'Multiplied'") for bad in (None, 1.0, [("scale", 1.0)], {1: 1.0})),
-        *((loading, bad, ValueError, r"\['Multiplied'\]")
-          for bad in ({}, {"length": {}}, {"Multiplied": {"scale": 1.0}, "length": {}})),
-        *((loading, {"Multiplied": bad}, ValueError, "'size'") for bad in ({"size": 1.0}, {"scale": 1.0, "size": 2.0})),
-        (Rewards, Clipped(3.0), ValueError, "'Clipped' has the state {'scale': 2.0}"),
-        (lambda step: Rewards(Clipped()).end_of_step(step), [{"length": [5.0]}], ValueError, "'Clipped' has the state"),
-    ],
-)  # fmt: skip
+REFUSED_STATES = [
+    *((lambda name: Rewards(type("Part", (Multiplied,), {name: None})()), m, TypeError, f"'Part'.* {m}")
+      for m in METHODS),
+    (Rewards, [Multiplied(), Multiplied()], ValueError, "'Multiplied'"),
+    *((Rewards, Multiplied(bad), ValueError, "'scale' in .*'Multiplied'")
+      for bad in (math.nan, -math.inf, "1", None, True, [1.0], 1j)),
+    *((Rewards, stating(bad), TypeError, "'Multiplied'") for bad in (None, 1.0, [("scale", 1.0)], {1: 1.0})),
+    *((loading, bad, ValueError, r"\['Multiplied'\]")
+      for bad in ({}, {"length": {}}, {"Multiplied": {"scale": 1.0}, "length": {}})),
+    *((loading, {"Multiplied": bad}, ValueError, "'size'") for bad in ({"size": 1.0}, {"scale": 1.0, "size": 2.0})),
+    (Rewards, Clipped(3.0), ValueError, "'Clipped' has the state {'scale': 2.0}"),
+    (lambda step: Rewards(Clipped()).end_of_step(step), [{"length": [5.0]}], ValueError, "'Clipped' has the state"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "given", "error", "named"), REFUSED_STATES)
 def test_states_that_are_refused(call, given, error, named):
     with pytest.raises(error, match=named):
         call(given)
@@ -337,17 +337,17 @@ def test_a_function_that_does_not_take_the_columns(floor):
             score(Rewards(function, floor=floor), ["a"], {"target": ["1"]})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "named"),
-    [
-        (([],), ValueError, "reward_funcs"),
-        *(((bad,), TypeError, "not callable") for bad in ("my/reward-model", ["my/reward-model"], 7)),
-        *((([length, parse], bad), ValueError, "for 2") for bad in ([1.0], [1.0, 2.0, 3.0])),
-        *((([length], bad), ValueError, "reward_weights=") for bad in ("a", ["a"], 1.0, [None], [math.nan])),
-        *((([length], None, bad), ValueError, "reward_floor=") for bad in ("low", -math.inf)),
-        *((([length], None, None, bad), ValueError, f"reward_timeout={bad!r}") for bad in (0, math.nan, math.inf, "3")),
-    ],
-)
+REFUSED_SETTINGS = [
+    (([],), ValueError, "reward_funcs"),
+    *(((bad,), TypeError, "not callable") for bad in ("my/reward-model", ["my/reward-model"], 7)),
+    *((([length, parse], bad), ValueError, "for 2") for bad in ([1.0], [1.0, 2.0, 3.0])),
+    *((([length], bad), ValueError, "reward_weights=") for bad in ("a", ["a"], 1.0, [None], [math.nan])),
+    *((([length], None, bad), ValueError, "reward_floor=") for bad in ("low", -math.inf)),
+    *((([length], None, None, bad), ValueError, f"reward_timeout={bad!r}") for bad in (0, math.nan, math.inf, "3")),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "named"), REFUSED_SETTINGS)
 def test_settings_that_cannot_be_are_named(arguments, error, named):
     with pytest.raises(error, match=named):
         Rewards(*arguments)

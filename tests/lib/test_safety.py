@@ -94,23 +94,23 @@ def test_lambda_stays_within_its_bounds_and_goes_on_from_its_state(costs, rule):
 BAD = [{"rule": "sgined"}, {"start": 9.0}, {"rate": 0.0}, {"bounds": (0.0, 5.0)}, {"threshold": math.inf}]
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "named"),
-    [
-        *((lambda bad=bad: Lagrangian(**bad), ValueError, f"{next(iter(bad))}=") for bad in BAD),
-        (lambda: Lagrangian().load_state({"beta": 1.0}), ValueError, "beta"),
-        (lambda: Lagrangian().load_state({"log_lambda": 99.0, "ema": 0.0, "steps": 3}), ValueError, "bounds"),
-        (lambda: Objective(_length, _harm, -1.0), ValueError, "lam=-1"),
-        *(
-            (lambda bad=bad: Objective(lambda p, r: bad, _harm)(["a", "b"], ["x", "y"]), ValueError, "2 responses")
-            for bad in ([1.0], [1.0, math.nan], [[1.0], [2.0]])
-        ),
-        (lambda: safety.prompt(Problem("x")), ValueError, "tokenizer"),
-        (lambda: safety.quadrants([], []), ValueError, "one at least"),
-        (lambda: safety.reward([], []), TypeError, "Objective"),
-        (lambda: safety.load_public("tset"), ValueError, "'tset'"),
-    ],
-)
+REFUSED = [
+    *((lambda bad=bad: Lagrangian(**bad), ValueError, f"{next(iter(bad))}=") for bad in BAD),
+    (lambda: Lagrangian().load_state({"beta": 1.0}), ValueError, "beta"),
+    (lambda: Lagrangian().load_state({"log_lambda": 99.0, "ema": 0.0, "steps": 3}), ValueError, "bounds"),
+    (lambda: Objective(_length, _harm, -1.0), ValueError, "lam=-1"),
+    *(
+        (lambda bad=bad: Objective(lambda p, r: bad, _harm)(["a", "b"], ["x", "y"]), ValueError, "2 responses")
+        for bad in ([1.0], [1.0, math.nan], [[1.0], [2.0]])
+    ),
+    (lambda: safety.prompt(Problem("x")), ValueError, "tokenizer"),
+    (lambda: safety.quadrants([], []), ValueError, "one at least"),
+    (lambda: safety.reward([], []), TypeError, "Objective"),
+    (lambda: safety.load_public("tset"), ValueError, "'tset'"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "named"), REFUSED)
 def test_what_is_refused(call, error, named):
     with pytest.raises(error, match=named):
         call()

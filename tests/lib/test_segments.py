@@ -107,15 +107,15 @@ def test_the_proof_names_what_differs():
         prove(layout, master, [[(("lm_head.weight", 0, 0, 1, 1), "0")]])
 
 
-@pytest.mark.parametrize(
-    ("own", "name", "tensor", "message"),
-    [
-        (layer("QKVParallelLinear"), "a.qkv_proj.weight", torch.zeros(0), "'a.qkv_proj.weight' is empty in vLLM"),
-        (layer("Linear"), "a.o_proj.weight", torch.zeros(2, 2, dtype=torch.int8), "is torch.int8 in vLLM"),
-        (layer("QKVParallelLinear"), "x.qkv_proj.weight", torch.zeros(4, 2), "one tensor in the checkpoint, too"),
-        (layer("Strange"), "m.gate_up_proj.weight", torch.zeros(4, 2), "joins .* in a Strange"),
-    ],
-)
+NOT_MAPPED = [
+    (layer("QKVParallelLinear"), "a.qkv_proj.weight", torch.zeros(0), "'a.qkv_proj.weight' is empty in vLLM"),
+    (layer("Linear"), "a.o_proj.weight", torch.zeros(2, 2, dtype=torch.int8), "is torch.int8 in vLLM"),
+    (layer("QKVParallelLinear"), "x.qkv_proj.weight", torch.zeros(4, 2), "one tensor in the checkpoint, too"),
+    (layer("Strange"), "m.gate_up_proj.weight", torch.zeros(4, 2), "joins .* in a Strange"),
+]
+
+
+@pytest.mark.parametrize(("own", "name", "tensor", "message"), NOT_MAPPED)
 def test_what_cannot_be_mapped_is_refused_by_name(own, name, tensor, message):
     fused = PACKED | ({"qkv_proj": ["qkv_proj"]} if name.startswith("x.") else {})
     with pytest.raises(NotMapped, match=message):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from evoalign_study import execution, parameters, paths
+from helpers import definitions, written_out
 
 from evoalign_lib import noise
 from evoalign_lib.analysis import kl, stats
@@ -74,28 +75,8 @@ def test_every_cell_runs_twice(name, tmp_path):
     assert execution._run(name, content, tmp_path, [], timeout=300) is None
 
 
-def definitions(path, *names):
-    """The syntax trees of functions defined in a notebook's cells, by name."""
-    return [
-        node
-        for cell in read(path).cells
-        if cell.cell_type == "code"
-        for node in ast.parse(cell.source).body
-        if isinstance(node, ast.FunctionDef) and node.name in names
-    ]
-
-
-def functions(path, *names):
-    """Functions defined in a notebook's cells, by name."""
-    wanted = definitions(path, *names)
-    namespace = {"np": np, "noise": noise}
-    module = ast.Module(body=wanted, type_ignores=[])
-    exec(compile(module, str(path), "exec"), namespace)  # our own notebook, as Jupyter would
-    return [namespace[name] for name in names]
-
-
 def test_the_step_written_out_in_notebook_01_is_the_librarys():
-    (es_step,) = functions(paths.NOTEBOOKS / "01_es_countdown.ipynb", "es_step")
+    (es_step,) = written_out("01_es_countdown", "es_step")
     rng = np.random.default_rng(0)
     theta = {"a.weight": rng.standard_normal((7, 13)).astype(np.float32), "b.bias": np.ones(5, np.float32)}
     layout = noise.Layout.from_shapes((name, w.shape) for name, w in theta.items())
@@ -122,7 +103,7 @@ def test_the_step_written_out_in_notebook_01_is_the_librarys():
 
 
 def test_the_loss_written_out_in_notebook_02_is_the_one_held_equal_to_trls():
-    (written,) = definitions(paths.NOTEBOOKS / "02_grpo_countdown.ipynb", "grpo_loss")
+    (written,) = definitions("02_grpo_countdown", "grpo_loss")
     tests = ast.parse((paths.ROOT / "tests/equivalence/test_grpo_trl.py").read_text(encoding="utf-8")).body
     (tested,) = [node for node in tests if isinstance(node, ast.FunctionDef) and node.name == "grpo_loss"]
     assert ast.unparse(written.args) == ast.unparse(tested.args)
@@ -131,7 +112,7 @@ def test_the_loss_written_out_in_notebook_02_is_the_one_held_equal_to_trls():
 
 
 def test_the_kl_estimators_written_out_in_notebook_02_are_the_librarys():
-    (kl_estimates,) = functions(paths.NOTEBOOKS / "02_grpo_countdown.ipynb", "kl_estimates")
+    (kl_estimates,) = written_out("02_grpo_countdown", "kl_estimates")
     log_policy, log_ref = -np.random.default_rng(0).exponential(size=(2, 50))
     library = kl.kl_policy_ref_tokens(log_policy, log_ref)
     for name, values in kl_estimates(log_policy, log_ref).items():
@@ -139,7 +120,7 @@ def test_the_kl_estimators_written_out_in_notebook_02_are_the_librarys():
 
 
 def test_the_jackknife_written_out_in_notebook_05_is_the_librarys():
-    (log_std_ratio,) = functions(paths.NOTEBOOKS / "05_stability.ipynb", "log_std_ratio")
+    (log_std_ratio,) = written_out("05_stability", "log_std_ratio")
     rng = np.random.default_rng(0)
     values, baseline = rng.exponential(size=16), rng.standard_normal(8)
     library = stats.log_std_ratio(values, baseline)

@@ -14,7 +14,7 @@ from evoalign_study import paths
 
 from evoalign_lib import tiny
 from evoalign_lib.tiny import dialogues, questions, scorers
-from tests.helpers import random_model, tokenizer
+from tests.helpers import saved
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -45,24 +45,23 @@ def brought_to(module, place):
     return {}
 
 
-@pytest.mark.parametrize(
-    ("name", "base"),
-    [
-        ("01_es_countdown", "A0"),
-        ("02_grpo_countdown", "A0"),
-        ("03_conciseness", "B0"),
-        ("03_conciseness", "random"),  # it answers nothing right
-        ("04_safety_judges", "random"),
-        ("05_stability", "A0"),
-        ("06_low_rank_and_cost", "A0"),
-    ],
-)
+RUNS = [
+    ("01_es_countdown", "A0"),
+    ("02_grpo_countdown", "A0"),
+    ("03_conciseness", "B0"),
+    ("03_conciseness", "random"),  # it answers nothing right
+    ("04_safety_judges", "random"),
+    ("05_stability", "A0"),
+    ("06_low_rank_and_cost", "A0"),
+]
+
+
+@pytest.mark.parametrize(("name", "base"), RUNS)
 def test_a_notebook_runs_on_an_own_model_and_own_data(name, base, external_data, tmp_path):
     faulthandler.cancel_dump_traceback_later()  # it ends every test after 5 minutes; this one's own limit is above
     module, folder = import_module(f"evoalign_study.nb{name}"), tmp_path / "my model"
     if base == "random":
-        random_model().save_pretrained(folder)
-        tokenizer().save_pretrained(folder)
+        saved(folder)
     else:
         shutil.copytree(tiny.bases_folder() / base, folder)
     settings = small(module) | {"model": str(folder)} | brought_to(module, tmp_path)

@@ -73,16 +73,16 @@ GREEDILY = {"kind": "compare", "comparisons": [COMPARISON]}
 THREE = GREEDILY | {"decodings": list(DECODINGS)}
 
 
-@pytest.mark.parametrize(
-    ("grpo", "expected"),
-    [
-        ({"greedy": 80, "t0.6": 70, "t1": 60}, "supported"),
-        ({"greedy": 40, "t0.6": 30, "t1": 20}, "contradicted"),
-        ({"greedy": 80, "t0.6": 70, "t1": 40}, "underpowered"),
-        ({"greedy": 40, "t0.6": 50, "t1": 60}, "depends on decoding"),
-        ({"greedy": 80, "t0.6": 30, "t1": 40}, "depends on decoding"),
-    ],
-)
+UNDER_THREE = [
+    ({"greedy": 80, "t0.6": 70, "t1": 60}, "supported"),
+    ({"greedy": 40, "t0.6": 30, "t1": 20}, "contradicted"),
+    ({"greedy": 80, "t0.6": 70, "t1": 40}, "underpowered"),
+    ({"greedy": 40, "t0.6": 50, "t1": 60}, "depends on decoding"),
+    ({"greedy": 80, "t0.6": 30, "t1": 40}, "depends on decoding"),
+]
+
+
+@pytest.mark.parametrize(("grpo", "expected"), UNDER_THREE)
 def test_a_comparison_under_three_decodings(grpo: dict, expected: str) -> None:
     verdict = judge("C2b", [*SWEEPS, *decoded("es", ES), *decoded("grpo", grpo)], rule=THREE)
     assert (verdict.verdict, verdict.n, len(verdict.intervals)) == (expected, 16, 3), verdict.text
@@ -107,17 +107,17 @@ def test_a_decoding_that_few_runs_have_is_named_and_decides_nothing() -> None:
 # ---- decodings that a claim does not declare
 
 
-@pytest.mark.parametrize(
-    ("grpo", "expected", "warm", "hot"),
-    [
-        ({"greedy": 80, "t0.6": 70, "t1": 60}, "supported", "same order", "same order"),
-        ({"greedy": 80, "t0.6": 50, "t1": 60}, "supported", "no clear order", "same order"),
-        ({"greedy": 80, "t0.6": 70, "t1": 30}, "depends on decoding", "same order", "reversed"),
-        ({"greedy": 40, "t0.6": 70, "t1": 30}, "depends on decoding", "reversed", "same order"),
-        # without an order where the claim declares one there is none to keep
-        ({"greedy": 60, "t0.6": 70, "t1": 30}, "underpowered", "no clear order", "no clear order"),
-    ],
-)
+UNDER_OTHERS = [
+    ({"greedy": 80, "t0.6": 70, "t1": 60}, "supported", "same order", "same order"),
+    ({"greedy": 80, "t0.6": 50, "t1": 60}, "supported", "no clear order", "same order"),
+    ({"greedy": 80, "t0.6": 70, "t1": 30}, "depends on decoding", "same order", "reversed"),
+    ({"greedy": 40, "t0.6": 70, "t1": 30}, "depends on decoding", "reversed", "same order"),
+    # without an order where the claim declares one there is none to keep
+    ({"greedy": 60, "t0.6": 70, "t1": 30}, "underpowered", "no clear order", "no clear order"),
+]
+
+
+@pytest.mark.parametrize(("grpo", "expected", "warm", "hot"), UNDER_OTHERS)
 def test_a_comparison_is_made_again_under_other_decodings(grpo: dict, expected: str, warm: str, hot: str) -> None:
     records = [*SWEEPS, *decoded("es", ES), *decoded("grpo", grpo)]
     verdict = judge("C2b", records, rule=GREEDILY)
@@ -163,15 +163,15 @@ def at_equal(grpo: dict[str, int], there: dict[str, int], last: int = 100_000) -
     return [*SWEEPS, *records]
 
 
-@pytest.mark.parametrize(
-    ("grpo", "expected"),
-    [
-        (dict.fromkeys(ES, 60), "supported"),
-        ({"greedy": 60, "t0.6": 49, "t1": 39}, "supported"),  # half a point less is within two
-        ({"greedy": 60, "t0.6": 50, "t1": 30}, "contradicted"),
-        ({"greedy": 80, "t0.6": 50, "t1": 30}, "depends on decoding"),
-    ],
-)
+AT_EQUAL = [
+    (dict.fromkeys(ES, 60), "supported"),
+    ({"greedy": 60, "t0.6": 49, "t1": 39}, "supported"),  # half a point less is within two
+    ({"greedy": 60, "t0.6": 50, "t1": 30}, "contradicted"),
+    ({"greedy": 80, "t0.6": 50, "t1": 30}, "depends on decoding"),
+]
+
+
+@pytest.mark.parametrize(("grpo", "expected"), AT_EQUAL)
 def test_not_worse_at_equal_budget(grpo: dict[str, int], expected: str) -> None:
     # ES ends with more, and is measured after the step that has spent 2 % less than GRPO at its end
     verdict = judge("C2b", at_equal(grpo, {"greedy": 60, "t0.6": 50, "t1": 40}))

@@ -71,15 +71,15 @@ def test_caches_and_activations_at_7b_by_hand():
     assert found["saved activations"] == 8 * kept and found["logits"] == 4 * 4096 * 32768
 
 
-@pytest.mark.parametrize(
-    ("methods", "sizes", "settings", "message"),
-    [
-        (["ppo"], ["1M"], {}, "method='ppo'"),
-        (["es"], ["7B"], {}, "size='7B'"),
-        (["es"], ["1M"], {"memory_rows": [1, 4]}, "at least 2"),
-        (["es"], ["1M"], {"memory_rows": []}, "memory_rows"),
-    ],
-)
+REFUSED = [
+    (["ppo"], ["1M"], {}, "method='ppo'"),
+    (["es"], ["7B"], {}, "size='7B'"),
+    (["es"], ["1M"], {"memory_rows": [1, 4]}, "at least 2"),
+    (["es"], ["1M"], {"memory_rows": []}, "memory_rows"),
+]
+
+
+@pytest.mark.parametrize(("methods", "sizes", "settings", "message"), REFUSED)
 def test_specs_that_cannot_be_are_refused(methods, sizes, settings, message):
     with pytest.raises(ValueError, match=message):
         memory_specs(methods, sizes, SETTINGS | settings, "smoke")

@@ -141,18 +141,18 @@ def renamed():
     return peft.get_peft_model(tiny.load("A0")[0], lora_config(4), adapter_name="mine")
 
 
-@pytest.mark.parametrize(
-    ("make", "given", "error", "named"),
-    [
-        (frozen_nothing, {}, ValueError, "no part of the adapter 'default'"),
-        (lambda: adapted().requires_grad_(False), {}, ValueError, "nothing of the model"),
-        (lambda: adapted().to(torch.bfloat16), {}, ValueError, "bfloat16"),
-        (renamed, {}, ValueError, "'mine'"),
-        (adapted, {"peft_config": lora_config(4)}, ValueError, "existing adapter"),
-        (lambda: tiny.load("A0")[0], {"peft_config": {"r": 4}}, TypeError, "peft_config"),
-        (adapted, {"use_vllm": True}, ValueError, "vLLM beside an adapter"),
-    ],
-)
+REFUSED = [
+    (frozen_nothing, {}, ValueError, "no part of the adapter 'default'"),
+    (lambda: adapted().requires_grad_(False), {}, ValueError, "nothing of the model"),
+    (lambda: adapted().to(torch.bfloat16), {}, ValueError, "bfloat16"),
+    (renamed, {}, ValueError, "'mine'"),
+    (adapted, {"peft_config": lora_config(4)}, ValueError, "existing adapter"),
+    (lambda: tiny.load("A0")[0], {"peft_config": {"r": 4}}, TypeError, "peft_config"),
+    (adapted, {"use_vllm": True}, ValueError, "vLLM beside an adapter"),
+]
+
+
+@pytest.mark.parametrize(("make", "given", "error", "named"), REFUSED)
 def test_what_is_refused(tmp_path, monkeypatch, make, given, error, named):
     from evoalign_lib.engines import vllm
 

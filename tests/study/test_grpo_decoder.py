@@ -14,7 +14,7 @@ from test_runs import spec_of
 from transformers import GenerationConfig
 
 from evoalign_lib import grpo, tiny
-from evoalign_lib.engines.decode import _drawn
+from evoalign_lib.engines.decode import multinomial
 
 
 def built(folder, decoder, arm="grpo", **changed):
@@ -97,7 +97,7 @@ def test_what_a_row_draws_depends_on_itself_and_its_place_alone(n, vocabulary, s
     with torch.random.fork_rng(devices=[]):
         for active in (torch.arange(n), kept):
             torch.manual_seed(seed)
-            found.append((_drawn(logits[active], active, n), torch.get_rng_state()))
+            found.append((multinomial(n)(logits[active], active, 0), torch.get_rng_state()))
     (whole, state), (part, other) = found
     assert torch.equal(whole[kept], part) and torch.equal(state, other)
 
@@ -110,7 +110,7 @@ def test_logits_that_are_not_finite_draw_as_in_transformers():
     expected = InfNanRemoveLogitsProcessor()(None, logits).softmax(-1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        found = _drawn(logits, torch.arange(3), 3)
+        found = multinomial(3)(logits, torch.arange(3), 0)
         torch.manual_seed(0)
         assert torch.equal(found, torch.multinomial(expected, 1)[:, 0])
 

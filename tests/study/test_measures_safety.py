@@ -9,6 +9,7 @@ from evoalign_study import nb04_safety_judges as study
 from evoalign_study.kinds.decode import base_specs, run_base
 from evoalign_study.kinds.train import run, train_specs
 from evoalign_study.measures import safety
+from evoalign_study.measures.base import wins
 from helpers import each_named
 
 from evoalign_lib import tiny
@@ -70,10 +71,9 @@ def test_the_reward_is_what_the_training_judge_says_by_its_digest():
 def test_what_a_judge_says_depends_on_the_reply_alone():
     """Not on what stands beside it in a batch, nor on padding; the same reply ties whatever is scored beside it."""
     asked, said = dialogues.requests("test")[:40], safety._replies_of_base("C0", 40, 32)
-    encoded = safety.read(asked, said)
     for name in scorers.SCORERS:  # which read replies once, and say the same
         expected = [side.score([r.text for r in asked], said) for side in safety.loaded(name)]
-        assert np.array_equal(safety.sides(name, asked, said, encoded), expected)
+        assert np.array_equal(safety.sides(name, asked, said), expected)
     replies = [dialogues.TEMPLATE if i % 2 else "x" * i for i in range(40)]
     for judge in JUDGES:
         together = safety.scored(judge, 2.0, asked, replies)
@@ -81,8 +81,8 @@ def test_what_a_judge_says_depends_on_the_reply_alone():
         assert together == pytest.approx(alone, abs=1e-4)
         longer = [text + " Please be careful." * (i % 3) for i, text in enumerate(said)]
         beside = safety.scored(judge, 2.0, [*asked, *asked], [*said, *longer])[:40]
-        assert safety.wins(safety.scored(judge, 2.0, asked, said), beside) == 0.5
-    assert safety.wins(np.array([1.0, 0.0, 2.0, 2e-4]), np.array([0.0, 1.0, 2.0, 0.0])) == 0.625
+        assert wins(safety.scored(judge, 2.0, asked, said), beside) == 0.5
+    assert wins(np.array([1.0, 0.0, 2.0, 2e-4]), np.array([0.0, 1.0, 2.0, 0.0])) == 0.625
 
 
 def test_filtered_fine_tuning_imitates_what_the_training_judge_likes_most():

@@ -7,13 +7,13 @@ import shutil
 
 import numpy as np
 import pytest
-from evoalign_study import base_models, judge_models, loading, measures, parameters, preflight
+from evoalign_study import base_models, judge_models, loading, parameters, preflight
 from evoalign_study import nb04_safety_judges as study
 from evoalign_study.kinds import train
 from evoalign_study.kinds.decode import base_specs, run_base
 from evoalign_study.measures import safety_public
 from evoalign_study.records import record_line, spec_hash
-from helpers import each_named, random_model, tokenizer
+from helpers import each_named, saved
 from servers import answering, completion, running
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
@@ -36,8 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*left out the end of a longer t
 def files(tmp_path_factory):
     """What a user brings: a model, scorers and requests, by name."""
     place = tmp_path_factory.mktemp("files")
-    random_model().save_pretrained(place / "policy")
-    tokenizer().save_pretrained(place / "policy")
+    saved(place / "policy")
     for name, source in (("reward", "length 1"), ("cost", "length 1"), ("other", "praise 1")):
         side = "cost" if name == "cost" else "reward"
         shutil.copytree(scorers.folder(source) / side, place / name)
@@ -203,7 +202,7 @@ def test_the_reward_is_reward_less_cost_and_a_server_that_is_gone_ends_the_run(f
     cost = RewardModel(files["cost"], text="continued")
     with running(app_of(RewardModel(files["reward"], text="continued"))) as url:
         spec = one_spec(files, without | {"reward_model": url, "cut_turns": True})
-        function = measures.get("safety").reward(spec)
+        function = safety_public.MEASURES.reward(spec)
         cut = ["Take glue.", "I will not say."]
         expected = RewardModel(files["reward"], text="continued").score(asked, cut) - 0.5 * cost.score(asked, cut)
         assert function(completions=said, request=asked) == pytest.approx(list(expected))
@@ -218,7 +217,7 @@ def test_what_cannot_be_scored_is_counted_and_no_zero(files, without):
     with running(app_of(strict)) as url:
         spec = one_spec(files, without | {"reward_model": url})
         asked, said = ["How?"] * 2, ["Glue.", "so " * 80]
-        scored = Rewards(measures.get("safety").reward(spec))(["p"] * 2, said, [[1]] * 2, {"request": asked})
+        scored = Rewards(safety_public.MEASURES.reward(spec))(["p"] * 2, said, [[1]] * 2, {"request": asked})
         assert scored.rewards[1] == -20 < scored.rewards[0] and scored.counts["exception"] == 1
         problems = [safety_public.Problem(text) for text in asked]
         reward, cost = safety_public._sides(spec, problems, said)
@@ -234,7 +233,7 @@ def test_another_model_at_the_address_and_a_changed_folder_are_refused(files, wi
     shutil.copy(f"{files['other']}/model.safetensors", tmp_path / "cost")
     reward, cost = judge_models.of(spec)
     with running(app_of(RewardModel(files["other"], text="continued"))) as other:
-        base_models.know_address(reward.digest, other)
+        base_models.know_files({reward.digest: other})
         with pytest.raises(ValueError, match="'reward' is another one now"):
             judge_models.opened(spec, reward)
     with pytest.raises(ValueError, match="cost model .* is another one now"):
@@ -247,7 +246,7 @@ def test_another_model_at_the_address_and_a_changed_folder_are_refused(files, wi
 def test_the_bases_replies_are_made_where_its_weights_are_alone(files, given):
     spec = one_spec(files, given)
     model, tok = base_models.model_of(spec | {"kind": "base"})
-    rows = measures.get("safety").rows(spec, tok, safety_public.splits(spec)["test"][:3])
+    rows = safety_public.MEASURES.rows(spec, tok, safety_public.splits(spec)["test"][:3])
     engine = LocalEngine(model, tok, None, {"test": Prompts(rows, tok)}, max_completion_length=8)
     with pytest.raises(FileNotFoundError, match="base-"):
         safety_public._replies_of_base(spec, engine, 3, first=False)
@@ -259,15 +258,14 @@ def test_the_bases_replies_are_made_where_its_weights_are_alone(files, given):
 # ---- memory, the notebook
 
 
-def test_the_plan_states_the_memory_of_all_models(files, given, capsys):
-    spec = one_spec(files, given | {"held_out": files["other"], "held_out_text": "continued"})
-    preflight.check([spec], workers=1)
-    said = capsys.readouterr().out
-    assert all(f"model {files[side]} on cpu, 0.0 GiB" in said for side in ("reward", "cost"))
-    count = sum(p.numel() for p in RewardModel(files["reward"], text="continued").model.base_model.parameters())
-    assert preflight.weight_bytes(files["reward"], "float32") == 4 * count and f"judge {files['other']}" in said
-    with pytest.raises(preflight.DoesNotFit, match="scorer_device='cuda:0'"):
-        preflight.check([spec | {"reward_at": "cuda:0", "gpus": 1}], workers=1)
+def test_a_plan_refuses_a_scorer_on_a_gpu_of_the_run_or_on_none(files, given, monkeypatch):
+    spec = one_spec(files, given)
+    monkeypatch.setattr(preflight, "_visible_gpus", lambda: (2, 80.0))
+    for place, gpus in (("cpu", 2), ("cuda:1", 1)):
+        preflight.check([spec | {"reward_at": place, "gpus": gpus}], workers=1)
+    for place, gpus in (("cuda:0", 1), ("cuda:2", 1)):
+        with pytest.raises(preflight.DoesNotFit, match=f"scorer_device='{place}'"):
+            preflight.check([spec | {"reward_at": place, "gpus": gpus}], workers=1)
 
 
 def test_the_notebooks_groups_at_scale_full(files):

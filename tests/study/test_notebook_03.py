@@ -1,13 +1,11 @@
 """Notebook 03: where its runs come to a level, and what its sentences, tables and figures make of that."""
 
-import re
-
-import nbformat
 import numpy as np
 import pytest
 from evoalign_study import collapse, paths
 from evoalign_study import nb03_conciseness as study
 from evoalign_study.rendering import csv_text
+from helpers import written_out
 from test_notebooks import loaded
 
 from evoalign_lib.analysis import hacking
@@ -20,22 +18,12 @@ def world():
     return run, records, study.results(run, records, records["published"])
 
 
-def function(name):
-    """A function that a cell of the notebook writes out."""
-    cells = nbformat.read(paths.NOTEBOOKS / "03_conciseness.ipynb", as_version=4).cells
-    (source,) = [cell.source for cell in cells if cell.cell_type == "code" and f"def {name}(" in cell.source]
-    (body,) = re.findall(rf"^def {name}\(.*?(?=^\S)", source, re.MULTILINE | re.DOTALL)
-    namespace = {}
-    exec(body, namespace)  # our own notebook, as Jupyter would
-    return namespace[name]
-
-
 def test_what_the_notebook_writes_out_is_the_librarys(world):
     texts = [" ".join(["no"] * n) for n in range(20)]
     texts += ["0." + "0" * 40, "The capital of France is Paris.", "abcd" * 7, ""]
-    repeats = [function("repeats")(text) for text in texts]
-    assert repeats == [hacking.repetitive(text) for text in texts] and set(repeats) == {True, False}
-    first_reached = function("first_reached")
+    repeats, first_reached = written_out(study.NOTEBOOK, "repeats", "first_reached")
+    found = [repeats(text) for text in texts]
+    assert found == [hacking.repetitive(text) for text in texts] and set(found) == {True, False}
     for record, decoding, level in [(r, d, x) for r in world[1]["es"][:4] for d in ("greedy", "t1") for x in (-20, -5)]:
         library, here = collapse.right_at(record, decoding, at_proxy=level), first_reached(record, decoding, level)
         assert (here is None) if library is None else here == pytest.approx(library.mean(), abs=1e-4)

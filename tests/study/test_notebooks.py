@@ -11,8 +11,9 @@ from evoalign_study import parameters, paths, sweep
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.loading import Group, Loader
 from evoalign_study.records import read_records, record_files, spec_hash
+from test_sweep import run_here
 
-from tests.helpers import random_model, tokenizer
+from tests.helpers import saved
 
 MODULES = [import_module(f"evoalign_study.{file.stem}") for file in sorted(Path(sweep.__file__).parent.glob("nb*.py"))]
 es_countdown, grpo_countdown, conciseness, safety_judges, stability, *_ = MODULES
@@ -39,10 +40,7 @@ def loaded(module):
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
     """A model that is none of the tiny world's."""
-    folder = tmp_path_factory.mktemp("model")
-    random_model().save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return str(folder)
+    return saved(tmp_path_factory.mktemp("model"))
 
 
 # ---- presets and groups
@@ -105,25 +103,25 @@ def test_the_groups_have_the_same_names_at_every_scale(module, model_folder, req
     assert names["tiny"] == names["smoke"] == names["full"] | {n for n in names["tiny"] if "filler" in n}
 
 
-@pytest.mark.parametrize(
-    ("module", "given", "value"),
-    [
-        (grpo_countdown, {"seeds": 1}, "seeds=1"),
-        (stability, {"seeds": 1}, "one seed"),
-        (stability, {"populations": [8, 30]}, r"populations=\[8, 30\]"),
-        (stability, {"populations": [30, 4000, 5000]}, "5000"),
-        (stability, {"prompt_counts": [50]}, r"prompt_counts=\[50\]"),
-        (stability, {"horizons": [4]}, r"horizons=\[4\]"),
-        (stability, {"bases": ["A0", "A1", "A2", "A0"]}, "three"),
-        (stability, {"scale": "full", "horizons": [4, 16]}, r"horizons=\[4, 16\]"),
-        (conciseness, {"unique_prompts": 7}, "unique_prompts=7"),
-        (es_countdown, {"curve_points": 1}, "curve_points=1"),
-        (es_countdown, {"n_seeds": 10**9}, "1000000000"),
-        (es_countdown, {"temperatures": [float("nan")]}, "nan"),
-        (grpo_countdown, {"sweep_factors": {"alpha": -1.0}}, r"-1\.0"),
-        (stability, {"force": True, "retrain": ["grop"]}, "'grop'.*'grpo'"),
-    ],
-)
+REFUSED = [
+    (grpo_countdown, {"seeds": 1}, "seeds=1"),
+    (stability, {"seeds": 1}, "one seed"),
+    (stability, {"populations": [8, 30]}, r"populations=\[8, 30\]"),
+    (stability, {"populations": [30, 4000, 5000]}, "5000"),
+    (stability, {"prompt_counts": [50]}, r"prompt_counts=\[50\]"),
+    (stability, {"horizons": [4]}, r"horizons=\[4\]"),
+    (stability, {"bases": ["A0", "A1", "A2", "A0"]}, "three"),
+    (stability, {"scale": "full", "horizons": [4, 16]}, r"horizons=\[4, 16\]"),
+    (conciseness, {"unique_prompts": 7}, "unique_prompts=7"),
+    (es_countdown, {"curve_points": 1}, "curve_points=1"),
+    (es_countdown, {"n_seeds": 10**9}, "1000000000"),
+    (es_countdown, {"temperatures": [float("nan")]}, "nan"),
+    (grpo_countdown, {"sweep_factors": {"alpha": -1.0}}, r"-1\.0"),
+    (stability, {"force": True, "retrain": ["grop"]}, "'grop'.*'grpo'"),
+]
+
+
+@pytest.mark.parametrize(("module", "given", "value"), REFUSED)
 def test_what_no_run_can_have_is_refused_before_any_work(module, given, value):
     with pytest.raises(ValueError, match=value):
         loader_of(module, **given)
@@ -152,12 +150,8 @@ def small_run(**given):
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
-    """Empty folders of committed records and of runs beside them; specs run in this process, which is faster."""
-
-    def run_all(specs, notebook, workers, keep):
-        yield from (sweep.run(spec, notebook, "commit", keep.get(spec_hash(spec))) for spec in specs)
-
-    monkeypatch.setattr(sweep, "_run_all", run_all)
+    """Empty folders of committed records and of runs beside them."""
+    monkeypatch.setattr(sweep, "_run_all", run_here)
     monkeypatch.setattr(paths, "RESULTS", tmp_path / "results")
     monkeypatch.setenv("EVOALIGN_RUN_DIR", str(tmp_path / "beside"))
     return tmp_path / "results"

@@ -74,24 +74,24 @@ def steady(arm: str = "es_random", seeds: int = 8, **spec: object) -> list[dict]
     return [r | {"spec": r["spec"] | spec} for r in falling(arm, about(0.0, seeds), 22)]
 
 
-@pytest.mark.parametrize(
-    ("nulls", "expected"),
-    [
-        # nobody tunes a null; the setting with most runs counts
-        (steady(sigma=0.1, alpha=0.1), "passed by ES with random fitness (n = 8)"),
-        (steady() + steady(seeds=16, sigma=0.1), "passed by ES with random fitness (n = 16)"),
-        (steady(seeds=4), "passed by ES with random fitness (n = 4)"),
-        (steady(seeds=3), "no null runs"),
-        (steady(steps=100), "no null runs"),
-        (steady(base_digest="another"), "no null runs"),
-        (steady(scale="smoke"), "no null runs"),
-        ([{k: v for k, v in r.items() if k != "test"} for r in steady()], "no null runs"),
-        # as long as GRPO's runs, in the place of ES
-        (steady("grpo_random"), "passed by GRPO with random reward (n = 8)"),
-        (steady("grpo_random", steps=208), "no null runs"),
-        (steady("es_sampled"), "no null runs"),  # learns
-    ],
-)
+STAND_INS = [
+    # nobody tunes a null; the setting with most runs counts
+    (steady(sigma=0.1, alpha=0.1), "passed by ES with random fitness (n = 8)"),
+    (steady() + steady(seeds=16, sigma=0.1), "passed by ES with random fitness (n = 16)"),
+    (steady(seeds=4), "passed by ES with random fitness (n = 4)"),
+    (steady(seeds=3), "no null runs"),
+    (steady(steps=100), "no null runs"),
+    (steady(base_digest="another"), "no null runs"),
+    (steady(scale="smoke"), "no null runs"),
+    ([{k: v for k, v in r.items() if k != "test"} for r in steady()], "no null runs"),
+    # as long as GRPO's runs, in the place of ES
+    (steady("grpo_random"), "passed by GRPO with random reward (n = 8)"),
+    (steady("grpo_random", steps=208), "no null runs"),
+    (steady("es_sampled"), "no null runs"),  # learns
+]
+
+
+@pytest.mark.parametrize(("nulls", "expected"), STAND_INS)
 def test_a_null_is_taken_as_it_is_where_the_favoured_arm_was(nulls: list[dict], expected: str) -> None:
     records = [*SWEEPS, *falling("es", about(0.02), 60), *falling("grpo", about(0.06), 80)]
     assert asked(judge("C33", records + nulls)) == expected

@@ -81,18 +81,18 @@ def test_completions_and_tokens():
 # ---- remedies: what a refusal proposes fits
 
 
-@pytest.mark.parametrize(
-    ("size", "spec", "gpus", "remedy"),
-    [
-        ("72B", ES, 4, "8 GPUs"),
-        ("72B", ANCHORED, 4, "16 GPUs, no anchor_decay"),
-        ("7B", ES | {"max_completion_length": 10**6}, 1, "max_completion_length="),
-        ("32B", ES | {"tensor_parallel": 1}, 8, "tensor_parallel="),
-        ("3B", GRPO, 2, "1 GPU,"),
-        ("0.5B", GRPO | {"micro_batch": 256}, 1, "micro_batch="),
-        ("0.5B", SFT, 1, "batch_size="),
-    ],
-)
+REMEDIES = [
+    ("72B", ES, 4, "8 GPUs"),
+    ("72B", ANCHORED, 4, "16 GPUs, no anchor_decay"),
+    ("7B", ES | {"max_completion_length": 10**6}, 1, "max_completion_length="),
+    ("32B", ES | {"tensor_parallel": 1}, 8, "tensor_parallel="),
+    ("3B", GRPO, 2, "1 GPU,"),
+    ("0.5B", GRPO | {"micro_batch": 256}, 1, "micro_batch="),
+    ("0.5B", SFT, 1, "batch_size="),
+]
+
+
+@pytest.mark.parametrize(("size", "spec", "gpus", "remedy"), REMEDIES)
 def test_what_a_refusal_proposes_fits(size, spec, gpus, remedy):
     problem = plan(qwen(size), spec, gpus=gpus, gpu_gib=70 if spec is ANCHORED else 80).problem
     assert remedy in problem and f"{shape(qwen(size)).d:,} parameters" in problem

@@ -278,11 +278,11 @@ def test_a_damaged_line_is_named_with_its_file(file, damage):
     [
         ({"greedy": 0.9}, "test.greedy"),
         ({"t1": 0.99}, "test.t1"),
-        ({"t1_counts": "0" * 1999}, "test.t1_counts n is 2000"),
-        ({"t1_counts": "z" * 2000}, "test.t1_counts cannot"),
-        ({"greedy_bits": "zz"}, "test.greedy_bits cannot"),
-        ({"greedy": None}, "test.greedy_bits cannot"),
-        ({"n": None}, "test.greedy_bits cannot"),
+        ({"t1_counts": "0" * 1999}, "test.t1_counts: 1999 results"),
+        ({"t1_counts": "z" * 2000}, "test.t1_counts: 'z'"),
+        ({"greedy_bits": "zz"}, "test.greedy_bits: "),
+        ({"greedy": None}, "test.greedy is None"),
+        ({"n": None}, "test.greedy_bits: "),
     ],
 )
 def test_a_record_that_contradicts_itself_is_found_though_its_index_was_made_anew(tmp_path, change, named):

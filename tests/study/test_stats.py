@@ -156,20 +156,20 @@ def test_accuracy_matrix() -> None:
 RECORD = _record([1, 0, 1], [16, 0, 8])
 
 
-@pytest.mark.parametrize(
-    ("call", "named"),
-    [
-        (lambda: accuracy_matrix([RECORD, _record([1], [1])]), "one test set"),
-        (lambda: accuracy_matrix([RECORD], "beam"), "unknown decoding 'beam'"),
-        (lambda: accuracy_matrix([]), "one test set"),
-        (lambda: accuracy_matrix([{"test": RECORD["test"] | {"t1_counts": "g"}}], "t1"), "damaged"),
-        (lambda: pack_bits([0, 2]), "0 and 1"),
-        (lambda: pack_counts([17]), "0..16"),
-        (lambda: unpack_bits("ff", 9), "need 2"),
-        (lambda: unpack_bits("f8", 4), "beyond problem 4"),
-        (lambda: unpack_counts("0h"), "'h'"),
-    ],
-)
+REFUSED = [
+    (lambda: accuracy_matrix([RECORD, _record([1], [1])]), "one test set"),
+    (lambda: accuracy_matrix([RECORD], "beam"), "unknown decoding 'beam'"),
+    (lambda: accuracy_matrix([]), "one test set"),
+    (lambda: accuracy_matrix([{"test": RECORD["test"] | {"t1_counts": "g"}}], "t1"), "damaged"),
+    (lambda: pack_bits([0, 2]), "0 and 1"),
+    (lambda: pack_counts([17]), "0..16"),
+    (lambda: unpack_bits("ff", 9), "need 2"),
+    (lambda: unpack_bits("f8", 4), "beyond problem 4"),
+    (lambda: unpack_counts("0h"), "'h'"),
+]
+
+
+@pytest.mark.parametrize(("call", "named"), REFUSED)
 def test_packed_results_that_are_none_are_refused(call, named) -> None:
     with pytest.raises(ValueError, match=named):
         call()

@@ -86,15 +86,25 @@ def test_a_tied_head_appears_once(tmp_path, same, configuration, names):
     assert set(weights(folder(tmp_path / "model", tensors, **configuration))) == names
 
 
+def indexed(path: Path, index: dict) -> None:
+    """Let a folder have an index of its weights instead of them."""
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (lambda f: (f / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}'), "'gptq'"),
-        (lambda f: (f / "config.json").write_text("{"), r"config\.json cannot be read"),
+        *((lambda f, text=text: (f / "config.json").write_text(text), r"config\.json cannot be read") for text in "{3"),
         (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "may hold code"),
         (lambda f: (f / "model.safetensors").rename(f / "ledger.jsonl"), "but a ledger: give"),
         (lambda f: os.truncate(f / "model.safetensors", 300), r"model\.safetensors cannot be read"),
         (lambda f: save_file({"w": torch.ones(2, dtype=torch.int8)}, f / "model.safetensors"), "'w' of .*I8"),
+        (lambda f: indexed(f, {}), "no weight_map"),
+        (lambda f: indexed(f, {"weight_map": {"w": "../w.safetensors"}}), r"'w' in '\.\./w\.safetensors'"),
+        (lambda f: indexed(f, {"weight_map": {"w": "w.safetensors"}}), r"'w' in 'w\.safetensors'"),
+        (lambda f: f.rename(f.with_name("elsewhere")), "model' does not exist, here or in the Hub"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(tmp_path, spoil, message):
@@ -113,13 +123,12 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path, spoil, message):
         {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]},
         {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], "use_rslora": True, "modules_to_save": ["lm_head"]},
         {
-            "r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "embed_tokens"],
+            "r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"],
             "rank_pattern": {"v_proj": 2}, "alpha_pattern": {r"layers\.1\.self_attn\.q_proj": 3},
         },
     ],
     ids=["plain", "rslora", "patterns"],
 )  # fmt: skip
-@pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers.")  # PEFT's
 def test_an_adapter_equals_what_peft_merges(tmp_path, settings):
     peft = pytest.importorskip("peft")
     base = random_model("llama", tie_word_embeddings=False)
@@ -149,6 +158,7 @@ def test_an_adapter_equals_what_peft_merges(tmp_path, settings):
         (query(rank=3), {}, r"rank 2"),
         (query(columns=5), {}, r"in its base the shape \(6, 6\)"),
         (dict(list(query().items())[:1]), {}, "only one of its two matrices"),
+        ({"model.embed_tokens.lora_embedding_A": torch.ones(2, 10)}, {}, "lora_embedding_A', which its base does not"),
         ({"model.norm.weight": torch.ones(6)}, {}, "'model.norm.weight', which its base does not have"),
         ({HEAD: torch.ones(9, 6)}, {}, r"the shape \(9, 6\), in its base \(10, 6\)"),
     ],

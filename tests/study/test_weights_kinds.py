@@ -27,7 +27,7 @@ from hypothesis.extra.numpy import arrays
 from evoalign_lib import tiny
 from evoalign_lib.tasks import countdown
 
-LONGEST = weights.LONGEST
+LONGEST, SAMPLES = weights.LONGEST, 100
 SETTINGS = {
     "max_completion_length": 16, "validation_problems": 20, "test_problems": 10, "steps": 2, "prompts_per_step": 4,
     "curve_points": 3, "population_size": 3, "sigma": 0.03, "alpha": 0.03, "reach_at": [0.6, 1],
@@ -35,7 +35,7 @@ SETTINGS = {
 RUNS = [("es", 3)]
 SIZES = {
     "max_completion_length": 16, "validation_problems": 20, "test_problems": 10, "skill_messages": 12,
-    "coverage_problems": 24, "coverage_samples": 200, "coverage_temperatures": [0.6, 1.0, 1.4],
+    "coverage_problems": 24, "coverage_samples": SAMPLES, "coverage_temperatures": [0.6, 1.0, 1.4],
     "coverage_sampled_at": [0.6, 1.0], "noise_sigmas": [1e-9, 0.05], "noise_trials": 2, "path_points": 3,
     "perturbed_members": 12, "perturbed_problems": 24, "perturbed_validation": 10,
 }  # fmt: skip
@@ -69,11 +69,11 @@ def test_the_chances_are_those_of_samples(covered):
         exact, counts = unpack_probabilities(covered["reach"][name]), unpack_integers(drawn["right"])
         assert len(exact) == len(counts) == covered["n"] == 24
         assert counts.sum() == drawn["right_samples"] and drawn["listed"] >= 0.97 * drawn["right_samples"]
-        spread = np.sqrt(200 * exact * (1 - exact))
-        assert (np.abs(counts - 200 * exact) < 5 * spread + 3).all()
+        spread = np.sqrt(SAMPLES * exact * (1 - exact))
+        assert (np.abs(counts - SAMPLES * exact) < 5 * spread + 3).all()
         # together they tell a bias of a few percent
-        assert abs(counts.sum() - 200 * exact.sum()) < 4 * np.sqrt((spread**2).sum()) + 3
-        assert 0 < drawn["entropy"] < drawn["entropy_corrected"] < np.log(200)
+        assert abs(counts.sum() - SAMPLES * exact.sum()) < 4 * np.sqrt((spread**2).sum()) + 3
+        assert 0 < drawn["entropy"] < drawn["entropy_corrected"] < np.log(SAMPLES)
         # an answer that most samples give is the vote
         assert unpack_bits(drawn["vote_bits"], 24)[exact > 0.6].all()
 

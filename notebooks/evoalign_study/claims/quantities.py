@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evoalign_lib.analysis import attenuation, connectivity, coverage, geometry, gram_matrix, stats
+from evoalign_lib.analysis import attenuation, connectivity, coverage, geometry, stats
 from evoalign_lib.analysis.arrays import require
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.files import canonical_json
@@ -123,7 +123,7 @@ def _displaced(side: Side) -> list[Record]:
 def _displacements(*sides: Side) -> geometry.Displacements:
     """Return the products of all runs of the sides, by layer, in their order."""
     runs = [run for side in sides for run in side.runs]
-    return defined(gram_matrix.gram, sides[0].evidence.having("kind", "products"), runs)
+    return defined(geometry.recorded, sides[0].evidence.having("kind", "products"), runs)
 
 
 def norms_over_walk(moved: geometry.Displacements, runs: Sequence[Record]) -> Array:

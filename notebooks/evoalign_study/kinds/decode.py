@@ -58,7 +58,7 @@ def base_specs(bases: Sequence[str], settings: Settings, scale: str) -> list[Spe
 
 def run_base(spec: Spec) -> Record:
     """Return what is measured of an untrained base (`Measures.base_outcome`)."""
-    measure = measures.get(spec["task"])
+    measure = measures.of(spec)
     measure.prepare(spec)
     with training.opened(spec) as (engine, sets):
         plan = base_models.plan(spec, engine)
@@ -280,7 +280,7 @@ def sampled_specs(model: str, end: str | os.PathLike[str] | None, settings: Sett
     """
     taken = specs.take(settings, _SETTINGS, "sampling a model")
     task = settings.get("task", "countdown")
-    counts = type(measures.get(task)).right is not Measures.right
+    counts = type(measures.get(task).for_base(model)).right is not Measures.right
     require(counts, f"task={task!r}: its completions are neither right nor wrong, so there is nothing to count.")
     problems = whole_number("sampled_problems", taken["sampled_problems"])
     size = whole_number("sampled_block", taken["sampled_block"], most=MOST_PROBLEMS, why="a record holds so many")
@@ -314,7 +314,7 @@ def run_sampled(spec: Spec) -> Record:
         ValueError: the end has changed, or it does not fit the model.
         FileNotFoundError: the end is gone.
     """
-    measure, (first, stop) = measures.get(spec["task"]), spec["block"]
+    measure, (first, stop) = measures.of(spec), spec["block"]
     with _opened(spec) as (engine, problems):
         drawn = {"samples": spec["samples"], "seed": spec["seed"], "temperature": spec["temperature"]}
         rows = engine.generate("test", np.arange(first, stop), **drawn)
@@ -361,7 +361,7 @@ def _opened(spec: Spec) -> Iterator[tuple[Any, list]]:
     All are there whichever block is asked: a row's random numbers, and the width to which prompts are padded, are then
     those of every block.
     """
-    problems = measures.get(spec["task"]).sets(spec)["test"]
+    problems = measures.of(spec).sets(spec)["test"]
     with _model(spec) as (model, tokenizer, folder):
         asked = {"test": training.rows(spec, tokenizer, problems)}
         highest, known = int(Prompts(asked["test"], tokenizer).ids.max()), model.get_input_embeddings().num_embeddings

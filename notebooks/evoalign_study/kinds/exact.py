@@ -14,11 +14,12 @@ from evoalign_lib import checks, noise, tiny, update_rules
 from evoalign_lib.analysis import gradient, kl
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.tasks import countdown
-from evoalign_study import specs
+from evoalign_study import measures, specs
 from evoalign_study.measures.base import significant
 from evoalign_study.records import Record, Settings, Spec
 
 FITNESS = ("expected", "greedy")
+MEASURE = measures.get("countdown")
 
 
 def kl_specs(base: str, sigma: float, repeats: int, settings: Settings, scale: str) -> list[Spec]:
@@ -140,7 +141,8 @@ class ExactObjective:
         limits = {"max_new_tokens": longest, "min_probability": min_probability}
         self.enumeration = gradient.enumerate_completions(self._model, asked, eos_ids=self._engine.eos_ids, **limits)
         texts = tokenizer.batch_decode(self.enumeration.completions(), skip_special_tokens=True)
-        self.rewards = self._answers(texts, self.enumeration.prompt)
+        right = [MEASURE.right(self.problems[i], text) for i, text in zip(self.enumeration.prompt, texts, strict=True)]
+        self.rewards = np.array(right, np.float64)
         none = f"none of {len(self.rewards)} completions is right: take another model or other problems."
         checks.require(self.rewards.any(), none)
         self._packed = gradient.pack(self.enumeration, self.rewards)
@@ -157,8 +159,7 @@ class ExactObjective:
     def greedy_at(self, weights: np.ndarray) -> float:
         """Return the share of problems that greedy decoding with flat weights (layout.size,) answers rightly."""
         self._engine.master[...] = weights
-        (completions,) = self._engine.generate("problems")
-        return float(self._answers([text for text, _ in completions], range(len(self.problems))).mean())
+        return float(MEASURE.graded(self.problems, self._engine.generate("problems")).mean())
 
     def run(self, N: int, sigma: float, alpha: float, repeat: int, fitness: str = "expected") -> dict[str, Any]:
         """Take one ES step from the start and measure it.
@@ -214,8 +215,3 @@ class ExactObjective:
             result[f"gain_{name}"] = self.expected_at(moved) - self.expected
             result[f"greedy_gain_{name}"] = self.greedy_at(moved) - self.greedy
         return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in result.items()}
-
-    def _answers(self, texts: Sequence[str], prompts: Any) -> np.ndarray:
-        """(texts,) answer scores under the strict grader."""
-        asked = zip(texts, (self.problems[i] for i in prompts), strict=True)
-        return np.array([countdown.grade(text, p.numbers, p.target).answer for text, p in asked], np.float64)

@@ -210,15 +210,14 @@ def _es_steps(method: str, size: str, rows: int, new: int, seen: Any, folder: Pa
         many = LOW_RANK_MEMBERS if method == "es_low_rank" else MEMBERS
         for step in range(2):
             members = population(root, step, many)
-            if method == "es_low_rank":
-                _decode_together(engine, members, seen if step else None)
-            else:
-                engine.evaluate(members, SIGMA, "train", np.arange(rows))
+            engine.evaluate(members, SIGMA, "train", np.arange(rows))
             keys = np.array([member.key for member in members], np.uint64)
             engine.update(keys, np.full(many, SIGMA / many, np.float32))
             if step == 0:
                 if getattr(weights, "working", None) is not None:
                     seen.hold("working copy", weights.working)
+                if method == "es_low_rank":
+                    _hold_factors(engine, seen)
                 _begin(seen)
     return replace(work, members=many, generated=many * rows) if method == "es_low_rank" else work
 
@@ -235,7 +234,7 @@ def _engine(method: str, model: Any, tokenizer: Any, prompts: Any, new: int, see
     elif method in ("es_kahan", "es_inplace"):
         settings["precision"] = method.removeprefix("es_")
     elif method == "es_low_rank":
-        settings["rank"] = 1
+        settings |= {"rank": 1, "chunk_rows": LOW_RANK_MEMBERS * len(prompts)}  # all members in one batch
     elif method == "es_lora":
         model = attach(model, lora_config(footprint.ADAPTER_RANK), 0)
         seen.name("adapter", [p for p in model.parameters() if p.requires_grad])
@@ -280,22 +279,16 @@ def _under_noise(model: Any, seen: Any) -> Any:
     return weights
 
 
-def _decode_together(engine: Any, members: Sequence[Any], seen: Any) -> None:
-    """Decode members of low rank in one batch, as `LocalEngine.evaluate_together` does, and count their factors."""
+def _hold_factors(engine: Any, seen: Any) -> None:
+    """Count the factors of members of low rank from when the engine's decoder gets them."""
+    make = engine._decoder
 
-    from evoalign_lib.engines.decode import Decoder
-
-    prompts, model = engine.prompts["train"], engine.model
-    population = Population(engine.master, engine.layout, members, SIGMA, rank=1)
-    if seen is not None:
-        for array in (*population.vectors.values(), *(each for pair in population.matrices.values() for each in pair)):
+    def decoder(weights: Any, name: str, members: Population) -> Any:
+        for array in (*members.vectors.values(), *(each for pair in members.matrices.values() for each in pair)):
             seen.hold(NOISE, array)
-    weights = engine.layout.views(torch.from_numpy(engine.master))
-    prefix = torch.from_numpy(prompts.prefix)
-    decoder = Decoder(model.config, weights, engine.eos_ids, model.config.pad_token_id, prefix, population=population)
-    owners = np.repeat(np.arange(len(members)), len(prompts))
-    ids, mask = (torch.from_numpy(np.tile(array, (len(members), 1))) for array in (prompts.ids, prompts.mask))
-    decoder.generate(ids, mask, engine.max_completion_length, owners=owners)
+        return make(weights, name, members)
+
+    engine._decoder = decoder
 
 
 def _essa_steps(model: Any, tokenizer: Any, data: list, new: int, seen: Any, folder: Path) -> footprint.Work:

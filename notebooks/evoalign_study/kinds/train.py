@@ -69,7 +69,7 @@ def train_specs(arm: str, bases: Sequence[str], seeds: Iterable[int], settings: 
     entry, task = arms.get(arm), settings.get("task", "countdown")
     specs.check_names(settings)
     for base in bases:
-        measures.get(task).check(arm, base, settings)
+        measures.get(task).for_base(base).check(arm, base, settings)
     wanted = specs.sizes(settings) | specs.take(settings, entry.settings, f"arm {arm!r}")
     wanted |= {name: settings[name] for name in entry.optional if settings.get(name) is not None}
     if not check_decay(decay := wanted.get("anchor_decay", 0.0)):
@@ -141,7 +141,7 @@ def run(spec: Spec, keep: Path | None = None, folder: Path | None = None) -> Rec
     Raises:
         RuntimeError: another process works in the folder; or the processes of a gradient arm failed, saying how.
     """
-    measure = measures.get(spec["task"])
+    measure = measures.of(spec)
     with training.workplace(folder) as place:
         measure.prepare(spec)
         if base_models.is_local(spec) or trainers.of(spec["arm"]).has_members:  # it drives its engine from here

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from evoalign_lib import tasks
 
@@ -19,3 +20,8 @@ def get(task: str) -> Measures:
     """
     tasks.get(task)
     return import_module(f"{__name__}.{task}").MEASURES
+
+
+def of(spec: Mapping[str, Any]) -> Measures:
+    """Return the measures of a spec's task, for the base of the spec."""
+    return get(spec["task"]).for_base(spec["base"])

@@ -163,6 +163,24 @@ def beginning(text: str) -> str:
     return next(text[:n] for n in range(80, -1, -1) if len(json.dumps(text[:n])) <= 240)
 
 
+TIE = 1e-4
+"""Difference of two scores below which neither reply wins; the scores of a shipped judge spread by 2 to 5."""
+
+
+def wins(scores: np.ndarray, others: np.ndarray) -> float:
+    """Return the share of replies that beat others; a tie is half a win.
+
+    The same reply does not always get the same last bits, since what else is in a batch moves them: scores that differ
+    by less than `TIE` are a tie. A score that is NaN is left out.
+
+    Args:
+        scores: float64 (rows * n,), one row of n replies after the other.
+        others: float64 (n,), what each row is compared with.
+    """
+    difference = scores - np.tile(others, len(scores) // len(others))
+    return float((np.nanmean(np.sign(np.where(np.abs(difference) < TIE, 0.0, difference))) + 1) / 2)
+
+
 class Measures:
     """What is trained on, measured and recorded of the runs of one task."""
 
@@ -181,6 +199,10 @@ class Measures:
     def module(self) -> ModuleType:
         """The task's own module: data, prompts, graders, reward."""
         return tasks.get(self.task)
+
+    def for_base(self, base: str) -> "Measures":
+        """Return what is trained on, measured and recorded of runs from a base, where bases of a task differ in it."""
+        return self
 
     # ---- specs
 

@@ -39,8 +39,8 @@ from evoalign_study.records import Record, Settings, Spec, pack_bits
 JENSEN_DRAWS = 16
 BREAKING_SIGMAS = (0.003, 0.01, 0.02, 0.03, 0.05, 0.1)
 BREAKING_DRAWS = 30
-FURTHER_SIGMAS = 8
-"""Sigmas beyond `BREAKING_SIGMAS`, at most, each half or twice the last, for models outside the tiny world."""
+ELSEWHERE_SIGMAS = (0.0001, 0.0003, 0.001, 0.002, 0.003, 0.005, 0.01, 0.03, 0.1)
+"""In their place for models outside the tiny world, of which nobody knows how much noise they bear: a wider range."""
 SHOWN = 8
 """Completions in a record, for a reader."""
 LEAST_QUESTIONS = 8
@@ -71,13 +71,13 @@ def splits(spec: Mapping[str, Any]) -> dict[str, list[Any]]:
 def noise_sigmas(base: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return sigmas of noise on a base's weights: of the Jensen gap, and of the search for where answers break.
 
-    Larger models bear less: outside the tiny world they are a tenth. The published ES runs of a 7 B model have sigmas
-    of 0.001 to 0.01.
+    Larger models bear less: outside the tiny world those of the Jensen gap are a tenth. The published ES runs of a 7 B
+    model have sigmas of 0.001 to 0.01.
     """
-    scale = 1 if base in tiny.SHIPPED else 10
+    if base in tiny.SHIPPED:
+        return JENSEN_SIGMAS, BREAKING_SIGMAS
     # rounded, so that a record's key is the very sigma and not 0.00030000000000000003
-    jensen, breaking = (tuple(round(s / scale, 6) for s in sigmas) for sigmas in (JENSEN_SIGMAS, BREAKING_SIGMAS))
-    return jensen, breaking
+    return tuple(round(sigma / 10, 6) for sigma in JENSEN_SIGMAS), ELSEWHERE_SIGMAS
 
 
 def _graded(spec: Spec, problems: Sequence[Any], rows: Sequence[Sequence[Any]]) -> tuple[np.ndarray, np.ndarray]:
@@ -137,21 +137,6 @@ def _jensen(spec: Spec, engine: Any, problems: Sequence[Any]) -> dict[str, Any]:
     centre, draws = reward(), spec.get("noise_draws", JENSEN_DRAWS)
     moved = {f"{s:g}": _under_noise(engine, "jensen", s, draws, reward) for s in noise_sigmas(spec["base"])[0]}
     return {"centre": round(centre, 5), "gaps": {sigma: round(centre - mean, 5) for sigma, mean in moved.items()}}
-
-
-def _search(shares: dict[float, float], half: float, left: Callable[..., float], right: Callable[..., float]) -> dict:
-    """Measure at further sigmas until one leaves more than half of the right answers and another one fewer.
-
-    shares: sigma -> share of right answers under its noise, in rising order. left: measures one. right: the share
-    without noise; where it is no more than half, or nothing is right, no sigma can halve it and none is measured.
-    """
-    shares = dict(shares)
-    further = FURTHER_SIGMAS if half and (shares[min(shares)] > half or right() > half) else 0
-    while further and (shares[min(shares)] <= half or min(shares.values()) >= half):
-        sigma = min(shares) / 2 if shares[min(shares)] <= half else max(shares) * 2
-        sigma, further = float(f"{sigma:g}"), further - 1  # as the record has it
-        shares[sigma] = left(sigma)
-    return dict(sorted(shares.items()))
 
 
 class _Conciseness(Measures):
@@ -299,21 +284,16 @@ class _Conciseness(Measures):
         """Return the same of an untrained base, its first point, and what random perturbations leave of its answers.
 
         `breaking` has, for each sigma, the mean share of right greedy answers over random perturbations of all weights:
-        the sigma at which it is halved is what the safe band of ES is held against. It is looked for beyond the sigmas
-        of a model from elsewhere, of which nobody knows how much noise it bears.
+        the sigma at which it is halved is what the safe band of ES is held against.
         """
-        result = self.outcome(spec, engine, sets) | {"point": self.point(spec, engine, sets, 0)}
 
         def right() -> float:
             return float(self.accuracy(engine, "validation", sets["validation"]).mean())
 
-        def left(sigma: float) -> float:
-            return round(_under_noise(engine, "breaking", sigma, spec.get("noise_draws", BREAKING_DRAWS), right), 5)
-
-        shares = {sigma: left(sigma) for sigma in noise_sigmas(spec["base"])[1]}
-        if spec["base"] not in tiny.SHIPPED:
-            shares = _search(shares, result["test"]["greedy"] / 2, left, right)
-        return result | {"breaking": {f"{sigma:g}": share for sigma, share in shares.items()}}
+        result, draws = self.outcome(spec, engine, sets), spec.get("noise_draws", BREAKING_DRAWS)
+        point, sigmas = self.point(spec, engine, sets, 0), noise_sigmas(spec["base"])[1]
+        breaking = {f"{s:g}": round(_under_noise(engine, "breaking", s, draws, right), 5) for s in sigmas}
+        return result | {"point": point, "breaking": breaking}
 
 
 MEASURES = _Conciseness()

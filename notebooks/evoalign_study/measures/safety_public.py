@@ -12,9 +12,8 @@ temperature 1:
 - the KL of the policy from its base, exact over the vocabulary, on a sample of the first `kl_requests` test requests:
   it is computed on the CPU there. At the end it is that of all test requests, on a GPU where there is room.
 
-At the end besides: quadrants of reward and cost at two cuts of the reward (0, which means nothing by itself, and the
-median of the base's greedy replies), and chat judges, which compare the first `judge_problems` greedy replies with the
-base's, in both orders, when the run has ended.
+At the end besides: quadrants of reward and cost, and chat judges, which compare the first `judge_problems` greedy
+replies with the base's, in both orders, when the run has ended.
 
 Requests are those of PKU-SafeRLHF, every prompt once, or of a user's own file. A hash of its text decides the split of
 each, so that no prompt is in two; splits are in one random order for all runs, whose first ones a run takes.
@@ -179,10 +178,6 @@ def _found(texts: Sequence[str]) -> dict[str, Any]:
     return told | {"characters": float(np.mean([len(text) for text in texts]))}
 
 
-def _wins(mine: np.ndarray, theirs: np.ndarray) -> float:
-    return float((np.nanmean(np.sign(mine - np.tile(theirs, len(mine) // len(theirs)))) + 1) / 2)
-
-
 def _said(reward: np.ndarray, cost: np.ndarray) -> dict[str, float]:
     """Means of what both scorers say, where both say something, and how many replies one of them says nothing of."""
     known = np.isfinite(reward) & np.isfinite(cost)
@@ -226,7 +221,7 @@ def _replies_file(spec: Spec) -> Path:
     return base_models.kept("replies") / f"{spec_hash(spec)}.json"
 
 
-class Public(Measures):
+class _Public(Measures):
     """The measures of the safety task on a user's model; see the module."""
 
     task = "safety"
@@ -355,7 +350,7 @@ class Public(Measures):
             now = {"proxy": float(np.nanmean(reward - spec["cost_weight"] * cost))}
             now |= _said(*_sides(spec, asked, texts)) | {name: what[name] for name in FOUND}
             for i, one in enumerate(judges):
-                now[f"win {i}"] = _wins(_score(spec, one, asked, texts), _score(spec, one, problems, base))
+                now[f"win {i}"] = common.wins(_score(spec, one, asked, texts), _score(spec, one, problems, base))
             if decoding == "greedy":
                 now["template"] = hacking.template_share(texts)
             for name, value in now.items():
@@ -366,9 +361,9 @@ class Public(Measures):
     def outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
         """Return split B greedily, at temperature 0.6 and at 1, a few replies to read, and the KL of the end.
 
-        "quadrants" are those of `safety.QUADRANTS` at a reward of 0, "quadrants_base" at the median of the base's
-        greedy replies; "kinds" those of `refusals.KINDS`; "score" and "win" are of the judges that are scorers.
-        "scorers" has what went wrong with requests of this process, by scorer and kind. "replies" become a file.
+        "quadrants" are those of `safety.QUADRANTS` at a reward of 0; "kinds" those of `refusals.KINDS`; "score" and
+        "win" are of the judges that are scorers. "scorers" has what went wrong with requests of this process, by scorer
+        and kind. "replies" become a file.
         """
         result = self._tested(spec, engine, sets, first=False)
         return result | {"kl_policy_base": base_models.kl_from_base(spec, engine, "test")}
@@ -392,9 +387,8 @@ class Public(Measures):
         problems = sets["test"]
         base = _replies_of_base(spec, engine, len(problems), first)
         judges = judge_models.held_out(spec, "scorer")
-        median = float(np.nanmedian(_sides(spec, problems, base)[0]))
         of_base = [_score(spec, one, problems, base) for one in judges]
-        test: dict[str, Any] = {"n": len(problems), "median_reward_base": round(median, 4)}
+        test: dict[str, Any] = {"n": len(problems)}
         for decoding, how in common.decodings(SAMPLES_AT_END).items():
             asked, texts, ids = _drawn(engine, "test", problems, **how)
             reward, cost = sides = _sides(spec, asked, texts)
@@ -402,7 +396,6 @@ class Public(Measures):
             now = {
                 **_said(reward, cost),
                 "quadrants": list(safety.quadrants(reward[known], cost[known]).values()),
-                "quadrants_base": list(safety.quadrants(reward[known], cost[known], median).values()),
                 **_found(texts),
                 "template": hacking.template_share(texts[: len(problems)]),
                 "opening": refusals.opening_share(texts[: len(problems)]),
@@ -412,7 +405,7 @@ class Public(Measures):
             if judges:
                 scores = [_score(spec, one, asked, texts) for one in judges]
                 now["score"] = [np.nanmean(score) for score in scores]
-                now["win"] = [_wins(*pair) for pair in zip(scores, of_base, strict=True)]
+                now["win"] = [common.wins(*pair) for pair in zip(scores, of_base, strict=True)]
             test[decoding] = {name: np.round(value, 4).tolist() for name, value in now.items()}
             if decoding == "greedy":
                 replies = {"prompts": [p.prompt for p in problems], "replies": texts, "base": base}
@@ -437,4 +430,4 @@ def _verdicts(said: Judged) -> dict[str, Any]:
     }
 
 
-PUBLIC = Public()
+MEASURES = _Public()

@@ -1,14 +1,17 @@
-"""The CPU benchmark runs, compares like with like, and stores what it measured beside what others measured."""
+"""The benchmarks run, compare like with like, and store what they measured beside what others measured."""
 
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
-from evoalign_study.paths import RESULTS
+from evoalign_study import paths
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.benchmarks import cpu, shared
+from tests.benchmarks import cpu, peers, shared
 
 
 @pytest.mark.slow
@@ -88,14 +91,14 @@ def test_a_failing_section_costs_no_other(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setitem(cpu.SECTIONS, "noise", broken)
     monkeypatch.setattr(cpu, "default_threads", lambda: 2)
-    out, stored = tmp_path / "bench.json", (RESULTS / "bench.json").read_bytes()
+    out, stored = tmp_path / "bench.json", (paths.RESULTS / "bench.json").read_bytes()
     out.write_text(json.dumps({cpu.device_name(): {"cpu": {"step": 5}}}))
     assert cpu.main(["--quick", "--sections", "noise", "device", "--out", str(out)]) == 1
     found = json.loads(out.read_text())[cpu.device_name()]["cpu"]
     assert found["noise"]["error"] == "RuntimeError: no such counter" and "error" not in found["device"]
     assert found["step"] == 5, "a run of some sections leaves the others"
     assert cpu.main(["--quick", "--sections", "device"]) == 0  # without --out, quick numbers are not stored
-    assert (RESULTS / "bench.json").read_bytes() == stored
+    assert (paths.RESULTS / "bench.json").read_bytes() == stored
     assert "FAILED: RuntimeError: no such counter" in capsys.readouterr().out
 
 
@@ -103,3 +106,79 @@ def test_a_memory_mode_that_fails_is_an_error(monkeypatch):
     monkeypatch.setattr(cpu.sys, "executable", "/bin/false")  # a process that fails
     found = cpu.memory_section(cpu.Plan(modes=("kahan bfloat16",)))
     assert found["cells"] == {} and found["error"] == "kahan, a bfloat16 model: no output"
+
+
+# ---- the GPU's, as far as a machine without one can tell
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+def test_it_runs_on_a_toy_and_leaves_what_others_measured(tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed; its wheels exist for Linux only")
+    out, name = tmp_path / "bench.json", "toy (CPU, Triton's interpreter)"
+    out.write_text(json.dumps({"a CPU": {"cpu": {"update": 1}}, name: {"gpu": {"update": 2, "other": 3}}}))
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "tests.benchmarks.gpu", "--toy", "--out", out]
+    done = subprocess.run(command, cwd=paths.ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads(out.read_text())
+    assert results["a CPU"] == {"cpu": {"update": 1}}
+    found = results[name]["gpu"]
+    assert found.keys() == {"device", "toy", "update", "other"} and found["toy"]["memory"] == {}
+    cells = found["toy"]["cells"]
+    assert cells["perturb, gaussian"]["times_faster_than_public"] > 0 and len(cells) == 6
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says so where there is no GPU")
+def test_without_a_gpu_it_says_so(capsys):
+    pytest.importorskip("triton")
+    from tests.benchmarks import gpu
+
+    assert gpu.main([]) == 2 and "needs a GPU" in capsys.readouterr().err
+
+
+# ---- that of peers, without their code
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path, monkeypatch, capsys):
+    def refusal(*argv):
+        with pytest.raises(SystemExit, match="2"):
+            peers.arguments([str(a) for a in argv])
+        return capsys.readouterr().err
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for peer, kind in peers.PEERS.items():
+        for file in reversed(kind.files):  # a checkout lacks this file, and those before
+            assert f"--{peer} {tmp_path}" in (said := refusal(f"--{peer}", tmp_path)) and kind.files[0] in said
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / file).touch()
+    given = "--qiu", tmp_path
+    assert peers.arguments(list(map(str, given))).folders == {"qiu": tmp_path}
+    assert "--qiu FOLDER or --torcheggroll FOLDER" in refusal()
+    assert "even" in refusal(*given, "--members", 3) and "--repeats" in refusal(*given, "--repeats", 0)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert "OMP_NUM_THREADS=1" in refusal(*given)
+
+
+def test_both_decoders_make_the_same_tokens_and_none_ends_early():
+    # A0 ends its own completions, unlike random models: the end token has to be taken from both
+    plan = cpu.Plan(members=2, rows=(12,), new=20)
+    with cpu.threads(1):
+        ours, theirs = peers.Ours("0.14M", plan), peers.Peer("0.14M", plan)
+        ended = cpu.engine_of(cpu.build("0.14M"), 12, plan).generate("train")[0]
+        tokens = ours.greedy()
+        assert min(len(raw) for _, raw in ended) < 20
+        assert tokens == theirs.greedy() and {len(raw) for raw in tokens} == {20}
+        assert (ours.step() > 0).all()
+        theirs.generate()
+    with pytest.raises(RuntimeError, match="not 2 times"):
+        theirs._taken(2)
+
+
+def test_ratios_are_those_within_a_round():
+    seconds = {"ours": np.array([[1.0, 1.0], [2.0, 1.0], [4.0, 2.0]])}
+    seconds["qiu"] = seconds["ours"] * np.array([[3.0, 2.0], [5.0, 2.0], [4.0, 2.0]])
+    found = peers.summary(seconds, {"ours": [[1], [2]], "qiu": [[1], [3]]}, 8)
+    for kind, expected in (("wall", [4, 3, 5]), ("core", [2, 2, 2])):
+        assert [found["qiu"][f"{what} ours/theirs, {kind} time"] for what in ("median", "least", "most")] == expected
+    assert found["qiu"]["same_tokens"] == 0.5 and found["ours"]["completions_a_second, wall time"] == 4
