@@ -421,7 +421,7 @@ def _declared_floor(function: RewardFunction) -> float | None:
 
 
 def _check_signature(function: RewardFunction, name: str, columns: Mapping[str, Any]) -> None:
-    """Raise TypeError if the function cannot accept the call: a wrong signature must stop the run, not score the floor."""
+    """Raise TypeError if the function cannot accept the call, since a wrong signature must not score the floor."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have no signature
