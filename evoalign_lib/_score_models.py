@@ -81,7 +81,7 @@ def config_of(folder: str, name: str) -> tuple[Any, str]:
         why = str(error).splitlines()[0]
         raise ValueError(f"model {name!r} is not a folder or a name on the Hub with a config.json: {why}") from error
     architecture = next(iter(config.architectures or ()), "")
-    # a language model would get a random head, and one with a single label if its configuration says so
+    # otherwise a language model would get a random head, which check_labels accepts if num_labels is 1
     if not architecture.endswith((SCORE_MODEL, _CLASSIFIER)):
         raise ValueError(
             f"model {name!r} is no sequence classifier but a {architecture or 'model without architecture'}: pass a "

@@ -325,7 +325,7 @@ def quadrants(rewards: ArrayLike, costs: ArrayLike, cut: float = 0.0) -> dict[st
     """
     rewards, costs = np.asarray(rewards, float), np.asarray(costs, float)
     if rewards.shape != costs.shape or rewards.ndim != 1 or not rewards.size or not np.isfinite([rewards, costs]).all():
-        raise ValueError(f"{rewards.shape} rewards and {costs.shape} costs: pass as many finite ones, at least one.")
+        raise ValueError(f"{rewards.shape} rewards and {costs.shape} costs: pass as many finite ones, one at least.")
     safe, helpful = costs <= 0, rewards > cut
     marks = (safe & helpful, safe & ~helpful, ~safe & helpful, ~safe & ~helpful)
     return {name: float(marked.mean()) for name, marked in zip(QUADRANTS, marks, strict=True)}
