@@ -91,7 +91,7 @@ def app_of(reward_model: RewardModel, *, api_key: str | None = None) -> Any:
         if len(pairs.prompts) != n:
             raise HTTPException(422, f"{len(pairs.prompts)} prompts for {n} completions: send one prompt for each.")
         if n > MOST_TEXTS:
-            raise HTTPException(413, f"{n} completions in one request: send at most {MOST_TEXTS}.")
+            raise HTTPException(413, f"{n} completions in one request: send {MOST_TEXTS} at most.")
         try:
             with turn:
                 before = reward_model.counts["truncated"]
@@ -121,7 +121,7 @@ def _refusal(request: Any, api_key: str | None) -> tuple[int, str] | None:
     if "transfer-encoding" in headers or not length.isdecimal():
         return 411, "no Content-Length: send the body in one piece, with its length."
     if int(length) > MOST_BYTES:
-        return 413, f"a body of {int(length)} bytes: send at most {MOST_BYTES} per request, in several requests."
+        return 413, f"a body of {int(length)} bytes: send {MOST_BYTES} at most, in several requests."
     return None
 
 
