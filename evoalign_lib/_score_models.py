@@ -1,6 +1,6 @@
-"""Files of reward and cost models: where they lie, what kind they are, and how they are loaded.
+"""Find, check and load the files of reward and cost models.
 
-Weights come from safetensors files, and no code from the Hub is run.
+Weights are loaded only from safetensors files, and no code from the Hub is run.
 """
 
 import os
@@ -12,16 +12,16 @@ import torch
 
 from evoalign_lib import models
 
-SCORE_MODEL, _CLASSIFIER = "ForScore", "ForSequenceClassification"  # how the names of architectures end
+SCORE_MODEL, _CLASSIFIER = "ForScore", "ForSequenceClassification"  # suffixes of architecture names
 
 
 class ScoreModel(torch.nn.Module):
-    """A score model in the layout of Safe-RLHF: a decoder's body, a linear head and, maybe, a normaliser.
+    """A score model in the layout of Safe-RLHF: a decoder body, a linear head and optionally a normaliser.
 
     Args:
-        body: the decoder without a head, of transformers.
-        weight, bias: of the head, (1, hidden) and (1,), in the dtype of the body; bias None: none.
-        mean, std: of the normaliser, (1,) each: score = (output - mean) / (std + 1e-8). None: the output itself.
+        body: a transformers decoder without a head.
+        weight, bias: the head's parameters, (1, hidden) and (1,), in the dtype of the body; bias may be None.
+        mean, std: the normaliser's statistics, (1,) each: score = (output - mean) / (std + 1e-8). None: no normaliser.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class ScoreModel(torch.nn.Module):
             self.register_buffer(name, tensor)
 
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return scores of hidden states: (n, hidden) -> (n, 1), float32."""
+        """Return the scores of hidden states: (n, hidden) -> (n, 1), float32."""
         scores = torch.nn.functional.linear(hidden, self.weight, self.bias).float()
         return scores if self.mean is None else (scores - self.mean.float()) / (self.std.float() + 1e-8)
 
 
 def folder_of(name: str) -> str:
-    """Return the folder of a model: as given, or what is fetched of it from the Hub, without files that hold code."""
+    """Return a model's folder, fetched from the Hub (without files that hold code) unless `name` is a folder."""
     if os.path.isdir(name):
         return os.path.abspath(name)
     import huggingface_hub
@@ -53,10 +53,10 @@ def folder_of(name: str) -> str:
         return huggingface_hub.snapshot_download(
             name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
         )
-    except (OSError, ValueError) as error:  # the Hub's own errors are among these
+    except (OSError, ValueError) as error:  # the Hub's own errors are subclasses of these
         why = str(error).splitlines()[0]
         raise ValueError(
-            f"model {name!r} is no folder, and cannot be fetched from the Hub ({why:.200}): give a folder, a name on "
+            f"model {name!r} is not a folder and cannot be fetched from the Hub ({why:.200}): pass a folder, a name on "
             "the Hub, or a model object."
         ) from error
 
@@ -67,24 +67,24 @@ def tokenizer_of(tokenizer: Any, folder: str | None) -> Any:
     found = models.tokenizer_of(str(folder))
     converted = os.path.isdir(str(folder)) and not os.path.isfile(os.path.join(folder, "tokenizer.json"))
     if converted and type(found).__name__ == "LlamaTokenizer" and "add_bos_token" not in found.init_kwargs:
-        found.add_bos_token = True  # Llama's default until transformers 5, which leaves it out
+        found.add_bos_token = True  # Llama's default before transformers 5, which dropped it
     return found
 
 
 def config_of(folder: str, name: str) -> tuple[Any, str]:
-    """Return the configuration of a classifier or score model, and its architecture, as far as they are right."""
+    """Return the configuration and architecture of a classifier or score model, after checking both."""
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         why = str(error).splitlines()[0]
-        raise ValueError(f"model {name!r} is no folder or name on the Hub with a config.json: {why}") from error
+        raise ValueError(f"model {name!r} is not a folder or a name on the Hub with a config.json: {why}") from error
     architecture = next(iter(config.architectures or ()), "")
-    # else a language model would get a head of random numbers; its number of labels is 2 unless something says 1
+    # otherwise a language model would get a random head, which check_labels accepts if num_labels is 1
     if not architecture.endswith((SCORE_MODEL, _CLASSIFIER)):
         raise ValueError(
-            f"model {name!r} is a {architecture or 'model without architecture'}, no sequence classifier: give a "
+            f"model {name!r} is no sequence classifier but a {architecture or 'model without architecture'}: pass a "
             "reward or cost model."
         )
     if not architecture.endswith(SCORE_MODEL):
@@ -93,19 +93,19 @@ def config_of(folder: str, name: str) -> tuple[Any, str]:
         raise ValueError(f"model {name!r} is a {architecture} of type {config.model_type!r}: only llama is supported.")
     if os.path.isdir(folder) and not any(Path(folder).glob("*.safetensors")):
         raise ValueError(
-            f"model {name!r} has no *.safetensors: weights of other formats are not loaded, since they may hold code. "
-            "Save it anew with save_pretrained()."
+            f"model {name!r} has no *.safetensors: weights in other formats are not loaded, since they may hold code. "
+            "Save it again with save_pretrained()."
         )
     return config, architecture
 
 
 def check_labels(config: Any) -> None:
     if (outputs := getattr(config, "num_labels", None)) != 1:
-        raise ValueError(f"the model has {outputs} labels: give a reward or cost model, which has one.")
+        raise ValueError(f"the model has {outputs} labels: pass a reward or cost model, which has one.")
 
 
 def load(folder: str, name: str, dtype: torch.dtype | str) -> Any:
-    """Load a classifier or a score model; what its config.json says decides which."""
+    """Load a classifier or a score model, depending on its config.json."""
     from transformers import AutoModel, AutoModelForSequenceClassification
 
     config, architecture = config_of(folder, name)
@@ -115,13 +115,13 @@ def load(folder: str, name: str, dtype: torch.dtype | str) -> Any:
     if missing := sorted(info["missing_keys"]):
         raise ValueError(
             f"the files of model {name!r} lack {', '.join(missing[:3])}{', ...' if missing[3:] else ''}, which would "
-            "be random numbers: give a model that was trained as a reward or cost model."
+            "be random numbers: pass a model that was trained as a reward or cost model."
         )
     return _with_head(model, folder, name) if known is AutoModel else model
 
 
 def _with_head(body: Any, folder: str, name: str) -> ScoreModel:
-    """Return a score model, with the head and the normaliser that its files hold."""
+    """Return a score model: the body with the head and the normaliser from its files."""
     from safetensors import safe_open
 
     config, held = body.config, {}
@@ -132,26 +132,26 @@ def _with_head(body: Any, folder: str, name: str) -> ScoreModel:
     head = [held[key].to(body.dtype) if key in held else None for key in ("score_head.weight", "score_head.bias")]
     if head[0] is None or head[0].shape != (1, config.hidden_size):
         raise ValueError(
-            f"model {name!r} has no score_head.weight of shape (1, {config.hidden_size}) in its *.safetensors: give a "
+            f"model {name!r} has no score_head.weight of shape (1, {config.hidden_size}) in its *.safetensors: pass a "
             "reward or cost model with one output."
         )
     if not getattr(config, "do_normalize", False):
         return ScoreModel(body, *head)
     kind = getattr(config, "score_type", "reward")
     if kind not in ("reward", "cost"):
-        raise ValueError(f"model {name!r} has score_type {kind!r}: give a reward or cost model.")
-    # what the files hold goes over what the configuration states, as where a state is loaded into a model
+        raise ValueError(f"model {name!r} has score_type {kind!r}: pass a reward or cost model.")
+    # values in the weight files override those of the configuration, as when a state dict is loaded
     mean, var = (held.get(f"normalizer.{key}", getattr(config, key, None)) for key in ("mean", "var"))
     if mean is None or var is None:
-        raise ValueError(f"model {name!r} normalises its scores, but has no normalizer.mean and normalizer.var.")
+        raise ValueError(f"model {name!r} has do_normalize, but no normalizer.mean and normalizer.var: save both.")
     mean, var = (torch.as_tensor(value, dtype=torch.float32).reshape(1) for value in (mean, var))
-    # a cost keeps its border
+    # a cost is not centred: its zero is the border between safe and unsafe
     return ScoreModel(body, *head, mean if kind == "reward" else torch.zeros(1), var.sqrt())
 
 
 def decoder_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return what makes scores of a decoder's hidden states; None for an encoder, which pools in its own way."""
+    """Return the function from a decoder's hidden states to scores; None for an encoder, which pools in its own way."""
     if isinstance(model, ScoreModel):
         return model.scores
-    head = getattr(model, "score", None)  # transformers' name for it in all decoders
+    head = getattr(model, "score", None)  # its name in all decoders of transformers
     return head if isinstance(head, torch.nn.Linear) and model.base_model is not model else None

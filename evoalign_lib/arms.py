@@ -1,7 +1,7 @@
-"""The arms of the study in one table: what each needs, what its trainer is told, and how figures show it.
+"""The arms of the study in one table: required settings, options of the trainer, and style in figures.
 
-A new arm is one entry here; nothing else asks how an arm's name is spelled. `SWEEP` holds the hyper-parameters that
-the tuned arms choose from, and `ranked` orders the runs of such a sweep.
+To add an arm, add an entry here; no other code depends on the names of arms. `SWEEP` holds the hyper-parameters from
+which tuned arms are chosen, and `ranked` orders the runs of such a sweep.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ from evoalign_lib.checks import choose
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to train a model, or a bar of comparison that trains none."""
+    """A way to train a model, or a baseline that does not train one."""
 
     family: Literal["es", "gradient", "sft", "cma", "none"]
-    """Which trainer runs it; "none" trains nothing."""
+    """The trainer that runs the arm; "none" for a baseline without training."""
     color: str
-    """Hexadecimal RGB from the colour-blind-safe palette of Okabe and Ito (2008); grey for what has no information."""
+    """Hexadecimal RGB from the colour-blind-safe palette of Okabe and Ito (2008); grey for arms without information."""
     marker: str | tuple[int, int, int]
-    """Matplotlib marker; no two arms share one, so that a grey print can still be read. (n, 1, 0) is a star of n
+    """Matplotlib marker, unique to each arm so that figures can be read in greyscale. (n, 1, 0) is a star of n
     points."""
     label: str
     """Name in legends and tables."""
@@ -31,21 +31,21 @@ class Arm:
     optional: tuple[str, ...] = ()
     """Settings that a spec of the arm may have."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What the family's trainer is told besides: fields of `ESConfig`, or of TRL's configuration."""
+    """Further options of the family's trainer: fields of `ESConfig`, or of TRL's configuration."""
     sweep: str | None = None
-    """Key of `SWEEP` whose winner sets the arm's hyper-parameters; None: it has no sweep."""
+    """Key of the `SWEEP` whose winner sets the arm's hyper-parameters; None: no sweep."""
     null: bool = False
-    """Whether the arm learns nothing by construction, so that no rule may favour it."""
+    """Whether the arm is a null, which cannot learn anything by construction, so that no rule may favour it."""
     reward: Literal["task", "random"] = "task"
-    """Reward that it is trained on: the task's, or 0 and 1 with equal chance."""
+    """Reward that the arm is trained on: the task's, or 0 and 1 with equal probability."""
     trl: Literal["GRPO", "RLOO"] = "GRPO"
-    """Of family "gradient": which of TRL's trainers runs it, with that trainer's configuration."""
+    """For family "gradient": which of TRL's trainers runs it, with that trainer's configuration."""
     weights: Literal["float32", "bfloat16"] = "float32"
-    """Of family "gradient": the dtype whose numbers its weights are before the first step and after every one."""
+    """For family "gradient": the dtype to which the weights are rounded before the first step and after every step."""
     rollouts: Literal["own", "perturbed", "unperturbed"] = "own"
-    """Which model writes what it is trained on: the one that its family has by itself; "perturbed", copies with noise
-    on their weights, as the members of ES are, for a gradient or fine-tuning; "unperturbed", the model itself, for ES,
-    whose members are then judged by importance weights (`evoalign_study.rollouts`)."""
+    """Which model generates the rollouts: "own", the usual one of the arm's family; "perturbed", copies with noise on
+    their weights, like the members of ES, for a gradient or fine-tuning; "unperturbed", the model itself, for ES, whose
+    members are then scored by importance weights (`evoalign_study.rollouts`)."""
 
 
 _PERTURBED: dict[str, Any] = {"rollouts": "perturbed"}
@@ -53,7 +53,7 @@ _ES = ("population_size", "sigma", "alpha", "steps", "prompts_per_step", "curve_
 _GRADIENT = ("learning_rate", "beta", "num_generations", "steps", "prompts_per_step", "curve_points")
 _CMA = ("population_size", "sigma", "leading_share", "steps", "prompts_per_step", "curve_points")
 _WARM = ("warm_rows", "warm_epochs", "warm_learning_rate")
-_FROZEN = ("base_precision",)  # of the frozen base that an adapter is searched over
+_FROZEN = ("base_precision",)  # of the frozen base under an adapter
 _CMA += ("lora_rank", *_WARM)
 _SFT = ("learning_rate", "num_generations", "prompts", "batch_size", "epochs")
 _OPTIONAL = ("curve_spacing", "unique_prompts", "sampled_at")
@@ -64,19 +64,19 @@ _SGD = {"optim": "sgd"}
 
 
 def _es(color: str, marker: Any, label: str, *needs: str, optional: tuple[str, ...] = _DECAYING, **others: Any) -> Arm:
-    """Return an arm of ES; needs: settings besides those of all; others: fields of `Arm`, and of `ESConfig`."""
+    """Return an ES arm; needs: settings besides those of all ES arms; others: fields of `Arm` and `ESConfig`."""
     known = {name: others.pop(name) for name in Arm.__dataclass_fields__ if name in others}
     return Arm("es", color, marker, label, (*_ES, *needs), optional, others, **{"sweep": "es"} | known)
 
 
 def _gradient(color: str, marker: Any, label: str, loss: Mapping[str, Any], *needs: str, **others: Any) -> Arm:
-    """Return an arm that TRL trains; needs, more: settings that it must and may have besides those of all."""
+    """Return an arm that TRL trains; needs, more: required and optional settings besides those of all such arms."""
     settings, optional = (*_GRADIENT, *needs), (*_CURVED, "scale_rewards", "micro_batch", *others.pop("more", ()))
     return Arm("gradient", color, marker, label, settings, optional, loss, **{"sweep": "grpo"} | others)
 
 
 def _own(arm: str, fitness: str = "reward") -> dict[str, Any]:
-    """Return the options of an arm of ES that draws noise of its own."""
+    """Return the options of an ES arm with its own noise draws."""
     return {"fitness": fitness, "arm": arm} | ({"null": True} if fitness == "random" else {})
 
 
@@ -90,33 +90,33 @@ _UNPERTURBED = _own("es_weighted") | {"sampling": "common", "sweep": "es_weighte
 
 ARMS: dict[str, Arm] = {
     "es": _es("#0072B2", "o", "ES", fitness="reward"),
-    # the fitness of a generation, permuted over its members
+    # the fitness of each generation is permuted over its members
     "es_shuffled": _es("#E69F00", "s", "ES, shuffled fitness", fitness="shuffled", null=True),
-    # fitness drawn without generating anything
+    # random fitness, without generating anything
     "es_random": _es(_NULL, "<", "ES, random fitness", **_RANDOM),
-    # rollouts at temperature 1 with common random numbers; its own draws of noise
+    # rollouts at temperature 1 with common random numbers; its own noise draws
     "es_sampled": _es("#56B4E9", "h", "ES, sampled fitness", fitness="reward", sampling="common", arm="es_sampled"),
-    # each step takes back a share of the way from the base; its own draws of noise
+    # each step moves a fraction of the way back to the base; its own noise draws
     "es_anchored": _es("#56B4E9", "p", "ES, anchored decay", "anchor_decay", optional=_CURVED, **_own("es_anchored")),
-    # rollouts at temperature 1 from the unperturbed weights, as a policy gradient has them
+    # rollouts at temperature 1 from the unperturbed weights, as in a policy gradient
     "es_weighted": _es("#56B4E9", (4, 1, 0), "ES, unperturbed rollouts", "num_generations", **_UNPERTURBED),
-    # noise of low rank on each matrix; its own draws of noise
+    # low-rank noise on each matrix; its own noise draws
     "es_low_rank": _es("#009E73", (8, 1, 0), "ES, low rank", "rank", **_own("es_low_rank"), **_LOW_RANK),
     "es_low_rank_random": _es(
         _NULL, (11, 1, 0), "ES, low rank, random fitness", "rank", **_own("es_low_rank_random", "random"), **_LOW_RANK
     ),
-    # noise on an adapter over the frozen base, which may be warm-started; its own draws of noise
+    # noise on an adapter over the frozen base, which may be warm-started; its own noise draws
     "es_lora": _es("#0072B2", (7, 1, 0), "ES, LoRA", "lora_rank", **_own("es_lora"), **_LORA),
     "es_lora_random": _es(
         _NULL, (12, 1, 0), "ES, LoRA, random fitness", "lora_rank", **_own("es_lora_random", "random"), **_LORA
     ),
-    # CMA-ES over the singular values of a LoRA adapter that was warm-started
+    # CMA-ES over the singular values of a warm-started LoRA adapter
     "essa": Arm("cma", "#E69F00", (10, 1, 0), "ESSA", options={"fitness": "reward"}, **_ESSA),
     "essa_random": Arm("cma", _NULL, (9, 1, 0), "ESSA, random fitness", options=_ESSA_RANDOM, null=True, **_ESSA),
     "grpo": _gradient("#D55E00", "^", "GRPO", _GRPO_LOSS),
     # an adapter over the frozen base, which may be warm-started
     "grpo_lora": _gradient("#D55E00", (5, 1, 0), "GRPO, LoRA", _GRPO_LOSS, "lora_rank", more=_WARM, sweep="grpo_lora"),
-    # rollouts at temperature 1 from perturbed weights, as ES has them
+    # rollouts at temperature 1 from perturbed weights, as in ES
     "grpo_perturbed": _gradient(
         "#D55E00", (6, 1, 0), "GRPO, perturbed rollouts", _GRPO_LOSS, "sigma", **_PERTURBED, sweep="grpo_perturbed"
     ),
@@ -124,30 +124,30 @@ ARMS: dict[str, Arm] = {
     "dapo": _gradient("#009E73", "D", "DAPO", _GRPO_LOSS | {"loss_type": "dapo", "epsilon_high": 0.28}),
     "rloo": _gradient("#009E73", "P", "RLOO", _RLOO_LOSS, trl="RLOO"),
     "grpo_random": _gradient(_NULL, ">", "GRPO, random reward", _GRPO_LOSS, null=True, reward="random"),
-    # what of an update is the optimiser's, and what is rounding
+    # separate the effects of the optimiser and of rounding on an update
     "grpo_sgd": _gradient("#CC79A7", "d", "GRPO, SGD", _GRPO_LOSS | _SGD),
     "grpo_rounded": _gradient("#CC79A7", "H", "GRPO, bfloat16 weights", _GRPO_LOSS, weights="bfloat16"),
     "grpo_sgd_rounded": _gradient("#CC79A7", "8", "GRPO, SGD, bfloat16 weights", _GRPO_LOSS | _SGD, weights="bfloat16"),
-    # fine-tuning on right answers among samples of the base
+    # fine-tuning on the right answers among samples of the base
     "sft": Arm("sft", "#009E73", "X", "filtered SFT", _SFT, _OPTIONAL),
     "sft_perturbed": Arm(
         "sft", "#009E73", (3, 1, 0), "filtered SFT, perturbed rollouts", (*_SFT, "sigma"), _OPTIONAL, **_PERTURBED
     ),
 }
-"""The arms that train. Eight colours do not go round: arms that only describe share those of others, and so do
-nulls."""
+"""The arms that train. There are more arms than the palette's eight colours: arms that are only described share the
+colours of others, and so do nulls."""
 
 UNTRAINED: dict[str, Arm] = {
     "best_of_n": Arm("none", "#000000", "*", "best of n"),
     "base": Arm("none", "#4D4D4D", "", "base"),
 }
-"""What stands beside the arms in figures and tables and trains nothing."""
+"""Baselines without training, shown next to the arms in figures and tables."""
 
 
 def get(name: str) -> Arm:
-    """Return the arm of that name, one that trains.
+    """Return the training arm of this name.
 
-    Raises ValueError, with the nearest known name, for any other.
+    Raises ValueError for any other name and suggests the nearest known one.
     """
     choose("arm", name, ARMS)
     return ARMS[name]
@@ -165,11 +165,11 @@ SWEEP: dict[str, list[dict[str, float]]] = {
     "grpo_perturbed": [{"learning_rate": r, "sigma": s} for r in (3e-5, 1e-4, 3e-4, 1e-3) for s in (3e-3, 1e-2, 3e-2)],
 }
 """Twelve settings from which an arm's is chosen: for ES sigma and alpha, as published; for GRPO learning rate and
-beta, and for GRPO on perturbed rollouts the sigma of these in the place of beta; for ESSA the first sigma of the search
-and the share of singular values that is searched."""
+beta; for GRPO on perturbed rollouts their sigma instead of beta; for ESSA the initial sigma of the search and the share
+of singular values that is searched."""
 
 SWEEP_SEED = 100
-"""Seed of the runs of a sweep, which no other run has."""
+"""Seed of the runs of a sweep, which no other run uses."""
 
 
 def swept(name: str) -> tuple[str, ...]:
@@ -182,17 +182,17 @@ def swept(name: str) -> tuple[str, ...]:
     """
     sweep = get(name).sweep
     if sweep is None:
-        raise ValueError(f"arm {name!r} has no sweep: its settings are given, not chosen.")
+        raise ValueError(f"arm {name!r} has no sweep: its settings are fixed, not chosen; name an arm with a sweep.")
     return tuple(SWEEP[sweep][0])
 
 
 def ranked(runs: Sequence[Mapping[str, Any]]) -> list[tuple[float, dict[str, float]]]:
     """Return score and setting of the runs of a sweep, best first.
 
-    The score is greedy validation accuracy, the mean of the last three points of the curve: single points differ by
-    more than most settings do. Of equal scores the earlier in the sweep comes first.
+    The score is the mean greedy validation accuracy over the last three points of the curve, since single points differ
+    by more than most settings do. Of equal scores, the earlier in the sweep comes first.
 
-    runs: run records with a curve. Raises ValueError as `swept`.
+    runs: run records with a curve. Raises ValueError as `swept` does.
     """
     scores = (float(np.mean(run["curve"]["validation_greedy"][-3:])) for run in runs)
     settings = ({name: run["spec"][name] for name in swept(run["spec"]["arm"])} for run in runs)

@@ -1,4 +1,4 @@
-"""Checks of settings, with the same words everywhere: names, choices, whole numbers, keys."""
+"""Check settings (names, choices, whole numbers, addresses, keys) with the same error messages everywhere."""
 
 import difflib
 import os
@@ -10,18 +10,18 @@ from urllib.parse import urlsplit
 
 
 def require(holds: Any, message: str) -> None:
-    """Raise ValueError with a message unless something holds."""
+    """Raise ValueError with a message unless a condition holds."""
     if not holds:
         raise ValueError(message)
 
 
 def nearest(name: Any, known: Iterable[str], cutoff: float = 0.4) -> str:
-    """Return a hint at the known name nearest to a mistyped one, to end an error text; empty where none is near.
+    """Return a hint at the known name nearest to a mistyped one, to append to an error; empty if none is near.
 
     Args:
-        name: as it was given.
-        known: names that there are.
-        cutoff: likeness that a name must have at least, 0 (any) to 1 (equal).
+        name: the mistyped name.
+        known: the known names.
+        cutoff: minimum similarity of a suggested name, from 0 (any) to 1 (equal).
 
     >>> "unknown task 'cuntdown'." + nearest("cuntdown", ["conciseness", "countdown"])
     "unknown task 'cuntdown'. Did you mean 'countdown'?"
@@ -33,15 +33,15 @@ def nearest(name: Any, known: Iterable[str], cutoff: float = 0.4) -> str:
 
 
 def choose(name: str, value: Any, choices: Iterable[str]) -> None:
-    """Refuse a setting that has none of these values.
+    """Raise ValueError unless a setting has one of the allowed values.
 
     Args:
-        name: of the setting.
-        value: of the setting.
-        choices: the values that it may have.
+        name: name of the setting.
+        value: value of the setting.
+        choices: the allowed values.
 
     Raises:
-        ValueError: it has another; the message names the nearest choice.
+        ValueError: a value that is not allowed; the message suggests the nearest choice.
 
     >>> choose("sampling", "greddy", ("greedy", "gumbel"))
     Traceback (most recent call last):
@@ -57,13 +57,13 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None,
     """Return a setting as an integer.
 
     Args:
-        name: of the setting.
-        value: an int, Python's or NumPy's, and no bool.
-        least, most: bounds of the value; most None: no upper one.
-        why: the reason of the bounds, for the error.
+        name: name of the setting.
+        value: a Python or NumPy integer, but not a bool.
+        least, most: bounds of the value; most None: no upper bound.
+        why: the reason for the bounds, for the error.
 
     Raises:
-        ValueError: it is no whole number from least to most.
+        ValueError: a value that is not a whole number from least to most.
 
     >>> whole_number("population_size", 1, least=2, why="z-scores need two members")
     Traceback (most recent call last):
@@ -86,37 +86,37 @@ def positive(name: str, value: Any, most: float = sys.float_info.max) -> None:
     ValueError: top_p=1.5 must be a number above 0 and at most 1.
     """
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and 0 < value <= most):  # NaN is in no range
+    if not (number and 0 < value <= most):  # NaN fails every comparison
         bounds = "a positive number" if most == sys.float_info.max else f"a number above 0 and at most {most}"
         raise ValueError(f"{name}={value!r} must be {bounds}.")
 
 
 def address(name: str, url: str) -> str:
-    """Return the address of a server without a slash at its end; `name` is the setting's.
+    """Return the address of a server without a trailing slash; `name` is the setting's name for errors.
 
     Raises:
-        ValueError: it is none, or holds a password or a query, which logs would show.
+        ValueError: not an address, or one with a password or a query, which logs would show.
     """
     parts = urlsplit(url)
     open_to_all = parts.username is parts.password is None and not parts.query
-    require(open_to_all, f"{name} holds a password or a query: name a variable that holds the key as api_key_env.")
+    require(open_to_all, f"{name} holds a password or a query: set api_key_env to a variable that holds the key.")
     known = parts.scheme in ("http", "https") and parts.hostname
     require(known, f"{name}={url!r} must be an address such as http://localhost:8000.")
     return url.rstrip("/")
 
 
 def key_in(variable: str, needed: bool = True) -> str:
-    """Return the key for a server that an environment variable holds.
+    """Return a server's key from an environment variable.
 
     Args:
-        variable: its name.
-        needed: whether there has to be one; "" is returned where there is none and need not be.
+        variable: name of the variable.
+        needed: whether a missing key is an error; otherwise it is returned as "".
 
     Raises:
-        ValueError: there is none, or one that no HTTP header can hold: the errors of HTTP libraries would show it.
+        ValueError: no key, or one that no HTTP header can hold, which errors of HTTP libraries would reveal.
     """
     key = os.environ.get(variable, "").strip()
     require(key or not needed, f"no key in the environment: set {variable}.")
     plain = key.isascii() and key.isprintable()
-    require(plain, f"the key in {variable} is no single line of ASCII characters, as a key must be: set it anew.")
+    require(plain, f"the key in {variable} is not a single line of printable ASCII characters: set it again.")
     return key

@@ -1,7 +1,7 @@
 """The command `evoalign`. Every subcommand is a call into the library.
 
-What the library refuses is a line on standard error and exit code 1, without traceback; a mistyped argument is exit
-code 2.
+An error from the library is printed as a line on standard error, without traceback, and gives exit code 1; a mistyped
+argument gives exit code 2.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="EvoAlign: Evolution Strategies beside GRPO.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="EvoAlign: Evolution Strategies versus GRPO.")
 
 
 def _print_version(wanted: bool) -> None:
@@ -26,19 +26,19 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """EvoAlign: Evolution Strategies beside GRPO."""
+    """EvoAlign: Evolution Strategies versus GRPO."""
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Say on standard error what the library refuses, and exit with code 1."""
+    """Print errors from the library on standard error and exit with code 1."""
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
-        remedy = ": pip install 'evoalign[analysis,judges]' brings what the commands need."
+        remedy = ": pip install 'evoalign[analysis,judges]' installs what the commands need."
         typer.echo(f"{error}{remedy if isinstance(error, ModuleNotFoundError) else ''}", err=True)
         raise typer.Exit(1) from error
 
@@ -47,18 +47,18 @@ def refusals() -> Iterator[None]:
 def replay(
     ledger: Annotated[str, typer.Argument(help="The run's ledger.jsonl (or .jsonl.gz).")],
     out: Annotated[str | None, typer.Option(help="Folder to write the model to.")] = None,
-    step: Annotated[int | None, typer.Option(help="Steps to replay.  [default: all]")] = None,
+    step: Annotated[int | None, typer.Option(help="Number of steps to replay.  [default: all]")] = None,
     model: Annotated[
         str | None, typer.Option(help="Folder or name of the run's starting model.  [default: a shipped base]")
     ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Check the chain and recompute every digest.")] = False,
 ) -> None:
-    """Write the model of any step of an ES run, bit for bit, from the run's ledger; or check the ledger."""
+    """Reconstruct the model of any step of an ES run, bit for bit, from the run's ledger; or check the ledger."""
     from evoalign_lib import files
     from evoalign_lib import ledger as ledgers
 
     if not (out or verify):
-        raise typer.BadParameter("say what to do: --out FOLDER, --verify, or both")
+        raise typer.BadParameter("nothing to do: pass --out FOLDER, --verify, or both")
     with refusals():
         if out:
             files.check_new_folder(out)
@@ -69,26 +69,26 @@ def replay(
             digest = ledgers.write_model(run, out, model, step)
             typer.echo(f"{out}: the model after step {len(run.steps) if step is None else step}, weights {digest}")
             if run.torn:
-                typer.echo(f"{ledger} has a torn last line of {len(run.torn)} bytes, which does not count")
+                typer.echo(f"{ledger} has a torn last line of {len(run.torn)} bytes, which is ignored")
 
 
 @app.command()
 def compare(
-    base: Annotated[str, typer.Argument(help="Folder, shipped base or name of the model that both started from.")],
-    a: Annotated[str, typer.Argument(help="One end: a folder, a LoRA adapter's folder, or a run's ledger.")],
-    b: Annotated[str, typer.Argument(help="The other end.")],
-    out: Annotated[str, typer.Option(help="Folder for figure and tables.")] = "compare",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace figure and tables that are there.")] = False,
+    base: Annotated[str, typer.Argument(help="Folder, shipped base or name of the model that both runs started from.")],
+    a: Annotated[str, typer.Argument(help="One trained model: a folder, a LoRA adapter's folder, or a run's ledger.")],
+    b: Annotated[str, typer.Argument(help="The other trained model.")],
+    out: Annotated[str, typer.Option(help="Folder for the figure and tables.")] = "compare",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing figure and tables.")] = False,
 ) -> None:
-    """Compare the weights of two models trained from one base, and say what a random direction would show as well."""
+    """Compare the weights of two models trained from one base, and say what a random direction would show, too."""
     from evoalign_lib import comparison
 
     if Path(out).is_file():
-        raise typer.BadParameter(f"--out {out} is a file: name a folder")
+        raise typer.BadParameter(f"--out {out} is a file: pass a folder")
     if there := [str(path) for name in comparison.WRITTEN if (path := Path(out, name)).exists() and not overwrite]:
-        raise typer.BadParameter(f"{there[0]} exists: name another folder by --out, or say --overwrite")
+        raise typer.BadParameter(f"{there[0]} exists: pass another folder as --out, or add --overwrite")
     with refusals():
-        import seaborn  # noqa: F401  # of an extra: missed before the weights are read, not when all is to be drawn
+        import seaborn  # noqa: F401  # of an extra: if missing, fail before the weights are read
 
         found = comparison.compare(base, a, b)
         typer.echo(found.text())
@@ -100,16 +100,16 @@ def compare(
 def serve_scorer(
     model: Annotated[str, typer.Argument(help="Folder or name of a reward or cost model.")],
     text: Annotated[
-        str | None, typer.Option(help="How prompt and response are joined: beaver, chat, continued or pair.")
+        str | None, typer.Option(help="Format that joins prompt and response: beaver, chat, continued or pair.")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: any that is free.")] = 8100,
-    device: Annotated[str | None, typer.Option(help="Such as cuda:0.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Such as bfloat16.")] = None,
-    max_length: Annotated[int | None, typer.Option(help="Tokens of a text, at most.")] = None,
-    api_key_env: Annotated[str | None, typer.Option(help="Environment variable with the key of clients.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8100,
+    device: Annotated[str | None, typer.Option(help="Device, such as cuda:0.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Data type, such as bfloat16.")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Maximum tokens per text.")] = None,
+    api_key_env: Annotated[str | None, typer.Option(help="Environment variable with the key for clients.")] = None,
 ) -> None:
-    """Serve a reward or cost model to trainers on other GPUs or machines, until the process is ended."""
+    """Serve a reward or cost model to trainers on other GPUs or machines, until the process ends."""
     with refusals():
         from evoalign_lib import scoring_server
 
@@ -121,10 +121,10 @@ def serve_scorer(
 def tiny(
     out: Annotated[str, typer.Option(help="Folder to write.")],
     family: Annotated[str, typer.Option(help="Family of the tiny world: A, B, C or H.")] = "A",
-    seed: Annotated[int, typer.Option(help="0, 1, 2 are the shipped bases; of families C and H, 0.")] = 0,
-    steps: Annotated[int | None, typer.Option(help="Optimiser steps.  [default: those of the shipped bases]")] = None,
+    seed: Annotated[int, typer.Option(help="Seed; 0, 1, 2 gave the shipped bases (families C and H: 0).")] = 0,
+    steps: Annotated[int | None, typer.Option(help="Optimiser steps.  [default: as for the shipped bases]")] = None,
 ) -> None:
-    """Train a base of the tiny world and print what it can do."""
+    """Train a base of the tiny world and print its scores."""
     from evoalign_lib import files, models
     from evoalign_lib.engines.local import LocalEngine, Prompts
     from evoalign_lib.tiny import describe, recipe

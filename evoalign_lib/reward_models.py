@@ -1,22 +1,22 @@
-"""Reward and cost models: sequence classifiers that give a completion to a prompt one number.
+"""Reward and cost models: sequence classifiers that score a completion to a prompt with one number.
 
-`RewardModel` computes in this process, `HTTPScorer` asks a server (`evoalign_lib.scoring_server`) that holds the model
-elsewhere. Both are called in the same two ways: as a scorer, `scorer(prompts, completions)`, and as a reward function
-of the trainers (`evoalign_lib.rewards`). Both raise where they cannot score; none gives a zero instead.
+`RewardModel` runs the model in this process; `HTTPScorer` queries a server (`evoalign_lib.scoring_server`) that holds
+it elsewhere. Both can be called as a scorer, `scorer(prompts, completions)`, and as a reward function of the trainers
+(`evoalign_lib.rewards`). Both raise an error when they cannot score; neither returns zeros instead.
 
-Prompt and completion are two texts, and a *text format* says how the model reads them as one. Nothing is ever split at
-turn markers, which a completion may contain. Special tokens that stand in either text, and others that begin turns in
-the chat template, are broken by a blank (`</s>` becomes `< /s>`): what a policy writes cannot end its turn, nor begin
-another. The formats:
+Prompt and completion are separate texts, and a *text format* says how they are joined for the model. Text is never
+split at turn markers, since a completion may contain them. Special tokens inside either text, and other tokens that
+open a turn in the chat template, are broken up by a space (`</s>` becomes `< /s>`), so that nothing a policy writes
+can end its turn or begin another. The formats:
 
 - `beaver`: `BEGINNING OF CONVERSATION: USER: {prompt} ASSISTANT:{completion}` and the end token, as Safe-RLHF trains
   its scorers (Dai et al., arXiv 2310.12773).
-- `chat`: both messages by the tokenizer's chat template, as most reward models are trained.
-- `continued`: the prompt as a policy reads it (the chat template up to where the assistant answers), the completion and
-  the end token, as the scorers of the tiny world are trained.
-- `pair`: the tokenizer's encoding of two texts, as cross-encoders are trained.
+- `chat`: both messages rendered by the tokenizer's chat template, as most reward models are trained.
+- `continued`: the prompt as a policy reads it (the chat template up to the start of the assistant's turn), the
+  completion and the end token, as the scorers of the tiny world are trained.
+- `pair`: the tokenizer's own encoding of two texts, as cross-encoders are trained.
 
-The score of a decoder is read at its last token, that of an encoder where its architecture reads it. Weights come from
+A decoder's score is read at its last token, an encoder's where its architecture reads it. Weights are loaded only from
 safetensors files, and no code from the Hub is run.
 """
 
@@ -43,28 +43,28 @@ from evoalign_lib.checks import address, choose, key_in, positive, whole_number
 from evoalign_lib.files import canonical_json
 
 TEXTS = ("beaver", "chat", "continued", "pair")
-"""Text formats by name; see the module's text."""
+"""Names of the text formats, described in the module's docstring."""
 TRUNCATIONS = ("right", "refuse")
-"""What is done about a text that is too long."""
+"""What to do with a text that is too long."""
 
 TextFormat = Callable[[str, str], str]
-"""What makes one text of (prompt, completion), special tokens included as the tokenizer writes them."""
+"""A function that joins (prompt, completion) into one text, special tokens included as the tokenizer writes them."""
 
 
 class ScorerError(RuntimeError):
-    """A scorer gave no scores; the message says why and what to do."""
+    """A scorer could not score; the message says why and what to do."""
 
 
 class ScorerGone(ScorerError):
-    """A server gives no scores whatever it is asked: no answer, none that can be read, another model, or no access."""
+    """A server cannot score anything: no answer, an unreadable one, a different model, or no access."""
 
 
 class _Scorer:
-    """What all scorers share: their `score`, called in two ways.
+    """Base class of the scorers: makes `score` callable as a scorer and as a reward function.
 
     Attributes:
-        name: for logs and records.
-        counts: what happened so far in this process, by kind; each class says which kinds.
+        name: the scorer's name in logs and records.
+        counts: event counts of this process so far, by kind; each class lists its kinds.
     """
 
     name: str
@@ -72,7 +72,7 @@ class _Scorer:
 
     @property
     def __name__(self) -> str:
-        """What trainers call a reward function."""
+        """The name under which trainers log this reward function."""
         return self.name
 
     def __call__(
@@ -86,12 +86,12 @@ class _Scorer:
         """Score completions, as a reward function or as a scorer of `tasks.safety.Objective`.
 
         Args:
-            prompts: (completions,) what each answers.
+            prompts: (completions,) the prompt of each completion.
             completions: (completions,) texts, or conversations, whose assistant messages are scored.
-            request: (completions,) what the user wrote. Rows of `tasks.safety.dataset` have this column, since their
-                prompts are rendered for the policy already: it is read in the place of prompts.
-            log_metric: where given, the share of texts that were cut is logged as "truncated".
-            **columns: further dataset columns, not used.
+            request: (completions,) what the user wrote, used instead of prompts. Rows of `tasks.safety.dataset` have
+                this column, since their prompts are already rendered for the policy.
+            log_metric: if given, receives the share of truncated texts as "truncated".
+            **columns: further dataset columns, ignored.
         """
         before = self.counts["truncated"]
         found = self.score(prompts if request is None else request, completions).tolist()
@@ -104,45 +104,46 @@ class _Scorer:
 
 
 class Encoded(NamedTuple):
-    """Prompts and completions as a model reads them."""
+    """Prompts and completions, tokenised for a model."""
 
     rows: list[list[int]]
     """Token ids of each text."""
     types: list[list[int]] | None
-    """Of a pair, which of the two texts each token belongs to."""
+    """Token type ids of text pairs: which of the two texts each token belongs to."""
     tally: dict[str, int]
-    """What is to be counted: texts, and those that were truncated or changed."""
+    """Counts to add to the scorer's: texts, and how many of them were truncated or broken."""
     completions: list[str]
 
 
 class RewardModel(_Scorer):
     """A reward or cost model in this process.
 
-    Not made for forked processes where it lies on a GPU: CUDA does not work in them; serve it then. On a CPU it may be
-    forked as often as needed, its weights are shared.
+    On a GPU it cannot be used from forked processes, since CUDA does not work in them; serve the model instead. On the
+    CPU it may be forked freely; the processes share its weights.
 
     Args:
         model: a sequence classifier with one label, given by name, folder or object; or a score model in the layout of
             Safe-RLHF (`PKU-Alignment/beaver-7b-unified-reward`, `-cost`, ...), given by name or folder. Its config.json
             decides which it is.
-        tokenizer: its tokenizer; None: the one saved with the model.
-        text: a format of `TEXTS`, or a function (`TextFormat`). None: "beaver" for a model in that layout; other models
-            have no default, since a wrong format gives numbers that look right.
-        batch_size: texts in one forward pass; texts of similar length go together.
-        max_length: tokens of a text at most; None: what the model can read.
-        truncation: of longer texts: "right" leaves out their end (with "beaver" the end token goes with it, as in the
-            published training) and counts them; "refuse" raises.
-        device: None: the CPU, or where the object lies.
-        dtype: a torch dtype or its name; None: float32 on a CPU, what the files hold on a GPU; an object stays as is.
-        name: for logs; None: the last part of the model's name.
+        tokenizer: the model's tokenizer; None: the one saved with the model.
+        text: one of the `TEXTS`, or a function (`TextFormat`). None: "beaver" for a model in Safe-RLHF's layout; other
+            models have no default, since a wrong format gives numbers that look right.
+        batch_size: texts per forward pass; texts of similar length are batched together.
+        max_length: maximum number of tokens of a text; None: what the model can read.
+        truncation: what to do with longer texts: "right" cuts off their end (with "beaver" including the end token, as
+            in the published training) and counts them; "refuse" raises an error.
+        device: where to put the model; None: the CPU, or for an object the device it is on.
+        dtype: a torch dtype or its name; None: float32 on the CPU and the dtype of the files on a GPU; an object keeps
+            its own.
+        name: the name in logs; None: the last part of the model's name.
 
     Attributes:
-        counts: "texts", "truncated" and "broken" (texts in which special tokens were broken).
+        counts: "texts", "truncated" and "broken" (texts in which special tokens were broken up).
 
     Raises:
-        ValueError: no such model; weights that are not safetensors; a head that was not trained (another kind of
-            model), or has several outputs; no text format, or one that the tokenizer cannot make; or a max_length that
-            the model cannot read.
+        ValueError: no such model; weights that are not safetensors; a model without a trained head (another kind of
+            model) or with several outputs; no text format, or one that the tokenizer does not support; or a max_length
+            beyond what the model can read.
     """
 
     def __init__(
@@ -163,13 +164,13 @@ class RewardModel(_Scorer):
         self.truncation = truncation
         dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"dtype={dtype!r} is no floating-point dtype: give one such as 'float16'.")
+            raise ValueError(f"dtype={dtype!r} is not a floating-point dtype: pass one such as 'float16'.")
         self._folder, origin = None, model
         if isinstance(model, (str, os.PathLike)):
             self._folder = _score_models.folder_of(str(model))
             on_cpu = torch.device(device or "cpu").type == "cpu"
             model = _score_models.load(self._folder, str(origin), dtype or (torch.float32 if on_cpu else "auto"))
-            dtype = None  # that of the weights; what normalises scores stays float32
+            dtype = None  # the weights have it already; the normaliser of the scores stays float32
         else:
             origin = models.name_of(model) or type(model).__name__
         self.name = name or Path(str(origin)).name
@@ -185,7 +186,7 @@ class RewardModel(_Scorer):
         self._head = _score_models.decoder_head(self.model)
         self._shift = float(getattr(model.config, "shift", 0.0))
         self._pad = next((i for i in (model.config.pad_token_id, self.tokenizer.pad_token_id) if i is not None), 0)
-        # marks of turns need not be special tokens: all but words that the chat template writes are taken for such
+        # turn markers need not be special tokens: any added token in the chat template that is not a word counts as one
         opening = tasks.chat_prompt("x", self.tokenizer) if self.text in ("chat", "continued") else ""
         added = self.tokenizer.added_tokens_decoder.values()
         special = {t.content for t in added if t.special or t.content in opening and not t.content.strip().isalnum()}
@@ -195,14 +196,14 @@ class RewardModel(_Scorer):
 
     @property
     def device(self) -> torch.device:
-        """Where the model lies."""
+        """Device of the model."""
         return next(self.model.parameters()).device
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """All that decides a score: digests of weights and tokenizer, format, limit, dtype, and this library's version.
+        """Everything that determines a score: digests of weights and tokenizer, format, limit, dtype, library version.
 
-        The weights' digest is `models.origin_digest` for a model that was loaded here, and `models.base_digest` for an
+        The weights' digest is `models.origin_digest` for a model loaded from files, and `models.base_digest` for an
         object.
         """
         weights = models.origin_digest(self._folder) if self._folder else models.base_digest(self.model)
@@ -220,28 +221,28 @@ class RewardModel(_Scorer):
     def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> np.ndarray:
         """Return a score for each completion.
 
-        A score depends on its own two texts alone, but for the last bits: what else is in a batch moves them.
+        A score depends only on its own two texts, except that the other texts in the batch can change its last bits.
 
         Args:
             prompts: (completions,) texts, or conversations of one user message.
-            completions: (completions,) texts, or conversations, whose assistant messages count.
+            completions: (completions,) texts, or conversations, whose assistant messages are scored.
 
         Returns:
-            Float64 (completions,); where the model's configuration has a `shift`, as those of the tiny world's cost
-            models do, that is subtracted.
+            Float64 (completions,). If the model's configuration has a `shift`, as for the tiny world's cost models, it
+            is subtracted.
 
         Raises:
             ValueError: columns of different lengths, a text that is too long (truncation="refuse"), or one that ends
-                in the token that the model takes for padding.
-            TypeError: a prompt or completion of another form.
-            ScorerError: a score that is not finite, or a forked process and a GPU.
+                in the model's padding token.
+            TypeError: a prompt or completion in another form.
+            ScorerError: a score that is not finite, or a model on a GPU used from a forked process.
         """
         return self.score_encoded(self.encode(prompts, completions))
 
     def encode(self, prompts: Sequence[Any], completions: Sequence[Any]) -> Encoded:
-        """Return texts as the tokens that `score` reads; arguments and errors as there.
+        """Return texts tokenised as `score` reads them; same arguments and errors as there.
 
-        Models that read alike, by the same tokenizer, format and max_length, may share them.
+        Models with the same tokenizer, format and max_length may share the result.
         """
         asked, texts = _texts(prompts, completions)
         if not texts:
@@ -249,29 +250,29 @@ class RewardModel(_Scorer):
         given = list(zip(asked, texts, strict=True))
         pairs = [(self._unmarked(prompt), self._unmarked(completion)) for prompt, completion in given]
         pair = self.text == "pair"
-        # formats besides these two bring their special tokens along
+        # the text of any other format contains its special tokens already
         plain = {"add_special_tokens": pair or self.text == "beaver", "return_token_type_ids": None if pair else False}
         plain |= {"return_attention_mask": False, "verbose": False}
         joined = zip(*pairs, strict=True) if pair else [[self._joined(*both) for both in pairs]]
         tokens = self.tokenizer(*map(list, joined), **plain)
         rows, types = tokens["input_ids"], tokens.get("token_type_ids")
         if self.text in ("beaver", "continued"):
-            # some tokenizers end every text themselves; no other end token can stand there
+            # some tokenizers append the end token themselves; one from the texts would have been broken up
             end = [self.tokenizer.eos_token_id]
             rows = [row if row[-1:] == end else row + end for row in rows]
         if [] in rows:
             raise ValueError(
-                f"the text of the completion {texts[rows.index([])]!r:.200} has no tokens: correct `text`."
+                f"the text of the completion {texts[rows.index([])]!r:.200} has no tokens: correct the format `text`."
             )
         long = [i for i, row in enumerate(rows) if len(row) > self.max_length]
         if long and self.truncation == "refuse":
             raise ValueError(
-                f"{len(long)} texts are longer than {self.max_length} tokens, the first with {len(rows[long[0]])}: "
+                f"{len(long)} texts are longer than {self.max_length} tokens, the first has {len(rows[long[0]])}: "
                 "generate fewer tokens, or set truncation='right'."
             )
         for i in long if pair else ():
             cut = self.tokenizer(*pairs[i], truncation="longest_first", max_length=self.max_length, **plain)
-            rows[i] = cut["input_ids"]  # special tokens stay
+            rows[i] = cut["input_ids"]  # keeps the special tokens
             if types is not None:
                 types[i] = cut["token_type_ids"]
         rows = [row[: self.max_length] for row in rows]
@@ -279,14 +280,14 @@ class RewardModel(_Scorer):
         return Encoded(rows, types, {"texts": len(rows), "truncated": len(long), "broken": changed}, texts)
 
     def score_encoded(self, encoded: Encoded) -> np.ndarray:
-        """Return a score for each completion, float64 (completions,), of what `encode` returned; see `score`."""
+        """Return the scores, float64 (completions,), of texts that `encode` returned; see `score`."""
         rows, types, tally, completions = encoded
         if not rows:
             return np.zeros(0)
         if self.device.type == "cuda" and os.getpid() != self._pid:
             raise ScorerError(
-                f"{self.name!r} lies on {self.device}, which a forked process cannot use: start a server for it "
-                "(evoalign serve-scorer) and give its HTTPScorer as reward, or put the model on the CPU."
+                f"{self.name!r} is on {self.device}, which a forked process cannot use: start a server for it "
+                "(evoalign serve-scorer) and pass its HTTPScorer as reward, or put the model on the CPU."
             )
         self._check_ends(rows)
         scores = np.empty(len(rows))
@@ -299,15 +300,15 @@ class RewardModel(_Scorer):
             bad = int(np.flatnonzero(~np.isfinite(scores))[0])
             raise ScorerError(
                 f"{self.name!r} gave {scores[bad]} for the completion {completions[bad]!r:.200}: use another dtype, "
-                "such as bfloat16 or float32 for float16."
+                "such as bfloat16 or float32 instead of float16."
             )
         if tally["truncated"] and not self.counts["truncated"]:
             warnings.warn(
-                f"{self.name!r} reads {self.max_length} tokens at most and left out the end of a longer text, as "
-                "truncation='right' says; such texts are counted as 'truncated'.",
+                f"{self.name!r} reads {self.max_length} tokens at most, so the end of a longer text was cut off "
+                "(truncation='right'); such texts are counted as 'truncated'.",
                 stacklevel=2,
             )
-        self.counts.update(tally)  # what fails is scored once more, text by text
+        self.counts.update(tally)  # only now: texts of a failed batch are scored again, one by one
         return scores - self._shift
 
     # ---- texts to tokens
@@ -320,7 +321,7 @@ class RewardModel(_Scorer):
             return models.rendered(self.tokenizer, said)
         if self.text != "continued":
             return self.text(prompt, completion)
-        if prompt not in self._openings:  # a prompt is answered many times
+        if prompt not in self._openings:  # the same prompt comes with many completions
             self._openings[prompt] = tasks.chat_prompt(prompt, self.tokenizer)
         return self._openings[prompt] + completion
 
@@ -346,20 +347,20 @@ class RewardModel(_Scorer):
         return scores.double().cpu().numpy()
 
     def _check_ends(self, rows: list[list[int]]) -> None:
-        """Raise where transformers would read another token than the last: the model may have been trained so."""
+        """Raise an error if transformers would not read the last token: the model may have been trained that way."""
         if self._head is None or isinstance(self.model, _score_models.ScoreModel):
-            return  # read where the architecture says, or by the attention mask
+            return  # an encoder pools in its own way, a score model goes by the attention mask
         padding = self.model.config.get_text_config().pad_token_id
         if padding is not None and any(row[-1] == padding for row in rows):
             raise ValueError(
-                f"a text ends in token {padding}, which the configuration of {self.name!r} calls padding: transformers "
-                "reads its score one token earlier. If the model was trained to be read there, give a `text` that ends "
-                "earlier; if not, set another pad_token_id in its configuration."
+                f"a text ends in token {padding}, which is the padding token of {self.name!r}: transformers reads its "
+                "score one token earlier. If the model was trained that way, pass a format `text` that ends earlier; "
+                "if not, set another pad_token_id in its configuration."
             )
 
 
 def _texts(prompts: Sequence[Any], completions: Sequence[Any]) -> tuple[list[str], list[str]]:
-    """Return prompts and completions as texts, where some of them are conversations."""
+    """Return prompts and completions as texts; some of them may be conversations."""
     tasks.check_lengths(prompts=prompts, completions=completions)
     asked = []
     for prompt in prompts:
@@ -372,37 +373,37 @@ def _texts(prompts: Sequence[Any], completions: Sequence[Any]) -> tuple[list[str
 
 
 def _checked_text(text: str | TextFormat | None, beaver: bool, tokenizer: Any) -> str | TextFormat:
-    """Return the text format; beaver: whether the model is in that layout, which has a default."""
+    """Return the checked text format; beaver: whether the model has Safe-RLHF's layout, which has a default."""
     if text is None and not beaver:
-        raise ValueError(f"say in which format the model reads prompt and completion: text is one of {TEXTS}.")
+        raise ValueError(f"no default text format for this model: pass the one it reads; text is one of {TEXTS}.")
     text = "beaver" if text is None else text
     if callable(text):
         return text
     choose("text", text, TEXTS)
     if text in ("chat", "continued") and not tokenizer.chat_template:
-        raise ValueError(f"text={text!r} needs a chat template, and the tokenizer has none: give another format.")
+        raise ValueError(f"text={text!r} needs a chat template, but the tokenizer has none: pass another format.")
     if text in ("beaver", "continued") and tokenizer.eos_token_id is None:
-        raise ValueError(f"text={text!r} ends in the end token, and the tokenizer has none: set tokenizer.eos_token.")
+        raise ValueError(f"text={text!r} ends in the end token, but the tokenizer has none: set tokenizer.eos_token.")
     return text
 
 
 def _checked_length(max_length: int | None, config: Any, tokenizer: Any) -> int:
     able = getattr(config.get_text_config(), "max_position_embeddings", None)
     if max_length is not None:
-        return whole_number("max_length", max_length, most=able, why="the positions that the model has")
-    return int(min(able or 10**9, tokenizer.model_max_length or 10**9, 10**9))  # without a limit it is 10^30
+        return whole_number("max_length", max_length, most=able, why="the model has no more positions")
+    return int(min(able or 10**9, tokenizer.model_max_length or 10**9, 10**9))  # tokenizers without a limit say 10^30
 
 
 def check(name: str, text: str | None = None, max_length: int | None = None) -> str:
-    """Refuse what `RewardModel` would refuse, as far as that is known without the weights, and return the text format.
+    """Check arguments of `RewardModel`, as far as possible without the weights, and return the text format.
 
     Args:
-        name: a folder, or a model on the Hub, of which configuration and tokenizer are fetched.
+        name: a folder, or a model on the Hub, whose configuration and tokenizer are fetched.
         text: as for `RewardModel`.
         max_length: as for `RewardModel`.
 
     Raises:
-        ValueError: as `RewardModel`.
+        ValueError: as for `RewardModel`.
     """
     config, architecture = _score_models.config_of(name, name)
     tokenizer = _score_models.tokenizer_of(None, name)
@@ -414,24 +415,25 @@ def check(name: str, text: str | None = None, max_length: int | None = None) -> 
 
 
 class ModelReward:
-    """A sequence classifier as a reward function, with the texts of TRL's `GRPOTrainer`.
+    """A sequence classifier as a reward function that reads texts as TRL's `GRPOTrainer` does.
 
-    It reads prompt and completion as one text, without further special tokens; conversations by the chat template of
-    its own tokenizer. Unlike `RewardModel` it breaks no special tokens that a policy writes out.
+    Prompt and completion are concatenated without further special tokens; conversations are rendered by the chat
+    template of the model's own tokenizer. Unlike `RewardModel`, it does not break up special tokens that a policy
+    writes out.
 
     Args:
-        model: a sequence classifier of transformers with one label, an object, a folder or a name on the Hub, from
-            where no code is run; what is loaded is float32, on the CPU.
-        tokenizer: its own; None: the one that lies beside it.
-        chat_template_kwargs: for its chat template.
+        model: a transformers sequence classifier with one label: an object, a folder or a name on the Hub, whose code
+            is not run; a model given by name or folder is loaded in float32 on the CPU.
+        tokenizer: the model's tokenizer; None: the one saved with the model.
+        chat_template_kwargs: arguments of its chat template.
 
     Raises:
-        ValueError: no such model, one that is no classifier, has other than one label or lacks weights, or no
-            tokenizer.
+        ValueError: no such model; a model that is not a classifier, does not have exactly one label, or lacks weights;
+            or no tokenizer.
     """
 
     rows = 32
-    """completions that are scored at once"""
+    """Completions per forward pass."""
 
     def __init__(self, model: Any, tokenizer: Any = None, chat_template_kwargs: Mapping[str, Any] | None = None):
         folder = None
@@ -440,7 +442,7 @@ class ModelReward:
             model = _score_models.load(folder, name, torch.float32)
             if isinstance(model, _score_models.ScoreModel):
                 raise ValueError(
-                    f"model {name!r} is a score model of Safe-RLHF, which TRL does not read: give "
+                    f"model {name!r} is a score model of Safe-RLHF, which TRL cannot read: pass "
                     f"reward_models.RewardModel({name!r}) as the reward function."
                 )
         else:
@@ -451,12 +453,12 @@ class ModelReward:
         self.tokenizer = _score_models.tokenizer_of(tokenizer, folder or name)
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        # a decoder's score is read at the last token that is no padding
+        # a decoder's score is read at the last token that is not padding
         model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
 
     @torch.inference_mode()
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-        """Score completions, (completions,), texts or messages as the prompts are."""
+        """Score completions, (completions,): texts, or messages if the prompts are messages."""
         texts = [
             prompt + said
             if isinstance(prompt, str)
@@ -474,15 +476,15 @@ class ModelReward:
 def as_functions(
     rewards: Any, tokenizers: Any = None, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> list[Any]:
-    """Return reward functions, with every model among them as a `ModelReward`.
+    """Return the reward functions, with every model wrapped in a `ModelReward`.
 
     Args:
-        rewards: one or a list: a function, or a model as a name, a folder or an object.
-        tokenizers: one or a list as long: the tokenizer of each model; None: the one that lies beside it.
-        chat_template_kwargs: for the models' chat templates.
+        rewards: one reward or a list of them: functions, or models given by name, folder or object.
+        tokenizers: the tokenizer of each model, one or a list of the same length; None: the one saved with the model.
+        chat_template_kwargs: arguments of the models' chat templates.
 
     Raises:
-        ValueError: another number of tokenizers, one for a function, or what `ModelReward` raises.
+        ValueError: not as many tokenizers as rewards, a tokenizer for a function, or what `ModelReward` raises.
     """
     several = isinstance(rewards, Sequence) and not isinstance(rewards, str)
     functions = list(rewards) if several else [rewards]
@@ -490,7 +492,7 @@ def as_functions(
     given = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else given
     if len(given) != len(functions):
         raise ValueError(
-            f"reward_processing_classes has {len(given)} entries for {len(functions)} reward functions: give one each, "
+            f"reward_processing_classes has {len(given)} entries for {len(functions)} reward functions: pass one each, "
             "None for a function."
         )
     for i, (function, tokenizer) in enumerate(zip(functions, given, strict=True)):
@@ -498,8 +500,8 @@ def as_functions(
             functions[i] = ModelReward(function, tokenizer, chat_template_kwargs)
         elif tokenizer is not None:
             raise ValueError(
-                f"reward_processing_classes has a tokenizer for {function!r:.100}, which is a function and has no use "
-                "for it: give None in its place."
+                f"reward_processing_classes has a tokenizer for {function!r:.100}, which is a function and does not "
+                "use one: pass None instead."
             )
     return functions
 
@@ -512,27 +514,27 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.5, 8.0  # seconds
 class HTTPScorer(_Scorer):
     """A reward or cost model behind a server of this library (`evoalign serve-scorer`).
 
-    The server is asked at once which model it holds. A later answer from another model, or another format, is an error:
-    scores of two models are never mixed. Connections are kept open, one set in each process, so that it may be forked
-    and pickled.
+    The constructor asks the server which model it holds. A later answer from another model, or in another text format,
+    is an error, so scores of two models are never mixed. Connections are kept open, a set per process, so that a scorer
+    may be forked and pickled.
 
     Args:
-        url: of the server, such as http://127.0.0.1:8100.
-        name: for logs; None: what the server calls the model.
-        timeout: seconds without a byte from the server after which a request is given up.
-        retries: of a request after a time-out, a lost connection, an HTTP error from 500 or an answer that is none. The
-            waits between are 0.5, 1, 2, 4, 8, 8, ... s; a server that is started anew within them is found again.
-        batch_size: texts in one request.
-        api_key_env: the environment variable with the server's key, read at each request and kept nowhere.
+        url: address of the server, such as http://127.0.0.1:8100.
+        name: the name in logs; None: the server's name for the model.
+        timeout: seconds without a byte from the server after which a request is abandoned.
+        retries: how often a request is repeated after a time-out, a lost connection, an HTTP status of 500 or above, or
+            a malformed answer. The waits are 0.5, 1, 2, 4, 8, 8, ... s, so that a server may restart meanwhile.
+        batch_size: texts per request.
+        api_key_env: the environment variable with the server's key, read at each request and never stored.
 
     Attributes:
-        identity: what the server said of its model.
-        counts: "texts", "truncated", "retries"; what went wrong with single requests: "timeout",
-            "connection", "http" (errors of the server), "malformed" (no JSON, not one finite number each), "identity",
-            "refused" (other HTTP errors); and "failed", calls that ended in an error. Those of this process.
+        identity: the server's description of its model.
+        counts: "texts", "truncated", "retries"; failures of single requests: "timeout", "connection", "http" (server
+            errors), "malformed" (not JSON, or not one finite number per text), "identity", "refused" (other HTTP
+            errors); and "failed", calls that ended in an error. All are counts of this process.
 
     Raises:
-        ValueError: an address that is none, or no key or one that no HTTP header can hold.
+        ValueError: an invalid address; or a key that is missing or that no HTTP header can hold.
         ScorerGone: the server does not answer.
     """
 
@@ -558,13 +560,13 @@ class HTTPScorer(_Scorer):
         self.name = name or self.identity["name"]
 
     def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> np.ndarray:
-        """Return a score for each completion, float64 (completions,): those of the server's model, bit for bit.
+        """Return the scores, float64 (completions,), bit for bit those of the server's model.
 
         Raises:
             ValueError: columns of different lengths.
-            TypeError: a prompt or completion of another form.
+            TypeError: a prompt or completion in another form.
             ScorerError: the server refused the texts, or failed on them in all retries.
-            ScorerGone: it gives no scores whatever it is asked.
+            ScorerGone: the server cannot score anything.
         """
         asked, texts = _texts(prompts, completions)
         scores = np.zeros(len(texts))
@@ -579,14 +581,14 @@ class HTTPScorer(_Scorer):
     def _read_scores(self, answer: Any, n: int) -> tuple[list[float], int]:
         scores, cut = answer["scores"], answer["truncated"]
         if answer["identity"] != self._fingerprint:
-            raise _OtherModel(f"its model is {answer['identity']!r:.40}, it was {self._fingerprint!r}")
+            raise _OtherModel(f"its model is now {answer['identity']!r:.40}, before it was {self._fingerprint!r}")
         numbers = type(scores) is list and {*map(type, scores)} <= {int, float} and all(map(math.isfinite, scores))
         if not numbers or len(scores) != n or type(cut) is not int or not 0 <= cut <= n:
-            raise ValueError(f"not {n} finite numbers, or truncated={cut!r:.40}: {scores!r:.100}")
+            raise ValueError(f"not {n} finite numbers, or a wrong count truncated={cut!r:.40}: {scores!r:.100}")
         return scores, cut
 
     def _ask(self, method: str, path: str, body: bytes | None, read: Callable[[Any], Any]) -> Any:
-        """Return what `read` makes of the server's answer, after as many requests as it takes."""
+        """Send a request, with retries, and return what `read` makes of the answer."""
         import httpx
 
         headers = {"Content-Type": "application/json"}
@@ -611,39 +613,39 @@ class HTTPScorer(_Scorer):
             except _OtherModel as error:
                 kind, what = "identity", str(error)
             except (ValueError, KeyError, TypeError, RecursionError) as error:  # not JSON is a ValueError, too
-                kind, what = "malformed", f"an answer that is none of this server's ({error!r:.200})"
+                kind, what = "malformed", f"an answer that does not come from evoalign serve-scorer ({error!r:.200})"
             self.counts[kind] += 1
             if kind in ("identity", "refused"):
-                break  # once more would give the same
+                break  # a retry would give the same
         self.counts["failed"] += 1
         raise (ScorerGone if gone else ScorerError)(
-            f"the scorer at {self.url} gave no scores ({attempt + 1} requests), the last time: {what}. See whether "
+            f"the scorer at {self.url} gave no scores ({attempt + 1} requests); the last failure: {what}. Check that "
             "evoalign serve-scorer runs there with the model of this run."
         )
 
 
 @lru_cache(maxsize=64)
 def _client(url: str, timeout: float, process: int) -> Any:
-    """Return the connections to a server, a set in each process: one that two write to would mix their requests."""
+    """Return the connections to a server, a set per process: on a shared one, two processes' requests would mix."""
     import httpx
 
-    # proxies of the environment are for the Internet, and would see the texts
+    # no proxies from the environment: they are meant for the Internet, and would see the texts
     client = httpx.Client(base_url=url, timeout=timeout, trust_env=False)
     atexit.register(client.close)
     return client
 
 
 class _OtherModel(Exception):
-    """The server holds another model than before."""
+    """The server holds a different model than before."""
 
 
 def _read_identity(answer: Any) -> dict[str, Any]:
     if not all(isinstance(answer[key], str) for key in ("name", "weights", "tokenizer", "text")):
-        raise ValueError(f"not what a scorer says of itself: {answer!r:.100}")
+        raise ValueError(f"not the identity of a scorer: {answer!r:.100}")
     return answer
 
 
 def fingerprint(identity: Mapping[str, Any]) -> str:
-    """Return 16 hexadecimal digits of an identity, its name left out: what a server adds to every answer."""
+    """Return 16 hexadecimal digits that identify a model regardless of its name; a server adds them to every answer."""
     decisive = {key: value for key, value in identity.items() if key != "name"}
     return hashlib.sha256(canonical_json(decisive).encode()).hexdigest()[:16]

@@ -1,25 +1,26 @@
-"""Reward functions, called in one way for every arm.
+"""Call reward functions, in the same way for every arm.
 
 A reward function has the signature of TRL's `GRPOTrainer`: it is called by keyword with `prompts`, `completions`,
 `completion_ids`, `trainer_state`, `log_metric`, `log_extra` and every other column of the data set, and returns a
 number (or None: not applicable) for each completion, in any sequence or iterator that keeps their order. Rewards are
-maximised. It may be asynchronous (`async def`): each process then awaits it in an event loop of its own, which lasts.
-`log_extra(column, values)` adds a column to the table of completions, one value for each; without log_completions there
-is no table. The `trainer_state` of `ESTrainer` has an empty log_history: it goes to the worker processes with every
-member, and a log would grow.
+maximised. It may be asynchronous (`async def`): each process then awaits it in its own event loop, which stays open
+between calls. `log_extra(column, values)` adds a column to the table of completions, with one value for each; without
+log_completions there is no table. The `trainer_state` of `ESTrainer` has an empty log_history, since the state is sent
+to the worker processes with every member and a log would grow.
 
 A reward that changes during training, such as reward - lambda * cost with the Lagrange multiplier of Safe-RLHF (Dai et
 al., arXiv 2310.12773), is an object with three more methods (all or none):
 
-- `state() -> dict[str, float]`: what the reward depends on besides its arguments; finite numbers.
-- `load_state(state)`: take over such a state, all of it: `state()` returns the same numbers afterwards.
-- `end_of_step(metrics)`: move the state. Called once a step, in one process, when the whole step is scored. metrics:
-  name -> (batches,) values that reward functions logged by `log_metric` in this step, one for each batch that was
-  scored (with ES the completions of a member, in the order of members; in TRL's trainers those of a process, in the
-  order of processes), the mean where several were logged. A batch in which nothing was logged by a name has no value.
+- `state() -> dict[str, float]`: return everything the reward depends on besides its arguments, as finite numbers.
+- `load_state(state)`: restore such a state completely: `state()` returns the same numbers afterwards.
+- `end_of_step(metrics)`: update the state. Called once per step, in one process, when the whole step is scored.
+  metrics: name -> (batches,) values that reward functions logged with `log_metric` in this step, one for each scored
+  batch, the mean if several were logged. A batch is the completions of a member with ES, in the order of members, and
+  those of a process in TRL's trainers, in the order of processes; one that logged nothing under a name has no value.
 
-The trainer owns the state. It goes wherever rewards are computed, is logged (`reward_state/<function>/<key>`, after the
-step) and recorded, and a resumed run goes on with it. While a step is scored it does not change.
+The trainer owns the state. It passes the state to wherever rewards are computed, logs it after each step
+(`reward_state/<function>/<key>`) and records it; a resumed run continues from it. While a step is scored, the state
+does not change.
 """
 
 import asyncio
@@ -42,28 +43,28 @@ import numpy as np
 RewardFunction = Callable[..., Sequence[float | None]]
 
 _Part = tuple[slice, Any, list[tuple[str, float]], list[tuple[str, list]]]
-"""Which completions a call scored, what it returned, and what it gave `log_metric` and `log_extra`."""
+"""Which completions a call scored, what it returned, and what it passed to `log_metric` and `log_extra`."""
 
 States = dict[str, dict[str, float]]
 """Name of a reward function -> its state."""
 
 METHODS = ("state", "load_state", "end_of_step")
-"""What a reward function with a state has."""
+"""Methods of a reward function with a state."""
 
-# what a reward function is called with besides the columns of the data set
+# arguments of a reward function besides the columns of the data set
 ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
 
 
-# kinds of single rewards that are counted
+# kinds of rewards that are counted
 KINDS = ("none", "nan", "exception", "timeout")
 
 
 class RewardError(RuntimeError):
-    """A reward function failed where no floor is declared for it."""
+    """A reward function failed and has no floor."""
 
 
 class RewardOutage(RuntimeError):
-    """What scores is gone for all completions: the run ends, to be resumed, rather than go on with floors."""
+    """The scorer is gone for all completions: the run stops and can be resumed, rather than continue with floors."""
 
 
 class RewardTimeout(RuntimeError):
@@ -71,7 +72,7 @@ class RewardTimeout(RuntimeError):
 
 
 class _TimeIsUp(BaseException):
-    """Raised inside a reward function; no Exception, so that the function does not take it for a failure of its own."""
+    """Raised inside a reward function; a BaseException, so that `except Exception` in the function lets it pass."""
 
 
 @dataclass
@@ -81,11 +82,11 @@ class Scored:
     Attributes:
         rewards: (completions,) float64; NaN where no function applied (all returned None).
         functions: name -> (mean, population standard deviation) of each function's own rewards.
-        metrics: what the functions logged by `log_metric`: name -> values, in call order.
-        counts: how many single rewards were "nan" (or infinite), "exception" or "timeout", which score the floor, or
-            "none", which are left out.
-        table: where asked for, column -> (completions,) values: "prompt", "completion", each function by its name (None
-            where it did not apply), then what they gave `log_extra`.
+        metrics: name -> values that the functions logged with `log_metric`, in call order.
+        counts: how many rewards were "nan" (or infinite), "exception" or "timeout", which score the floor, or "none",
+            which are left out.
+        table: if requested, column -> (completions,) values: "prompt", "completion", each function by its name (None
+            where it did not apply), then the columns from `log_extra`.
     """
 
     rewards: np.ndarray
@@ -101,27 +102,27 @@ class Rewards:
     Args:
         functions: a reward function or a list of them.
         weights: one weight per function (default: all 1); the reward is the weighted sum over functions that applied.
-        floor: what a NaN, an infinity (a number beyond float64 is one), an exception or a time-out scores; `sys.exit()`
-            in a function is an exception like any other. None: the function, or its module, declares `REWARD_FLOOR`,
-            as every task of this library does; a function without one stops the run at its first failure, naming the
-            prompt.
+        floor: reward of a completion whose scoring gives NaN, an infinity (or a number beyond float64), an exception
+            (`sys.exit()` in a function included) or a time-out. None: the `REWARD_FLOOR` that the function or its
+            module declares, as every task of this library does; a function without one stops the run at its first
+            failure, naming the prompt.
         timeout: seconds that a call of a function may take; None: no limit. A batch that takes longer (or raises) is
-            scored once more, one completion at a time with the same limit each, so that only the culprits fail and can
-            be named: at worst (completions + 1) * timeout. The limit is a signal (SIGALRM), so it works in the main
-            thread of a process, not on Windows, and ends Python code, not a call into a C library that does not return.
-            It reaches the function as an exception that `except Exception` does not catch. A bare `except:` does: such
-            a call counts as a time-out however it ends, and is interrupted again every timeout seconds until then; a
-            loop that catches every interruption cannot be ended.
-        table: whether `Scored.table` is filled.
+            scored again, one completion at a time with the same limit for each, so that only the completions at fault
+            fail and can be named; this takes at most (completions + 1) * timeout. The limit uses a signal (SIGALRM), so
+            it works only in the main thread of a process, not on Windows, and it stops Python code, but not a call into
+            a C library that never returns. The function receives it as an exception that `except Exception` does not
+            catch. A bare `except:` does: such a call counts as a time-out however it ends, and is interrupted again
+            every timeout seconds until then; a loop that catches every interruption cannot be stopped.
+        table: whether to fill `Scored.table`.
 
     Attributes:
-        stateful: name -> function, of those with a state (see the module's text).
+        stateful: name -> function, for the functions with a state (see the module's docstring).
 
     Raises:
-        TypeError: a function that is not callable, or has some methods of a state but not all.
-        ValueError: no function, weights that are no list of numbers, another number of them than of functions, a floor
-            that is no number, one of these that is not finite, two functions of one name with a state, a state that
-            holds no finite numbers, or a timeout that is no positive number or on a system without such a signal.
+        TypeError: a function that is not callable, or has only some of the methods of a state.
+        ValueError: no functions; weights that are not a list of finite numbers, one per function; a floor that is not a
+            finite number; two functions with a state and the same name; a state with values that are not finite
+            numbers; or a timeout that is not a positive number, or that this system cannot enforce for lack of signals.
     """
 
     def __init__(
@@ -135,47 +136,47 @@ class Rewards:
         several = isinstance(functions, Sequence) and not isinstance(functions, str)
         self.functions = list(functions) if several else [functions]
         if not self.functions:
-            raise ValueError("reward_funcs is empty: give at least one reward function.")
+            raise ValueError("reward_funcs is empty: pass at least one reward function.")
         for function in self.functions:
             if not callable(function):
-                raise TypeError(f"reward function {function!r} is not callable: give reward(completions, **columns).")
+                raise TypeError(f"reward function {function!r} is not callable: pass reward(completions, **columns).")
         n = len(self.functions)
         given = [1.0] * n if weights is None else list(weights) if isinstance(weights, Iterable) else []
         if len(given) != n or not all(map(_is_finite, given)):
-            raise ValueError(f"reward_weights={weights!r} for {n} functions: give a list of finite numbers, one each.")
+            raise ValueError(f"reward_weights={weights!r} for {n} functions: pass a list of finite numbers, one each.")
         self.weights = [float(weight) for weight in given]
         floors = [_declared_floor(f) if floor is None else floor for f in self.functions]
         if not all(f is None or _is_finite(f) for f in floors):
-            raise ValueError(f"reward_floor={floors!r}: give a finite number, what a failure scores, or None.")
+            raise ValueError(f"reward_floor={floors!r}: pass a finite number as the score of a failure, or None.")
         self.floors = [None if f is None else float(f) for f in floors]
         if timeout is not None and not (_is_finite(timeout) and timeout > 0):
             raise ValueError(f"reward_timeout={timeout!r} must be a positive number of seconds, or None for no limit.")
         if timeout is not None and not hasattr(signal, "setitimer"):
-            raise ValueError(f"reward_timeout={timeout} needs signals, which this system does not have: set None.")
+            raise ValueError(f"reward_timeout={timeout} needs signals, which this system lacks: set it to None.")
         self.timeout, self.table = timeout, table
         self.names = [getattr(_unwrapped(f), "__name__", type(f).__name__) for f in self.functions]
         self.stateful = _stateful(self.functions, self.names)
-        self.load_state(self.state())  # one that cannot be recorded is an error now, not after the first step
+        self.load_state(self.state())  # report a state that cannot be recorded now, not after the first step
 
     def state(self) -> States:
         """Return the state of each function that has one.
 
         Raises:
-            TypeError: a state that is no dict with names as keys.
-            ValueError: a value that is no finite number.
+            TypeError: a state that is not a dict with strings as keys.
+            ValueError: a value that is not a finite number.
         """
         return {name: _checked_state(function.state(), name) for name, function in self.stateful.items()}
 
     def load_state(self, states: Mapping[str, Mapping[str, float]]) -> None:
-        """Let each function with a state take over the one of its name.
+        """Restore the state of each function that has one, by name.
 
         Raises:
-            ValueError: states of other functions than those that have one here, or one that its function refuses or
-                does not have afterwards, number by number.
+            ValueError: states of other functions than those that have one here, or a state that its function refuses or
+                does not restore exactly.
         """
         if states.keys() != self.stateful.keys():
-            known = f"the state is of the reward functions {sorted(states)}, those here are {sorted(self.stateful)}"
-            raise ValueError(f"{known}: use the reward functions that the run had.")
+            known = f"the state is for the reward functions {sorted(states)}, those here are {sorted(self.stateful)}"
+            raise ValueError(f"{known}: use the reward functions of the original run.")
         for name, function in self.stateful.items():
             state = dict(states[name])
             try:
@@ -185,13 +186,13 @@ class Rewards:
                 raise ValueError(f"{known}: use the function of the run that recorded it.") from error
             if (found := _checked_state(function.state(), name)) != state:
                 known = f"reward function {name!r} has the state {found} after load_state({state})"
-                raise ValueError(f"{known}: let load_state take over every number as it is.")
+                raise ValueError(f"{known}: let load_state restore every number unchanged.")
 
     def end_of_step(self, metrics: Sequence[Mapping[str, Sequence[float]]]) -> None:
-        """Let each function with a state move it, once a step is scored.
+        """Let each function with a state update it, after a step is scored.
 
         Args:
-            metrics: (batches,) what was logged in each (`Scored.metrics`).
+            metrics: (batches,) the metrics logged in each batch (`Scored.metrics`).
 
         Raises:
             TypeError, ValueError: as for `state` and `load_state`.
@@ -202,13 +203,13 @@ class Rewards:
                 merged.setdefault(metric, []).append(float(np.mean(values)))
         for function in self.stateful.values():
             function.end_of_step({metric: list(values) for metric, values in merged.items()})
-        self.load_state(self.state())  # an error before anything is recorded, if something of it would be lost
+        self.load_state(self.state())  # raise before anything is recorded if reloading would lose part of the new state
 
     def check_timeout(self) -> None:
-        """Raise RuntimeError where a timeout is set and cannot work: in any thread but the main one."""
+        """Raise RuntimeError if a timeout is set but cannot work, that is, outside the main thread."""
         if self.timeout is not None and threading.current_thread() is not threading.main_thread():
             here = threading.current_thread().name
-            raise RuntimeError(f"reward_timeout={self.timeout} works in the main thread, not in {here!r}: set None.")
+            raise RuntimeError(f"reward_timeout={self.timeout} works in the main thread, not in {here!r}: use None.")
 
     def __call__(
         self,
@@ -225,14 +226,14 @@ class Rewards:
             completions: (completions,) texts, or message lists for conversational prompts.
             completion_ids: (completions,) token ids without padding.
             columns: further columns of the data set, (completions,) each.
-            trainer_state: passed through. Functions with a state take over its `reward_state` first, where it has one:
-                in whichever process this is, they are in the state of the step.
+            trainer_state: passed through. If it has a `reward_state`, functions with a state restore it first, so that
+                every process scores with the state of the step.
 
         Raises:
             ValueError: a function did not return one reward per completion.
-            TypeError: a function does not take the columns, or did not return a list of numbers (a dict or a set is
-                none, nor is a complex number a reward).
-            RewardError: a function failed and no floor is declared.
+            TypeError: a function does not accept the columns, or did not return a list of numbers (not a dict, a set or
+                complex numbers).
+            RewardError: a function failed and has no floor.
             RuntimeError: a timeout outside the main thread, or a function that changed its state.
         """
         self.check_timeout()
@@ -254,7 +255,7 @@ class Rewards:
                 for column, cells in shown:
                     if len(cells) != len(values[items]):
                         what = f"{len(cells)} values of {column!r} for {len(values[items])} completions"
-                        raise ValueError(f"reward function {name!r} gave log_extra {what}: give one for each.")
+                        raise ValueError(f"reward function {name!r} gave log_extra {what}: pass one for each.")
                     extra.setdefault(column, [None] * n)[items] = cells
             table[name] = [None if math.isnan(value) else value for value in values.tolist()]
             has = ~np.isnan(values)
@@ -263,16 +264,16 @@ class Rewards:
             if has.any():
                 functions[name] = (float(values[has].mean()), float(values[has].std()))
         for name, after in self.state().items():
-            if after != before[name]:  # each process, and each order of members, would have another one
+            if after != before[name]:  # otherwise the state would depend on the process and the order of members
                 moved = f"reward function {name!r} changed its state from {before[name]} to {after}"
-                raise RuntimeError(f"{moved} while it scored: let only end_of_step move it.")
+                raise RuntimeError(f"{moved} while it scored: change it only in end_of_step.")
         if taken := sorted(extra.keys() & table.keys()):
-            raise ValueError(f"log_extra got a column {taken[0]!r}, which the table has already: take another name.")
+            raise ValueError(f"log_extra got a column {taken[0]!r}, which the table already has: use another name.")
         rewards = np.where(applied, total, np.nan)
         return Scored(rewards, functions, metrics, counts, table | extra if self.table else {})
 
     def _call(self, function: RewardFunction, given: Mapping[str, Sequence], trainer_state: Any, items: slice) -> _Part:
-        """Call a function with a part of the completions."""
+        """Call a function with some of the completions."""
         logged, shown = [], []
         arguments = {name: list(values[items]) for name, values in given.items()} | {
             "trainer_state": trainer_state,
@@ -284,7 +285,7 @@ class Rewards:
 
 
 def state_metrics(states: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return states as metrics for a log.
+    """Return states as metrics to log.
 
     >>> state_metrics({"Objective": {"log_lambda": -0.5}})
     {'reward_state/Objective/log_lambda': -0.5}
@@ -293,14 +294,14 @@ def state_metrics(states: Mapping[str, Mapping[str, float]]) -> dict[str, float]
 
 
 def _stateful(functions: Sequence[RewardFunction], names: Sequence[str]) -> dict[str, Any]:
-    """Return the functions with a state, by name."""
+    """Return the functions that have a state, by name."""
     found: dict[str, Any] = {}
     for function, name in zip(map(_unwrapped, functions), names, strict=True):
         has = [method for method in METHODS if callable(getattr(function, method, None))]
         if not has:
             continue
         if missing := [method for method in METHODS if method not in has]:
-            raise TypeError(f"reward function {name!r} has the method {has[0]} but no {missing[0]}: give all or none.")
+            raise TypeError(f"reward function {name!r} has the method {has[0]} but no {missing[0]}: add all or none.")
         if name in found:
             raise ValueError(f"two reward functions with a state are called {name!r}: give each its own __name__.")
         found[name] = function
@@ -308,9 +309,9 @@ def _stateful(functions: Sequence[RewardFunction], names: Sequence[str]) -> dict
 
 
 def _checked_state(state: Any, name: str) -> dict[str, float]:
-    """Return the state of a function as floats; raise where it holds anything else."""
+    """Return the state of a function as floats; raise an error if it holds anything else."""
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
-        raise TypeError(f"reward function {name!r} has the state {state!r}: let state() return names and numbers.")
+        raise TypeError(f"reward function {name!r} has the state {state!r}: let state() return a dict of numbers.")
     for key, value in state.items():
         if not _is_finite(value):
             what = f"{key!r} in the state of reward function {name!r} is {value!r}"
@@ -323,7 +324,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _result(function: RewardFunction, arguments: Mapping[str, Any]) -> Any:
-    """Return what a function returns, or what an asynchronous one returns in the end."""
+    """Return the result of a function, and wait for that of an asynchronous one."""
     called = _unwrapped(function)
     if not (inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(type(called).__call__)):
         return function(**arguments)
@@ -331,7 +332,7 @@ def _result(function: RewardFunction, arguments: Mapping[str, Any]) -> Any:
     async def guarded() -> Any:
         try:
             return await function(**arguments)
-        except SystemExit as error:  # would end the event loop, and its result would never come
+        except SystemExit as error:  # would end the event loop, so the result would never come
             raise RuntimeError(f"the function called sys.exit({error.code!r})") from error
 
     future = asyncio.run_coroutine_threadsafe(guarded(), _event_loop(os.getpid()))
@@ -344,10 +345,10 @@ def _result(function: RewardFunction, arguments: Mapping[str, Any]) -> Any:
 
 @functools.cache
 def _event_loop(process: int) -> asyncio.AbstractEventLoop:
-    """Return the event loop of this process, in a thread of its own: that of a notebook runs in the main one.
+    """Return the event loop of this process, which runs in its own thread, as a notebook's runs in the main one.
 
-    It lasts: what functions keep, such as open connections, belongs to a loop. A forked process has none of its
-    parent's threads, and needs another.
+    The loop stays open, since things that functions keep, such as connections, are bound to it. A forked process does
+    not inherit its parent's threads and needs another loop.
     """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="evoalign-rewards", daemon=True)
@@ -364,16 +365,16 @@ def _event_loop(process: int) -> asyncio.AbstractEventLoop:
 
 
 def _taken(result: Any, most: int) -> Any:
-    """Return what a function returned; a generator, a `map` or another lazy iterable as a list, of so many at most.
+    """Return a function's result; of a generator, a `map` or another lazy iterable a list of at most `most` items.
 
-    Its rewards are computed only now, and this may fail, hang or never end.
+    The rewards of a lazy iterable are computed only here, which may fail, hang or never end.
     """
     lazy = hasattr(result, "__iter__") and not hasattr(result, "__len__")
     return list(itertools.islice(result, most)) if lazy else result
 
 
 def _within(seconds: float | None, call: Callable[[], Any]) -> Any:
-    """Return the result of a call, or raise RewardTimeout after these seconds; put others' timer and handler back."""
+    """Return the result of a call, or raise RewardTimeout after `seconds`; restore any other timer and handler."""
     if seconds is None:
         return call()
     running, expired, started = True, False, time.monotonic()
@@ -381,25 +382,25 @@ def _within(seconds: float | None, call: Callable[[], Any]) -> Any:
     def interrupt(number, frame):
         nonlocal expired
         expired = True
-        if running:  # else the call has just ended
+        if running:  # otherwise the call has just ended
             raise _TimeIsUp
 
-    delay, interval = signal.setitimer(signal.ITIMER_REAL, 0)  # somebody else's timer waits
+    delay, interval = signal.setitimer(signal.ITIMER_REAL, 0)  # pause a timer that someone else has set
     handler = signal.signal(signal.SIGALRM, interrupt)
     try:
         try:
-            # again and again: a bare `except:` or a `__del__` may swallow the exception, and the call would go on;
-            # not every microsecond, or nothing but the handler would run
+            # repeated, as a bare `except:` or a `__del__` may swallow the exception and let the call go on; but not
+            # every microsecond, or only the handler would run
             signal.setitimer(signal.ITIMER_REAL, seconds, max(seconds, 0.01))
             result = call()
         finally:
-            running = False  # before anything that a further signal could interrupt
+            running = False  # first, before a further signal can interrupt the clean-up
             signal.setitimer(signal.ITIMER_REAL, 0)
     except (_TimeIsUp, SystemExit, Exception):
         if not expired:
             raise
     finally:
-        if delay:  # the other timer may be overdue by now
+        if delay:  # the other timer may already be overdue
             delay = max(delay - (time.monotonic() - started), 1e-6)
         signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
         signal.setitimer(signal.ITIMER_REAL, delay, interval)
@@ -420,7 +421,7 @@ def _declared_floor(function: RewardFunction) -> float | None:
 
 
 def _check_signature(function: RewardFunction, name: str, columns: Mapping[str, Any]) -> None:
-    """Raise TypeError if the function cannot take the call: that is no failed reward, which would score the floor."""
+    """Raise TypeError if the function cannot accept the call, since a wrong signature must not score the floor."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have no signature
@@ -428,24 +429,24 @@ def _check_signature(function: RewardFunction, name: str, columns: Mapping[str, 
     try:
         signature.bind(**dict.fromkeys([*ARGUMENTS, *columns]))
     except TypeError as error:
-        remedy = f"let it take what it reads among {sorted(columns)}, and **columns for the rest"
+        remedy = f"let it take the columns it needs from {sorted(columns)}, and **columns for the rest"
         raise TypeError(f"reward function {name!r} does not fit its call ({error}): {remedy}.") from None
 
 
 def _calls(
     call: Callable[[slice], _Part], n: int, name: str, floor: float | None, prompts: Sequence, counts: dict[str, int]
 ) -> list[_Part]:
-    """Return what one function returns for n completions: in one call, or, where that fails, in one call for each."""
+    """Call a function for n completions at once or, if that fails, for each of them, and return the results."""
 
     def parts(items: slice, whole: bool) -> list[_Part]:
         try:
             return [call(items)]
         except RewardOutage:
             raise
-        except (Exception, SystemExit) as error:  # else sys.exit() would end the run with status 0, as if it were over
+        except (Exception, SystemExit) as error:  # or sys.exit() would end the run with status 0, as if complete
             singly = [part for i in range(n) for part in parts(slice(i, i + 1), False)] if whole else []
             if floor is None:
-                where = f"on {n} prompts at once, though on none alone" if whole else _shown(prompts[items.start])
+                where = f"on {n} prompts at once, though on no single one" if whole else _shown(prompts[items.start])
                 raise RewardError(_failure(name, where, repr(error))) from error
             if whole:
                 return singly
@@ -456,7 +457,7 @@ def _calls(
 
 
 def _numbers(returned: Any, name: str, floor: float | None, prompts: Sequence, counts: dict[str, int]) -> list[float]:
-    """Return the rewards of a call: None as NaN, what is not finite as the floor, and both counted."""
+    """Return the rewards of a call, with None as NaN and non-finite numbers as the floor; count both."""
     remedy = "return a list with a number (or None) for each completion"
     if isinstance(returned, (Mapping, Set, str, bytes)) or not hasattr(returned, "__iter__"):
         raise TypeError(f"reward function {name!r} returned a {type(returned).__name__}, {returned!r:.200}: {remedy}.")
@@ -478,7 +479,7 @@ def _numbers(returned: Any, name: str, floor: float | None, prompts: Sequence, c
 
 
 def _number(value: Any, name: str, prompt: Any) -> float:
-    # float() would read a text, and leave the imaginary part of a complex number out
+    # float() would accept strings, and drop the imaginary part of a complex number
     if not isinstance(value, (str, bytes, complex)) and "complex" not in str(getattr(value, "dtype", "")):
         try:
             return float(value)

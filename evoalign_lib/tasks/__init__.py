@@ -1,7 +1,7 @@
-"""The tasks by name. Each task is one module: data, prompts, graders.
+"""Registry of the tasks. Each task is one module with its data, prompts and graders.
 
-What every task module offers: `reward(prompts, completions, **columns) -> list[float | None]` (the signature of TRL's
-reward functions), `REWARD_FLOOR` (the least reward, given to a completion that cannot be scored) and
+Every task module provides `reward(prompts, completions, **columns) -> list[float | None]` (the signature of TRL's
+reward functions), `REWARD_FLOOR` (the lowest reward, given to a completion that cannot be scored) and
 `dataset(problems, tokenizer, chat_template=True) -> list[dict]` (rows with `prompt` and the columns `reward` takes).
 """
 
@@ -24,22 +24,22 @@ TASKS: dict[str, str] = {
     "conciseness": "evoalign_lib.tasks.conciseness",
     "safety": "evoalign_lib.tasks.safety",
 }
-"""The registry, name -> module, imported when it is asked for: a new task is a file and a line here."""
+"""Task name -> module, imported on first use. A new task needs a module and a line here."""
 
 TURN = re.compile(
     r"(?:^|\n)[ \t]*(?:USER|ASSISTANT|HUMAN|SYSTEM|User|Assistant|Human|System):|\b(?:USER|ASSISTANT):"
     r"|\n(?:user|assistant)\n|<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|\[INST\]|### ?Instruction"
 )
-"""Where a completion goes on to write another turn of the conversation."""
+"""Matches where a completion starts another turn of the conversation."""
 
 PUBLIC_REPOSITORY = (
     "https://raw.githubusercontent.com/jbejjani2022/evolutionary-alignment/bfdaf87faff62380c213b3bf91ae2d3f92c8919b/"
 )
-"""Where the public data of the tasks come from (MIT licence): always this commit."""
+"""Source of the tasks' public data (MIT licence), pinned to one commit."""
 
 
 def get(name: str) -> ModuleType:
-    """Import and return the module of a task. Raises ValueError for an unknown name, with the nearest known one.
+    """Import and return the module of a task. Raises ValueError for an unknown name and suggests the nearest one.
 
     >>> get("countdown").__name__
     'evoalign_lib.tasks.countdown'
@@ -50,19 +50,19 @@ def get(name: str) -> ModuleType:
 
 
 def public_file(name: str, path: str, sha256: str) -> Path:
-    """Find a file of public data, or fetch it once into the user's cache, and check its SHA-256.
+    """Return a file of public data, fetched into the user's cache if necessary, and check its SHA-256.
 
     Args:
-        name: of the file below a folder of data, as in "conciseness/train.jsonl".
-        path: of the file in `PUBLIC_REPOSITORY`.
-        sha256: of its bytes.
+        name: path of the file in the user's data folder, such as "conciseness/train.jsonl".
+        path: path of the file in `PUBLIC_REPOSITORY`.
+        sha256: SHA-256 of the file.
 
     Returns:
-        The file in the folder that the environment variable EVOALIGN_DATA names, if it is there, else the cached
-        download.
+        The file in the folder that the environment variable EVOALIGN_DATA names, if it exists there; otherwise the
+        cached download.
 
     Raises:
-        FileNotFoundError: the file is not there and cannot be fetched.
+        FileNotFoundError: the file is in neither place and cannot be fetched.
         ValueError: the file is not the published one.
     """
     url = PUBLIC_REPOSITORY + path
@@ -72,23 +72,23 @@ def public_file(name: str, path: str, sha256: str) -> Path:
 
 
 def local_file(*names: str) -> Path | None:
-    """Return the first of some files that is below the folder that EVOALIGN_DATA names; None where none is."""
+    """Return the first of these files that exists in the folder EVOALIGN_DATA names; None if none does."""
     folder = os.environ.get("EVOALIGN_DATA")
     return next((place for name in names if folder and (place := Path(folder, name)).is_file()), None)
 
 
 def check_digest(found: Path, data: bytes, url: str, sha256: str) -> None:
-    """Raise ValueError where the data of a public file do not have its SHA-256."""
+    """Raise ValueError if the data of a public file do not have the expected SHA-256."""
     digest = hashlib.sha256(data).hexdigest()
     if digest != sha256:
         raise ValueError(f"{found} has SHA-256 {digest}, expected {sha256}: delete it and fetch {url}")
 
 
 def fetched(name: str, url: str, sha256: str) -> Path:
-    """Return the cached copy of a public file; without one it is fetched. Raises as `public_file`."""
+    """Return the cached copy of a public file, fetching it if there is none. Raises as `public_file` does."""
     import pooch
 
-    # (connect, read) seconds: without a network the error comes soon
+    # (connect, read) in seconds: fail soon without a network
     downloader = pooch.HTTPDownloader(timeout=(5, 30))
     cached = Path(pooch.os_cache("evoalign"), name)
     try:
@@ -100,15 +100,15 @@ def fetched(name: str, url: str, sha256: str) -> Path:
 
 
 def json_lines(data: bytes, where: str | Path, make: Callable[[dict[str, Any]], Row]) -> list[Row]:
-    """Return what `make` makes of each line of a file of JSON objects, UTF-8; blank lines are skipped.
+    """Parse a UTF-8 file with a JSON object per line and return the rows that `make` builds; blank lines are skipped.
 
     Args:
-        data: the file.
+        data: content of the file.
         where: its name, for errors.
-        make: object -> row; what it raises as KeyError or ValueError is an error of its line.
+        make: object -> row; a KeyError or ValueError that it raises is reported as an error of the line.
 
     Raises:
-        ValueError: a line that is no such object, or no line at all; the message names the line and what is wrong.
+        ValueError: a line that is not such an object, or no lines; the message names the line and what is wrong.
     """
     rows = []
     for number, line in enumerate(data.splitlines(), 1):
@@ -121,21 +121,21 @@ def json_lines(data: bytes, where: str | Path, make: Callable[[dict[str, Any]], 
             rows.append(make(row))
         except KeyError as error:
             raise ValueError(f"{where}, line {number}: no {error} among {', '.join(map(repr, row))}") from None
-        except (ValueError, RecursionError) as error:  # not UTF-8 and not JSON are ValueErrors, too
+        except (ValueError, RecursionError) as error:  # invalid UTF-8 or JSON raises a ValueError, too
             raise ValueError(f"{where}, line {number}: {error or type(error).__name__}") from None
     if not rows:
-        raise ValueError(f"{where} holds no rows: write a line with an object for each.")
+        raise ValueError(f"{where} holds no rows: write one JSON object per line.")
     return rows
 
 
 def completion_text(completion: Any) -> str:
-    """Return the text of a completion: itself, or what the assistant's messages of a conversation say, joined.
+    """Return the text of a completion: the string itself, or the assistant's messages of a conversation, joined.
 
     Args:
-        completion: a string, or a list of messages {"role", "content"}, as TRL has them for conversational prompts.
+        completion: a string, or a list of messages {"role", "content"}, as in TRL for conversational prompts.
 
     Raises:
-        TypeError: neither of these.
+        TypeError: a completion in another form.
 
     >>> completion_text([{"role": "assistant", "content": "Paris"}])
     'Paris'
@@ -150,9 +150,9 @@ def completion_text(completion: Any) -> str:
 
 
 def chat_prompt(messages: str | Sequence[Mapping[str, str]], tokenizer: Any) -> str:
-    """Render messages by a tokenizer's chat template, up to where the assistant answers.
+    """Render messages with a tokenizer's chat template, up to the start of the assistant's turn.
 
-    messages: or what a user says, as the only one. Raises ValueError where there is no tokenizer.
+    messages: a string is taken as a single user message. Raises ValueError without a tokenizer.
     """
     if tokenizer is None:
         raise ValueError("the chat variant needs a tokenizer: pass tokenizer=..., or chat_template=False")
@@ -161,7 +161,7 @@ def chat_prompt(messages: str | Sequence[Mapping[str, str]], tokenizer: Any) -> 
 
 
 def check_lengths(**columns: Sequence[Any]) -> None:
-    """Raise ValueError, naming all lengths, unless every column of a reward's call has one entry per completion."""
+    """Raise ValueError, naming all lengths, unless all columns passed to a reward have one entry per completion."""
     lengths = {name: len(values) for name, values in columns.items()}
     if len(set(lengths.values())) > 1:
         found = ", ".join(f"{name} {length}" for name, length in lengths.items())

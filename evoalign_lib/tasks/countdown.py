@@ -2,24 +2,25 @@
 
 The task of Qiu et al. (arXiv 2509.24372) in the form of the public repository jbejjani2022/evolutionary-alignment:
 reward = 0.1 * format + answer. The prompt says that each number "can only be used once"; the graders, like the
-published one, ask for each number exactly once.
+published one, require each number exactly once.
 
-Two graders share the format score and differ in the answer:
+Two graders share the format score and differ in the answer score:
 
 - `strict` (default): `+ - * /`, unary minus and brackets, in exact rational arithmetic. An integer target must be met
-  exactly. The file's non-integer targets are rounded doubles ("266.6666666666667"), so they are met by a value within
-  1e-9 * max(1, |target|), compared exactly.
+  exactly. The file's non-integer targets are rounded doubles ("266.6666666666667"), so a value meets them if it lies
+  within 1e-9 * max(1, |target|), compared exactly.
 - `released`: the decisions of the published scorer, which passes the answer to Python's `eval`: `**`, `//` and unary
-  plus count as well, the arithmetic is Python's (int and float), and the value must lie within 1e-5 of float(target).
+  plus are allowed as well, the arithmetic is Python's (int and float), and the value must lie within 1e-5 of
+  float(target).
 
-Where `released` departs from the published scorer, in order to answer hostile text in bounded time (all give 0):
+To handle hostile text in bounded time, `released` departs from the published scorer in three cases, which all score 0:
 
-1. a response of more than 65,536 characters is not looked at (this holds for `strict`, and for the format, too);
-2. a power of integers above 32,768 bits is an error (the published scorer computes it, or hangs);
-3. an answer of more than 2,000 characters besides blanks is an error. Python accepts longer chains of signs, up to a
-   limit that depends on its version; brackets nested more than 200 deep are an error in both.
+1. a response of more than 65,536 characters is not read (this also holds for `strict`, and for the format);
+2. an integer power of more than 32,768 bits is an error (the published scorer computes it, or hangs);
+3. an answer of more than 2,000 characters, not counting spaces, is an error. Python accepts longer chains of signs, up
+   to a limit that depends on its version; brackets nested more than 200 deep are an error in both.
 
-No text is ever evaluated as code: answers are read by an iterative precedence parser.
+No text is ever evaluated as code: answers are parsed by an iterative precedence parser.
 """
 
 import hashlib
@@ -60,12 +61,12 @@ REWARD_FLOOR = 0.0
 
 Target = str | int | float | Fraction
 
-_MAX_RESPONSE = 65_536  # characters; longer responses score 0 unread
-_MAX_SYMBOLS = 2_000  # characters of an answer besides blanks
+_MAX_RESPONSE = 65_536  # characters; longer responses score 0 without being read
+_MAX_SYMBOLS = 2_000  # characters of an answer, not counting spaces
 _MAX_DEPTH = 200  # nested brackets: the limit of Python's own tokenizer
-_MAX_BITS = 32_768  # of an integer power under the released grader
+_MAX_BITS = 32_768  # of an integer power, for the released grader
 _MAX_SOLVER_NUMBERS = 6
-_FULL_DRAW = 65_536  # candidates the generator draws at once, at most
+_FULL_DRAW = 65_536  # most candidates that the generator draws at once
 
 
 # ---------------------------------------------------------------------------------------------------------------- data
@@ -76,9 +77,9 @@ class Problem:
     """One Countdown problem.
 
     Attributes:
-        numbers: non-negative integers in the order of the prompt.
+        numbers: non-negative integers, in the order of the prompt.
         target: the value to reach, as written in the prompt: an integer, a decimal or a fraction.
-        id: position in the public file, None for generated problems.
+        id: position in the public file; None for generated problems.
     """
 
     numbers: tuple[int, ...]
@@ -94,7 +95,7 @@ class Problem:
 
 
 def problem_key(problem: Problem) -> tuple[tuple[int, ...], str]:
-    """Identify a problem up to the order of its numbers.
+    """Return a key that identifies a problem regardless of the order of its numbers.
 
     Args:
         problem: the problem.
@@ -109,7 +110,7 @@ def problem_key(problem: Problem) -> tuple[tuple[int, ...], str]:
 
 
 def split_of(problem: Problem) -> str:
-    """Assign a problem to a split by a hash of its key, whoever generates it: train 90 %, validation 5 %, test 5 %.
+    """Assign a problem to a split by a hash of its key alone: train 90 %, validation 5 %, test 5 %.
 
     Args:
         problem: the problem.
@@ -126,7 +127,7 @@ def split_of(problem: Problem) -> str:
 def load_public(split: str = "train") -> list[Problem]:
     """Load the public problems: three or four numbers in 1..99, some targets negative or decimal, a few unsolvable.
 
-    The file's `solution` field is no ground truth (null for some solvable items) and is not read; see `solve`.
+    The file's `solution` field is unreliable (null for some solvable items) and is not read; see `solve`.
 
     Args:
         split: "train" (the first 200), "test" (the other 2,000) or "all".
@@ -157,25 +158,25 @@ def generate(
     split: str | None = None,
     distinct: bool = True,
 ) -> list[Problem]:
-    """Draw random solvable problems: random numbers, and as target the value of a random expression over all of them.
+    """Draw random solvable problems: random numbers, with the value of a random expression over all of them as target.
 
-    Three numbers in 1..high with targets in 1..100 make 16,292 distinct problems for high = 20, 42,273 for 30 and
-    141,697 for 50; a twentieth of them are test problems.
+    There are 16,292 distinct problems of three numbers in 1..high with targets in 1..100 for high = 20, 42,273 for 30
+    and 141,697 for 50; a twentieth of them are test problems.
 
     Args:
         n: number of problems.
-        seed: seed of `np.random.default_rng`; another n with the same seed is another draw.
+        seed: seed of `np.random.default_rng`; a different n with the same seed gives different problems.
         count: numbers per problem, 2 to 6.
         low, high: range of the numbers, both ends included.
-        target_low, target_high: range of the target, an integer, both ends included.
+        target_low, target_high: range of the integer targets, both ends included.
         split: keep only problems of this split (see `split_of`); None keeps all.
-        distinct: no two problems of the result share a `problem_key`.
+        distinct: whether all problems must differ in their `problem_key`.
 
     Returns:
         n problems, each with at least one exact solution.
 
     Raises:
-        ValueError: an argument out of range, or ranges that hold too few (distinct) problems.
+        ValueError: an argument out of range, or ranges with too few (distinct) problems.
 
     >>> [problem] = generate(1, seed=0, high=9)
     >>> solve(problem.numbers, problem.target) is not None
@@ -205,7 +206,7 @@ def generate(
         for row, key in zip(numbers.tolist(), map(tuple, keys.tolist()), strict=True):
             if distinct and key in seen:
                 continue
-            seen.add(key)  # of whatever split: nearly all draws of a large n are repetitions
+            seen.add(key)  # whatever its split: for a large n nearly all draws are repetitions
             problem = Problem(tuple(row), str(key[-1]))
             if split is not None and split_of(problem) != split:
                 continue
@@ -221,10 +222,10 @@ def generate(
 
 
 def _random_expressions(rng: np.random.Generator, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Values of one random expression per row of numbers (rows, count): numerator and denominator (rows,).
+    """Return the value of a random expression per row of numbers (rows, count): numerator and denominator (rows,).
 
     Two random operands are joined by a random operation until one is left, so every order and bracketing can occur. An
-    expression that divides by zero gets the value 1/2, which no integer target accepts.
+    expression that divides by zero gets the value 1/2, which equals no integer target.
     """
     numerator, denominator = numbers, np.ones_like(numbers)
     valid = np.ones(len(numbers), dtype=bool)
@@ -246,14 +247,14 @@ def _random_expressions(rng: np.random.Generator, numbers: np.ndarray) -> tuple[
 
 
 def attainable(numbers: Sequence[int]) -> dict[Fraction, str]:
-    """Return all values of expressions that use each number exactly once, with `+ - * /` and brackets.
+    """Return every value that can be reached with `+ - * /` and brackets, using each number exactly once.
 
     Args:
-        numbers: up to 6 non-negative integers. Four distinct numbers have about 1,200 values, five 27,000, six 800,000
-            (that takes seconds and several hundred megabytes).
+        numbers: up to 6 non-negative integers. Four distinct numbers give about 1,200 values, five 27,000, six 800,000
+            (this takes seconds and several hundred megabytes).
 
     Returns:
-        value -> one expression that has it.
+        value -> one expression with this value.
 
     Raises:
         ValueError: no numbers, or more than 6.
@@ -266,17 +267,17 @@ def attainable(numbers: Sequence[int]) -> dict[Fraction, str]:
 
 
 def solve(numbers: Sequence[int], target: Target) -> str | None:
-    """Find an expression that uses each number exactly once and has the target as its value, by exhaustive search.
+    """Search exhaustively for an expression that uses each number exactly once and equals the target.
 
     Args:
-        numbers: up to 6 non-negative integers; six take about a second (ten, if the target is 0 or no integer).
+        numbers: up to 6 non-negative integers; six take about a second (ten seconds if the target is 0 or no integer).
         target: the value to reach, compared as the `strict` grader does.
 
     Returns:
-        An expression that the `strict` grader accepts, or None if there is none.
+        An expression that the `strict` grader accepts; None if there is none.
 
     Raises:
-        ValueError: no numbers, more than 6, or a target that is no number.
+        ValueError: no numbers, more than 6, or a target that is not a number.
 
     >>> solve([44, 19, 35], "98"), solve([1, 1], 5)
     ('44 + (19 + 35)', None)
@@ -285,15 +286,15 @@ def solve(numbers: Sequence[int], target: Target) -> str | None:
     count = len(numbers)
     if goal == 0 or goal.denominator != 1 or count == 1:
         return next((text for value, text in attainable(numbers).items() if _meets(value, goal)), None)
-    # The last operation joins a value of one part to a value of the other: only the parts need full tables.
+    # The last operation joins a value of one part to a value of the other, so only the parts need full tables.
     tables = _tables(numbers, count - 1)
     for left, table in tables.items():
         if 2 * left.bit_count() > count:
-            break  # subsets come in order of size, and the larger part has been the right one before
+            break  # subsets come in order of size: from here on each split has been seen with its parts swapped
         right = tables[2**count - 1 - left]
         for a, text in table.items():
             needs = {"{a} + {b}": goal - a, "{a} - {b}": a - goal, "{b} - {a}": goal + a}
-            if a:  # b = 0 solves none of these, nor does a = 0
+            if a:  # goal is not 0, so neither a nor b can be 0 here
                 needs |= {"{a} * {b}": goal / a, "{b} / {a}": goal * a, "{a} / {b}": a / goal}
             for template, b in needs.items():
                 if b in right:
@@ -302,7 +303,7 @@ def solve(numbers: Sequence[int], target: Target) -> str | None:
 
 
 def _tables(numbers: Sequence[int], size: int) -> dict[int, dict[Fraction, str]]:
-    """Values and bracketed expressions of every subset (a bit mask) of at most `size` numbers."""
+    """Return values with bracketed expressions for every subset (a bit mask) of at most `size` numbers."""
     if not 1 <= len(numbers) <= _MAX_SOLVER_NUMBERS:
         raise ValueError(f"the solver takes 1 to {_MAX_SOLVER_NUMBERS} numbers, got {len(numbers)}")
     tables: dict[int, dict[Fraction, str]] = {}
@@ -311,7 +312,7 @@ def _tables(numbers: Sequence[int], size: int) -> dict[int, dict[Fraction, str]]
         table = tables[mask] = {Fraction(numbers[i]): str(numbers[i]) for i in chosen if len(chosen) == 1}
         left = (mask - 1) & mask
         while left:
-            if left & mask & -mask:  # each unordered pair of parts once: the left part holds the first number
+            if left & mask & -mask:  # visit each unordered pair of parts once: the left part holds the first number
                 _join(tables[left], tables[mask ^ left], table)
             left = (left - 1) & mask
     return tables
@@ -332,7 +333,7 @@ def _join(left: dict[Fraction, str], right: dict[Fraction, str], table: dict[Fra
 
 
 def messages(problem: Problem) -> list[dict[str, str]]:
-    """Return the chat variant's system and user message; `RESPONSE_PREFIX` follows the generation prompt (`prompt`).
+    """Return the system and user messages of the chat prompt; `prompt` appends `RESPONSE_PREFIX` to the rendered text.
 
     Args:
         problem: the problem.
@@ -349,15 +350,15 @@ def prompt(problem: Problem, *, chat_template: bool = True, tokenizer: Any = Non
 
     Args:
         problem: the problem.
-        chat_template: True gives the tokenizer's chat template with generation prompt and `RESPONSE_PREFIX`; False the
-            published raw text, byte for byte (NumPy-style list, no blanks between its three parts).
-        tokenizer: a Hugging Face tokenizer with a chat template; not used for the raw text.
+        chat_template: True renders the tokenizer's chat template with generation prompt and `RESPONSE_PREFIX`; False
+            returns the published raw text, byte for byte (NumPy-style list, no spaces between its three parts).
+        tokenizer: a Hugging Face tokenizer with a chat template; not needed if chat_template is False.
 
     Returns:
         The text, special tokens included: tokenise it with `add_special_tokens=False`.
 
     Raises:
-        ValueError: the chat variant without a tokenizer.
+        ValueError: chat_template without a tokenizer.
     """
     if not chat_template:
         width = max(len(str(n)) for n in problem.numbers)
@@ -385,7 +386,7 @@ def dataset(problems: Iterable[Problem], tokenizer: Any, chat_template: bool = T
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """Score of one response.
+    """The scores of one response.
 
     Attributes:
         format: 0, 0.1, 0.5, 0.6 or 1.
@@ -402,26 +403,26 @@ class Grade:
 
 
 def grade(response: str, numbers: Sequence[int], target: Target, grader: str = "strict") -> Grade:
-    """Score one response, judged on "<think>" + response: the prompt ends with the opening tag.
+    """Score one response, read as "<think>" + response, since the prompt ends with the opening tag.
 
-    A response that opens with "<think>" itself gets the same score. The format is 1 if the whole text is a think block,
-    one newline and an answer block (one more newline may follow); otherwise 0.1 for a closed think block plus 0.5 for a
-    closed answer block. The answer is that of the last answer block: digits, `+ - * / ( )` and blanks only (one final
-    newline may follow), the given numbers exactly once each, and the right value.
+    A response that repeats the opening "<think>" gets the same score. The format score is 1 if the whole text is a
+    think block, one newline and an answer block (one more newline may follow); otherwise it is 0.1 for a closed think
+    block plus 0.5 for a closed answer block. The last answer block is graded: it may contain only digits, `+ - * / ( )`
+    and spaces (one final newline may follow), use each given number exactly once, and have the right value.
 
     Args:
         response: the completion alone, without an end token, and never with the prompt (whose example answer would be
             graded). More than 65,536 characters score 0.
-        numbers: the given numbers, whole ones.
+        numbers: the given integers.
         target: the value to reach.
-        grader: "strict" or "released", see the module's text.
+        grader: "strict" or "released", see the module's docstring.
 
     Returns:
-        Format and answer score.
+        Format and answer scores.
 
     Raises:
-        ValueError: unknown grader, or a target that is no number.
-        TypeError: a response that is no string, or numbers that are not whole ones, such as texts.
+        ValueError: unknown grader, or a target that is not a number.
+        TypeError: a response that is not a string, or numbers that are not integers, such as strings.
 
     >>> grade("44 + 19 = 63</think>\\n<answer>44 + 19 + 35</answer>", [44, 19, 35], "98").reward
     1.1
@@ -448,24 +449,24 @@ def reward(
     grader: str = "strict",
     **columns: Any,
 ) -> list[float]:
-    """Score completions: a reward function in the form that TRL's trainers and `ESTrainer` take.
+    """Score completions with `grade`, as a reward function for TRL's trainers and `ESTrainer`.
 
     Args:
-        prompts: (completions,) the prompts; only their number is looked at.
+        prompts: (completions,) the prompts; only their number is checked.
         completions: (completions,) strings, or conversations (lists of {"role", "content"}), whose assistant messages
             are scored.
         numbers: (completions,) the given numbers of each problem.
         target: (completions,) the target of each problem.
         grader: "strict" or "released".
-        **columns: further dataset columns, not used; where the trainer passes `log_metric`, the mean answer and format
+        **columns: further dataset columns, ignored; if the trainer passes `log_metric`, the mean answer and format
             scores are logged as "accuracy" and "format".
 
     Returns:
         (completions,) rewards in 0..1.1.
 
     Raises:
-        ValueError: columns of different lengths, unknown grader, a target that is no number.
-        TypeError: a completion that is neither a string nor a conversation, or numbers that are not whole ones.
+        ValueError: columns of different lengths, unknown grader, or a target that is not a number.
+        TypeError: a completion that is neither a string nor a conversation, or numbers that are not integers.
     """
     tasks.check_lengths(prompts=prompts, completions=completions, numbers=numbers, target=target)
     grades = [
@@ -479,13 +480,13 @@ def reward(
 
 
 def _format_score(text: str) -> float:
-    """Format by string search; the same values as the published regular expressions.
+    """Return the format score by string search, equal to that of the published regular expressions.
 
-    Those are: whole text `^<think>.*?</think>\\n<answer>.*?</answer>$`, else 0.1 for `<think>.*?</think>` and 0.5 for
-    `<answer>.*?</answer>` found anywhere, with the dot matching newlines.
+    These are, with the dot matching newlines: `^<think>.*?</think>\\n<answer>.*?</answer>$` for the whole text; failing
+    that, 0.1 for `<think>.*?</think>` and 0.5 for `<answer>.*?</answer>`, found anywhere.
     """
     body = text.removesuffix("\n")  # `$` also matches before one final newline
-    # no two of the three pieces can overlap, so that each may be looked for on its own
+    # the three pieces cannot overlap, so each may be searched for separately
     if body.startswith("<think>") and "</think>\n<answer>" in body and body.endswith("</answer>"):
         return 1.0
     think, answer = (f"</{tag}>" in text.partition(f"<{tag}>")[2] for tag in ("think", "answer"))
@@ -493,7 +494,7 @@ def _format_score(text: str) -> float:
 
 
 def last_answer(text: str) -> str | None:
-    """Return the content of the last block that `<answer>(.*?)</answer>` finds, scanning from the left; None: none.
+    """Return the content of the last block that `<answer>(.*?)</answer>` finds from the left; None if there is none.
 
     >>> last_answer("<answer>1 + 2</answer> or <answer>2 + 1</answer>")
     '2 + 1'
@@ -515,7 +516,7 @@ def _answer_is_right(answer: str | None, numbers: Sequence[int], goal: Fraction,
     answer = answer.removesuffix("\n")  # `$` again
     if _FORBIDDEN.search(answer) or len(answer) - answer.count(" ") > _MAX_SYMBOLS:
         return False
-    # members of a population answer much alike; long answers, padded with blanks, would only fill the memory
+    # cached, as members of a population answer alike; but long answers, padded with spaces, would fill the memory
     return (_has_value if len(answer) <= 128 else _has_value.__wrapped__)(answer, tuple(numbers), goal, grader)
 
 
@@ -530,16 +531,16 @@ def _has_value(expression: str, numbers: tuple[int, ...], goal: Fraction, grader
         if grader == "strict":
             return _meets(_evaluate(expression, Fraction, _EXACT), goal)
         return abs(float(_evaluate(expression, int, _PYTHON)) - float(goal)) < 1e-5
-    except (ValueError, ArithmeticError):  # not an expression; division by zero, overflow
+    except (ValueError, ArithmeticError):  # not an expression, a division by zero or an overflow
         return False
 
 
 def _evaluate(text: str, number: Callable[[int], Any], functions: Mapping[str, Callable[..., Any]]) -> Any:
-    """Evaluate a string of digits, `+ - * / ( )` and blanks with Python's precedence, without recursion.
+    """Evaluate a string of digits, `+ - * / ( )` and spaces with Python's precedence, without recursion.
 
-    `number` makes a value of an integer; `functions` has what each operator does, and one that it lacks is a
-    ValueError. So is what Python rejects, and calls such as `2(3)` and the empty tuple `()`, which Python parses but
-    cannot evaluate to a number.
+    `number` converts an integer to a value; `functions` maps operators to functions. An operator not in it raises
+    ValueError, as does whatever Python rejects, and calls such as `2(3)` and the empty tuple `()`, which Python parses
+    but cannot evaluate to a number.
     """
     values: list[Any] = []
     operators: list[str] = []
@@ -572,7 +573,7 @@ def _evaluate(text: str, number: Callable[[int], Any], functions: Mapping[str, C
             operators.pop()
             depth -= 1
         elif token in _PRECEDENCE:
-            # `**` groups from the right: an equal operator on the stack waits
+            # `**` groups from the right, so an equal operator stays on the stack
             bound = _PRECEDENCE[token] + (token == "**")
             while operators and operators[-1] != "(" and _PRECEDENCE[operators[-1]] >= bound:
                 reduce()
@@ -588,11 +589,11 @@ def _evaluate(text: str, number: Callable[[int], Any], functions: Mapping[str, C
 
 
 def _bounded_power(a: float, b: float) -> float:
-    """Return a**b by Python's own int and float arithmetic, with bounded powers."""
+    """Return a**b in Python's int and float arithmetic; raise OverflowError for a huge integer power."""
     if isinstance(a, int) and isinstance(b, int) and abs(a) > 1 and a.bit_length() * b > _MAX_BITS:
         raise OverflowError("power too large")
     power = a**b
-    # a root of a negative number: no further operation makes it real again
+    # a root of a negative number; no further operation can make its type real again
     if isinstance(power, complex):
         raise ValueError("complex value")
     return power
@@ -614,7 +615,7 @@ _TARGET = re.compile(r"[+-]?[0-9]{1,32}([./][0-9]{1,32})?")
 def _exact_target(target: Target) -> Fraction:
     try:
         return _fraction(target)
-    except (TypeError, ValueError, OverflowError, ZeroDivisionError):  # no number, not finite, a denominator of 0
+    except (TypeError, ValueError, OverflowError, ZeroDivisionError):  # not a number, not finite, or a denominator of 0
         expected = "a finite number or a string such as '98', '-11' or '27.4'"
         raise ValueError(f"target must be {expected}, got {target!r:.100}") from None
 
@@ -623,7 +624,7 @@ def _exact_target(target: Target) -> Fraction:
 def _fraction(target: Target) -> Fraction:
     if isinstance(target, Rational):
         return Fraction(int(target.numerator), int(target.denominator))
-    # the pattern bounds length and exponent: Fraction("1e999999999") would not return
+    # the pattern bounds the length and excludes exponents: Fraction("1e999999999") would not return
     if isinstance(target, float) or (isinstance(target, str) and _TARGET.fullmatch(target)):
         return Fraction(target)
     raise ValueError

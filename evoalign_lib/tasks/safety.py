@@ -1,18 +1,18 @@
-"""Safety: answer requests, some of which should be refused. Data, prompts, and a reward of helpfulness less harm.
+"""Safety: answer requests, some of which should be refused. Data, prompts, and a reward of helpfulness minus harm.
 
 The task of PKU-SafeRLHF (Ji et al. 2024, arXiv 2406.15513) as the public repository jbejjani2022/es-fine-tuning-paper
 trains it, after Safe-RLHF (Dai et al. 2023, arXiv 2310.12773): a reward model says how helpful a response is, a cost
-model how harmful, and what is maximised is reward - lambda * cost. Signs: more reward is more helpful; more cost is
-more harmful, and 0 is the border that cost models are trained to have. A reward of 0 is no border of anything.
+model how harmful, and training maximises reward - lambda * cost. A higher reward is more helpful. A higher cost is more
+harmful, and cost models are trained so that 0 separates safe from unsafe; a reward of 0 has no special meaning.
 
-Unlike the published training:
+Differences from the published training:
 
 1. Prompt and response reach the scorers as two texts. The published service split one text at its turn markers, which
    garbles a response that goes on to another turn.
-2. A scorer that fails raises; it gives no zeros.
-3. One lambda belongs to the trainer and is recorded with the run (`rewards`, functions with a state). In the published
-   GRPO every process moved one of its own at every call.
-4. The splits share no prompt: the published training and evaluation sets share one, and repeat some.
+2. A scorer that fails raises an error instead of returning zeros.
+3. There is one lambda, which belongs to the trainer and is recorded with the run (see `rewards` on functions with a
+   state). In the published GRPO each process had its own, and moved it at every call.
+4. The splits share no prompts. The published training and evaluation sets have one in common, and repeat some.
 """
 
 import hashlib
@@ -29,12 +29,12 @@ from evoalign_lib import tasks
 from evoalign_lib.checks import choose
 
 Scorer = Callable[[Sequence[str], Sequence[str]], ArrayLike]
-"""What gives each response to a prompt a number: (prompts, responses) -> (n,)."""
+"""A function that scores each response to a prompt: (prompts, responses) -> (n,) numbers."""
 
 SPLITS = ("train", "validation", "test")
-_EDGES = {"validation": 0.1, "test": 0.1 + 0.2}  # where the hash of a prompt falls; the rest is for training
+_EDGES = {"validation": 0.1, "test": 0.1 + 0.2}  # upper bounds of a prompt's hash in [0, 1); the rest is for training
 HUB = ("PKU-Alignment/PKU-SafeRLHF", "alpaca-7b")
-"""Data set on the Hub, and its configuration whose responses are those of one model."""
+"""Data set on the Hub, and its configuration with the responses of a single model."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- data
@@ -45,7 +45,7 @@ class Problem:
     """A request.
 
     Attributes:
-        prompt: as the user writes it.
+        prompt: the user's text.
     """
 
     prompt: str
@@ -56,19 +56,19 @@ class Problem:
 
 
 def load(path: str | Path) -> list[Problem]:
-    """Load requests from a file of JSON lines: {"prompt": ...}, the user's own or the published ones.
+    """Load requests from a JSON Lines file of {"prompt": ...}, the user's own or the published ones.
 
-    path: the file, UTF-8. Blank lines are skipped, other keys not read. A prompt that occurs again is left out.
+    path: the file, in UTF-8. Blank lines, other keys and repeated prompts are ignored.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line that is no such object, or no line at all; the message names the line and what is wrong.
+        ValueError: a line that is not such an object, or no lines; the message names the line and what is wrong.
     """
     return _distinct(tasks.json_lines(Path(path).read_bytes(), path, lambda row: Problem(row["prompt"])))
 
 
 def _distinct(problems: Iterable[Problem]) -> list[Problem]:
-    """Return the first of each prompt, whose case and blanks do not count."""
+    """Drop repeated prompts, ignoring case and whitespace."""
     found: dict[str, Problem] = {}
     for problem in problems:
         found.setdefault(_normal(problem.prompt), problem)
@@ -76,14 +76,14 @@ def _distinct(problems: Iterable[Problem]) -> list[Problem]:
 
 
 def load_public(split: str = "train", revision: str = "main") -> list[Problem]:
-    """Load the prompts of PKU-SafeRLHF from the Hub: every prompt once, in the split that its hash decides.
+    """Load the distinct prompts of PKU-SafeRLHF from the Hub, split by their hash.
 
-    The Hub's own splits share prompts (2,954 are distinct among the 3,036 of its test split): both are put together and
-    split anew (see `split_of`).
+    The Hub's own splits share and repeat prompts (2,954 of the 3,036 in its test split are distinct), so they are
+    merged and split again (see `split_of`).
 
     Args:
         split: "train", "validation" or "test".
-        revision: of the data set.
+        revision: revision of the data set.
 
     Raises:
         ValueError: an unknown split.
@@ -100,7 +100,7 @@ def load_public(split: str = "train", revision: str = "main") -> list[Problem]:
 def split_of(problem: Problem) -> str:
     """Return the split of a request, by a hash of its text: 70 % train, 10 % validation, 20 % test.
 
-    Case and blanks do not count, so that no split has a prompt of another in other clothes.
+    Case and whitespace do not count, so that prompts which differ in nothing else share a split.
 
     >>> split_of(Problem("How do I bake bread?")) == split_of(Problem(" how do I  bake bread? "))
     True
@@ -118,7 +118,7 @@ def _normal(text: str) -> str:
 
 
 def prompt(problem: Problem, *, tokenizer: Any = None, chat_template: bool = True) -> str:
-    """Return the prompt of a request: by the tokenizer's chat template, or as published for Alpaca.
+    """Return the prompt of a request, in the tokenizer's chat template or in the published format for Alpaca.
 
     >>> prompt(Problem("How do I bake bread?"), chat_template=False)
     'BEGINNING OF CONVERSATION: USER: How do I bake bread? ASSISTANT:'
@@ -129,14 +129,14 @@ def prompt(problem: Problem, *, tokenizer: Any = None, chat_template: bool = Tru
 
 
 def dataset(problems: Sequence[Problem], tokenizer: Any = None, chat_template: bool = True) -> list[dict[str, Any]]:
-    """Return rows for a trainer: the prompt, and as `request` what the user wrote, which the scorers read."""
+    """Return rows for a trainer: the `prompt`, and the user's text as `request`, which the scorers read."""
     return [
         {"prompt": prompt(p, tokenizer=tokenizer, chat_template=chat_template), "request": p.prompt} for p in problems
     ]
 
 
 def first_turn(text: str) -> str:
-    """Return a response up to where it goes on to another turn of the conversation.
+    """Cut off a response where it starts another turn of the conversation.
 
     >>> first_turn("Knead the dough.\\nUSER: And then?")
     'Knead the dough.'
@@ -149,20 +149,20 @@ def first_turn(text: str) -> str:
 
 
 class Lagrangian:
-    """The multiplier of the cost, which moves once a step so that the mean cost stays at or below a threshold.
+    """The multiplier lambda of the cost, updated once per step to keep the mean cost at or below a threshold.
 
     Args:
-        threshold: mean cost that is allowed.
+        threshold: highest allowed mean cost.
         start: lambda of the first step.
-        rate: of the change of log lambda.
-        rule: "signed", that of Safe-RLHF's code: log lambda += rate * lambda * J, with
-            J = mean cost - threshold, which falls where the model is safe enough. Or "published", that of the released
-            code: J = max(mean cost - threshold, 0), smoothed by ema <- 0.9 ema + 0.1 J from the first J on, log lambda
-            += rate * ema: it can only grow.
-        bounds: least and largest lambda.
+        rate: learning rate of log lambda.
+        rule: "signed", the rule of Safe-RLHF's code: log lambda += rate * lambda * J, with
+            J = mean cost - threshold, so that lambda falls while the model is safe enough. Or "published", the rule of
+            the released code: log lambda += rate * ema, with ema <- 0.9 ema + 0.1 J, started at the first J, and
+            J = max(mean cost - threshold, 0), so that lambda can only grow.
+        bounds: smallest and largest lambda.
 
     Raises:
-        ValueError: a rule that is none of these, or numbers that are not finite or not in order.
+        ValueError: an unknown rule, or numbers that are not finite or out of order.
     """
 
     RULES = ("signed", "published")
@@ -179,18 +179,18 @@ class Lagrangian:
         low, high = bounds
         if not (0 < low <= start <= high < math.inf and 0 < rate < math.inf and math.isfinite(threshold)):
             given = f"threshold={threshold}, start={start}, rate={rate}, bounds={bounds}"
-            raise ValueError(f"{given}: give finite numbers, rate and bounds positive, start within the bounds.")
+            raise ValueError(f"{given}: pass finite numbers, rate and bounds positive, start within the bounds.")
         self.threshold, self.rate, self.rule = float(threshold), float(rate), rule
         self.bounds = float(low), float(high)
         self._log, self._ema, self._steps = math.log(start), 0.0, 0
 
     @property
     def value(self) -> float:
-        """Lambda."""
+        """Current lambda."""
         return math.exp(self._log)
 
     def move(self, mean_cost: float) -> None:
-        """Move lambda after a step with this mean cost."""
+        """Update lambda after a step with this mean cost."""
         excess = mean_cost - self.threshold
         if self.rule == "signed":
             step = self.value * excess
@@ -201,17 +201,17 @@ class Lagrangian:
         self._steps += 1
 
     def state(self) -> dict[str, float]:
-        """Return what a resumed run goes on with."""
+        """Return the state from which a resumed run continues."""
         return {"log_lambda": self._log, "ema": self._ema, "steps": self._steps}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Take over a state.
+        """Restore a state.
 
         Raises:
-            ValueError: it has other names, or a lambda out of bounds.
+            ValueError: a state with other names, or with lambda out of bounds.
         """
         if state.keys() != {"log_lambda", "ema", "steps"}:
-            raise ValueError(f"a state has log_lambda, ema and steps, got {', '.join(sorted(state)) or 'nothing'}.")
+            raise ValueError(f"a state needs log_lambda, ema and steps, got {', '.join(sorted(state)) or 'nothing'}.")
         low, high = map(math.log, self.bounds)
         if not low <= state["log_lambda"] <= high:
             raise ValueError(f"lambda {math.exp(state['log_lambda']):g} is outside the bounds {self.bounds}.")
@@ -219,12 +219,12 @@ class Lagrangian:
 
 
 class Objective:
-    """The reward of both arms: reward - lambda * cost, of each response, by two scorers.
+    """The reward of the task: reward - lambda * cost of each response, by two scorers.
 
     Args:
-        reward, cost: the scorers; each is called with requests and responses, and gives a finite number each.
-        lam: lambda, fixed.
-        cut_turns: score a response up to where it goes on to another turn (`first_turn`).
+        reward, cost: the scorers; each is called with requests and responses and returns a finite number per response.
+        lam: fixed lambda.
+        cut_turns: whether to score a response only up to the start of another turn (`first_turn`).
 
     Raises:
         ValueError: a negative lambda.
@@ -232,13 +232,13 @@ class Objective:
 
     def __init__(self, reward: Scorer, cost: Scorer, lam: float = 1.0, *, cut_turns: bool = False):
         if not 0 <= lam < math.inf:
-            raise ValueError(f"lam={lam} must be a number of at least 0.")
+            raise ValueError(f"lam={lam} must be a finite number of at least 0.")
         self.reward, self.cost, self.cut_turns, self._lam = reward, cost, cut_turns, float(lam)
         self.__name__ = type(self).__name__
 
     @property
     def lam(self) -> float:
-        """Lambda."""
+        """The fixed lambda."""
         return self._lam
 
     def __call__(
@@ -250,10 +250,10 @@ class Objective:
     ) -> list[float]:
         """Return reward - lambda * cost of completions.
 
-        The mean of what the reward model says is logged as "helpfulness" ("reward" is the trainers' name for what is
-        returned here), that of the cost model as "cost", and the share of costs above 0 as "unsafe".
+        Logged are the reward model's mean as "helpfulness" (trainers log the returned value as "reward"), the cost
+        model's mean as "cost", and the share of costs above 0 as "unsafe".
 
-        Raises ValueError where a scorer gives other than one finite number for each response.
+        Raises ValueError if a scorer does not return one finite number per response.
         """
         texts = [tasks.completion_text(completion) for completion in completions]
         tasks.check_lengths(completions=texts, request=request)
@@ -266,9 +266,9 @@ class Objective:
 
 
 class ConstrainedObjective(Objective):
-    """The same with a lambda that moves once a step (`Lagrangian`), and that the trainer records and restores.
+    """An `Objective` whose lambda is updated once per step (`Lagrangian`); the trainer records and restores it.
 
-    Args as of `Objective`, with a multiplier in the place of lam.
+    It takes the arguments of `Objective`, with a multiplier instead of lam.
     """
 
     def __init__(self, reward: Scorer, cost: Scorer, multiplier: Lagrangian, **options: Any):
@@ -282,13 +282,13 @@ class ConstrainedObjective(Objective):
         return self.multiplier.value
 
     def end_of_step(self, metrics: Mapping[str, Sequence[float]]) -> None:
-        """Move lambda by the mean cost of the step.
+        """Update lambda by the mean cost of the step.
 
         Raises:
-            ValueError: none was logged.
+            ValueError: no cost was logged.
         """
         if not metrics.get("cost"):
-            raise ValueError("no cost was logged in this step: every batch failed, or another function has the name.")
+            raise ValueError("no cost was logged in this step: every batch failed, or two functions share a name.")
         self.multiplier.move(float(np.mean(metrics["cost"])))
 
 
@@ -296,17 +296,17 @@ def _numbers(scorer: Scorer, request: Sequence[str], texts: Sequence[str]) -> ND
     found = np.asarray(scorer(list(request), list(texts)), np.float64)
     if found.shape != (len(texts),) or not np.isfinite(found).all():
         name = str(getattr(scorer, "name", scorer))[:80]
-        raise ValueError(f"{name} gave {found.shape} numbers for {len(texts)} responses: give a finite one each.")
+        raise ValueError(f"{name} gave {found.shape} numbers for {len(texts)} responses: return a finite one each.")
     return found
 
 
 REWARD_FLOOR = -20.0
-"""For a completion that cannot be scored: below what the public scorers give any response."""
+"""Reward of a completion that cannot be scored: lower than the public scorers' rewards of any response."""
 
 
 def reward(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
-    """Refuse to score: the reward of this task is that of two scorers, which a run has to name (`Objective`)."""
-    raise TypeError("the task safety has no reward of its own: make one of a reward and a cost model (Objective).")
+    """Raise TypeError: this task's reward comes from two scorers, which a run has to name (`Objective`)."""
+    raise TypeError("the task safety has no built-in reward: build one from a reward and a cost model (Objective).")
 
 
 # ----------------------------------------------------------------------------------------------------------- quadrants
@@ -315,17 +315,17 @@ QUADRANTS = ("safe and helpful", "safe and unhelpful", "unsafe and helpful", "un
 
 
 def quadrants(rewards: ArrayLike, costs: ArrayLike, cut: float = 0.0) -> dict[str, float]:
-    """Return the shares of responses that are safe (cost of 0 at most) and helpful (reward above a cut).
+    """Return the share of responses in each quadrant of safe (cost at most 0) and helpful (reward above a cut).
 
-    rewards, costs: (n,). cut: between unhelpful and helpful, which no scorer defines: look at several.
-    Raises ValueError for no responses, other lengths, or numbers that are not finite.
+    rewards, costs: (n,). cut: threshold between unhelpful and helpful; no scorer defines it, so try several.
+    Raises ValueError for no responses, different lengths, or numbers that are not finite.
 
     >>> quadrants([1, 1, -1, -1], [-1, 1, -1, -2])["safe and unhelpful"]
     0.5
     """
     rewards, costs = np.asarray(rewards, float), np.asarray(costs, float)
     if rewards.shape != costs.shape or rewards.ndim != 1 or not rewards.size or not np.isfinite([rewards, costs]).all():
-        raise ValueError(f"{rewards.shape} rewards and {costs.shape} costs: give as many finite ones, one at least.")
+        raise ValueError(f"{rewards.shape} rewards and {costs.shape} costs: pass as many finite ones, one at least.")
     safe, helpful = costs <= 0, rewards > cut
     marks = (safe & helpful, safe & ~helpful, ~safe & helpful, ~safe & ~helpful)
     return {name: float(marked.mean()) for name, marked in zip(QUADRANTS, marks, strict=True)}

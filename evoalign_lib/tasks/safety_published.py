@@ -1,13 +1,13 @@
-"""Safety, published: judgments, Elo ratings, and responses with rewards and costs, of a public study.
+"""Published safety data of a public study: judgments, Elo ratings, and responses with rewards and costs.
 
-The data of github.com/jbejjani2022/es-fine-tuning-paper. A language model judged the answers of five 7 B models to 50
-prompts in pairs, for helpfulness and for harmlessness. A reward and a cost model scored the answers of six models to
-the 3,036 prompts of PKU-SafeRLHF's test split. Of these 2,954 are distinct and one occurs 52 times, so statistics
-cluster by prompt.
+The data are from github.com/jbejjani2022/es-fine-tuning-paper. A language model judged the answers of five 7 B models
+to 50 prompts in pairs, for helpfulness and for harmlessness. A reward and a cost model scored the answers of six models
+to the 3,036 prompts of PKU-SafeRLHF's test split. Of these prompts 2,954 are distinct, and one occurs 52 times, so
+statistics cluster by prompt.
 
-**Its licence allows academic and educational use only.** The project contains none of it. Files in the folder that
-EVOALIGN_DATA names are read as they are, gzipped or not; fetching them from the network needs the user's consent: see
-`public_file`. This module has data only, no reward: it is no task that a model is trained on.
+**The licence of the data allows academic and educational use only.** This project contains none of them. Files in the
+folder that EVOALIGN_DATA names are read directly, gzipped or not; fetching them from the network needs the user's
+consent: see `public_file`. This module only loads data; it has no reward and is not a task to train on.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from evoalign_lib.files import decompressed
 REPOSITORY = (
     "https://raw.githubusercontent.com/jbejjani2022/es-fine-tuning-paper/84c16db0c46190a32afa52233263b3c79cc69dea/"
 )
-"""Where the files come from: always this commit."""
+"""Source of the files, pinned to one commit."""
 LICENCE = "es-fine-tuning-paper"
-"""What the environment variable EVOALIGN_ACCEPT_LICENCE has to hold before a file is fetched."""
+"""Value of the environment variable EVOALIGN_ACCEPT_LICENCE that permits files to be fetched."""
 
 MODELS = ("Alpaca-7B", "Beaver-V1", "Beaver-V2", "Beaver-V3", "ES-100", "ES-500")
-"""Models whose responses were scored: the base, three of Safe-RLHF, and two trained by ES (100 and 500 steps)."""
+"""Models whose responses were scored: the base, three from Safe-RLHF, and two trained by ES (100 and 500 steps)."""
 JUDGED = ("Alpaca-7B", "Beaver-V1", "Beaver-V2", "Beaver-V3", "ES-500")
-"""Those whose responses were judged in pairs."""
+"""Models whose responses were judged in pairs."""
 BASE = "Alpaca-7B"
-"""The untrained base, and the anchor of the published ratings."""
+"""The base model before training, and the anchor of the published ratings."""
 DIMENSIONS = ("helpfulness", "harmlessness")
-"""What the judge was asked about."""
+"""The qualities that the judge was asked about."""
 LABELS = ("SH", "SU", "UH", "UU")
-"""Quadrants of a response: safe or unsafe (cost at most 0, or above), helpful or unhelpful (reward above 0, or not)."""
+"""Quadrants of a response: safe (cost at most 0) or unsafe, and helpful (reward above 0) or unhelpful."""
 
 # folder in the repository -> file, kept below `safety/` -> SHA-256 of the plain file
 _DIGESTS = {
@@ -56,25 +56,25 @@ _DIGESTS = {
     },
 }
 _PUBLIC = {name: (f"{folder}/{name}", sha) for folder, files in _DIGESTS.items() for name, sha in files.items()}
-_MOST_BYTES = 64 * 2**20  # of an unpacked file; the largest has 6 MB
+_MOST_BYTES = 64 * 2**20  # limit of a decompressed file; the largest has 6 MB
 
 
 # --------------------------------------------------------------------------------------------------------------- files
 
 
 def public_file(name: str, accept_licence: bool = False) -> bytes:
-    """Return the bytes of a published file, unpacked and checked by their SHA-256.
+    """Return the bytes of a published file, decompressed, after checking their SHA-256.
 
     Args:
-        name: as in "gpt_judgments.jsonl".
-        accept_licence: True consents to the licence of the data, academic and educational use only, so that the file
-            may be fetched into the user's cache; so does the environment variable EVOALIGN_ACCEPT_LICENCE with the
-            value "es-fine-tuning-paper". Files in the folder EVOALIGN_DATA (safety/NAME or safety/NAME.gz) need none.
+        name: name of the file, such as "gpt_judgments.jsonl".
+        accept_licence: True accepts the licence of the data (academic and educational use only), so that the file may
+            be fetched into the user's cache; so does setting the environment variable EVOALIGN_ACCEPT_LICENCE to
+            "es-fine-tuning-paper". Files in the folder EVOALIGN_DATA (safety/NAME or safety/NAME.gz) need no consent.
 
     Raises:
         ValueError: an unknown name, or a file that is damaged or not the published one.
         PermissionError: the file is not in EVOALIGN_DATA, and the licence was not accepted.
-        FileNotFoundError: it cannot be fetched.
+        FileNotFoundError: the file cannot be fetched.
     """
     choose("name", name, _PUBLIC)
     path, sha256 = _PUBLIC[name]
@@ -93,7 +93,7 @@ def public_file(name: str, accept_licence: bool = False) -> bytes:
 
 
 def _rows(name: str, accept_licence: bool) -> list[dict[str, Any]]:
-    """Return the objects of a published file, whose digest vouches for what they hold."""
+    """Return the objects of a published file; its digest makes further checks of them unnecessary."""
     return [json.loads(line) for line in public_file(name, accept_licence).decode().split("\n") if line.strip()]
 
 
@@ -102,14 +102,14 @@ def _rows(name: str, accept_licence: bool) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Judgment:
-    """What the judge said of two answers, in one order.
+    """The judge's verdict on two answers, shown in one order.
 
     Attributes:
-        a, b: the models whose answers it was shown as A and as B.
+        a, b: the models whose answers were shown as A and as B.
         dimension: one of `DIMENSIONS`.
         question: the prompt.
-        scores: of A and of B, 1 to 10 for helpfulness and 0 to 10 for harmlessness; None where no scores were found.
-        raw: what it wrote, untrusted text.
+        scores: scores of A and B, 1 to 10 for helpfulness and 0 to 10 for harmlessness; None if no scores were found.
+        raw: the judge's own words, untrusted text.
     """
 
     a: str
@@ -120,7 +120,7 @@ class Judgment:
     raw: str
 
     def outcome(self, margin: float = 0.5) -> float | None:
-        """Return what A scores: 1, 0, or 0.5 for scores that differ by `margin` at most; None without scores.
+        """Return 1 if A wins, 0 if B wins, 0.5 if their scores differ by at most `margin`; None without scores.
 
         The published ratings count a judgment without scores as a tie.
         """
@@ -133,7 +133,7 @@ class Judgment:
 def load_judgments(accept_licence: bool = False) -> list[Judgment]:
     """Load the 1,000 published judgments: 50 prompts, 10 pairs of models, 2 dimensions, each in one random order.
 
-    They are in the order of the file, in which the judge's answers came in. Raises as `public_file` does.
+    They are in the order of the file, which is the order in which the judge answered. Raises as `public_file` does.
     """
     return [
         Judgment(
@@ -152,9 +152,9 @@ def load_elo(accept_licence: bool = False) -> dict[str, dict[str, float]]:
 
 
 def elo_order(n: int) -> list[int]:
-    """Return the order in which the published ratings play the n judgments of a dimension, as indices in file order.
+    """Return the order in which the published ratings process the n judgments of a dimension, as indices into the file.
 
-    They shuffle them by Python's generator with seed 123: one of n! orders, all of which are as good.
+    They are shuffled by Python's generator with seed 123, which gives one of n! equally valid orders.
     """
     order = list(range(n))
     random.Random(123).shuffle(order)
@@ -166,15 +166,15 @@ def elo_order(n: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """The responses of one model to 3,036 prompts, with their scores. Rows of all models are for the same prompts.
+    """The responses of one model to 3,036 prompts, with their scores. All models have the same prompts, row by row.
 
     Attributes:
         model: one of `MODELS`.
-        prompts: (n,) what was asked; some occur several times.
-        responses: (n,) the texts, with whatever turns the model went on to write.
-        rewards: (n,) of the reward model, higher is more helpful; its zero means nothing.
-        costs: (n,) of the cost model, at most 0 is safe.
-        labels: (n,) as recorded, see `LABELS`.
+        prompts: (n,) the prompts; some occur several times.
+        responses: (n,) the responses, including any further turns that the model wrote.
+        rewards: (n,) scores of the reward model; higher is more helpful, zero has no special meaning.
+        costs: (n,) scores of the cost model; at most 0 is safe.
+        labels: (n,) labels as recorded, see `LABELS`.
     """
 
     model: str
@@ -185,7 +185,7 @@ class Points:
     labels: list[str]
 
     def first(self, n: int | None) -> Points:
-        """Return the first n rows; None: all."""
+        """Return the first n rows; all if n is None."""
         columns = (self.prompts, self.responses, self.rewards, self.costs, self.labels)
         return Points(self.model, *(column[:n] for column in columns))
 

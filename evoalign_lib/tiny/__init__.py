@@ -1,9 +1,9 @@
-"""The tiny world: small models that this project trains itself and ships, with the protocol of real ones.
+"""The tiny world: small models that this project trains and ships, and that are used exactly like real ones.
 
-A base is a Qwen2-architecture model of about 0.14 M parameters with a byte-level tokenizer. The tokenizer spends one
-token on each fixed stretch of a prompt, so that a tiny model reads exactly the prompt text of a real one in a dozen
-tokens; anything else falls back to bytes. `countdown` has families A and H, `questions` has family B,
-`dialogues` has family C.
+A base is a model of about 0.14 M parameters with the Qwen2 architecture and a byte-level tokenizer. The tokenizer uses
+one token for each fixed stretch of a prompt, so that a tiny model reads the same prompt text as a real one in a dozen
+tokens; anything else falls back to bytes. Families A and H are in `countdown`, family B in `questions`, family C in
+`dialogues`.
 """
 
 from evoalign_lib.tiny._recipe import STEPS, describe, recipe  # noqa: F401

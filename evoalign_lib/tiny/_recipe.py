@@ -1,4 +1,4 @@
-"""How the bases of the tiny world are trained."""
+"""Train and describe the bases of the tiny world."""
 
 import itertools
 import time
@@ -21,18 +21,18 @@ def recipe(
 ) -> None:
     """Train a base and write it as a Hugging Face folder.
 
-    Next-token loss on the completions only, AdamW, learning rate 3e-3 falling linearly to nothing after a short
-    warm-up, one thread. Families A, B and C begin with nothing; their 3,500, 2,500 and 1,800 steps take three to ten
-    minutes on one core. Family H goes on from the shipped base of family A with the same seed; its 750 steps take
-    about seven.
+    Training uses next-token loss on the completions only, AdamW, a learning rate that falls linearly from 3e-3 to zero
+    after a short warm-up, and one thread. Families A, B and C start from random weights; their 3,500, 2,500 and 1,800
+    steps take three to ten minutes on one core. Family H starts from the shipped base of family A with the same seed;
+    its 750 steps take about seven minutes.
 
     Args:
         family: "A", "B", "C" or "H".
-        seed: of initialisation, data and order; 0, 1, 2 are the shipped bases (of family H: 0).
+        seed: seed of initialisation, data and order; 0, 1, 2 are the shipped bases (of families C and H: 0).
         out: folder to write.
-        steps: optimiser steps; None: those of the shipped bases.
+        steps: optimiser steps; None: as many as for the shipped bases.
         batch: texts per step.
-        progress: print the loss now and then.
+        progress: whether to print the loss every 250 steps.
 
     Raises:
         ValueError: an unknown family, a seed or steps below 0, or a seed of family H without a base of family A.
@@ -43,7 +43,7 @@ def recipe(
     whole_number("seed", seed, 0)
     steps = STEPS[family] if steps is None else whole_number("steps", steps, 0)
     torch.set_num_threads(1)
-    told = _TOLD.get(family)  # the module of a family that has one of its own
+    told = _TOLD.get(family)  # the module of family B or C
     tok = (told or countdown).tokenizer()
     model = load(f"A{seed}")[0] if family == "H" else _untrained(seed, tok)
     rate, parameters = 3e-3, list(model.parameters())
@@ -69,13 +69,13 @@ def recipe(
         mean = total if step == 0 else 0.98 * mean + 0.02 * total
         if progress and (step + 1) % 250 == 0:
             print(f"step {step + 1}/{steps}  loss {mean:.3f}  {time.perf_counter() - started:.0f} s", flush=True)
-    # the weights of a family with a module of its own are numbers of bfloat16, in half the bytes
+    # families B and C are stored in bfloat16, in half the bytes
     (model.to(torch.bfloat16) if told else model).save_pretrained(out)
     tok.save_pretrained(out)
 
 
 def _untrained(seed: int, tok: Any) -> Any:
-    """A model of the tiny world with random weights."""
+    """Return a model of the tiny world with random weights."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -88,7 +88,7 @@ def _untrained(seed: int, tok: Any) -> Any:
 
 
 def _parts(pairs: Iterable[tuple[str, str]], family: str) -> list[list[tuple[str, str]]]:
-    """A step's texts; for families B, C and H in parts of similar lengths, which need little padding."""
+    """Return a step's texts; for families B, C and H in parts of similar length, which need little padding."""
     if family == "A":
         return [list(pairs)]
     if family in _TOLD:
@@ -102,7 +102,7 @@ def _parts(pairs: Iterable[tuple[str, str]], family: str) -> list[list[tuple[str
 
 
 def _batch(pairs: Sequence[tuple[str, str]], tok: Any) -> tuple[Any, Any]:
-    """Ids and labels (texts, longest); labels are -100 on prompts and padding."""
+    """Return token ids and labels, (texts, longest) each; labels are -100 on prompts and padding."""
     import torch
 
     prompts, completions = (
@@ -118,8 +118,8 @@ def _batch(pairs: Sequence[tuple[str, str]], tok: Any) -> tuple[Any, Any]:
 
 
 def describe(engine_of: Callable[..., Any], tokenizer: Any, family: str) -> dict[Any, Any]:
-    """Return what a base of a family can do: shares of right answers, or mean rewards, greedily and sampled.
+    """Return how well a base does its family's task: shares of right answers or mean rewards, greedy and sampled.
 
-    engine_of: (rows with prompts, tokens of a completion at most) -> an engine whose prompts are called "asked".
+    engine_of: (rows with prompts, maximum completion length in tokens) -> an engine whose prompts are named "asked".
     """
     return _TOLD.get(family, countdown).describe(engine_of, tokenizer, family)

@@ -1,4 +1,4 @@
-"""The shipped bases: their names and tasks, what loads them, and what all families' tokenizers begin with."""
+"""The shipped bases: their names, tasks and loader, and the tokenizer that all families build on."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,9 +9,9 @@ from evoalign_lib.checks import choose
 
 FAMILIES = ("A", "B", "C", "H")
 BASES = ("A0", "A1", "A2")
-"""Family A's bases, which play the part of model families."""
+"""Family A's bases, which stand in for different model families."""
 FILLER_BASES = ("H0",)
-"""Family H's base, whose prompts say how long to think (see `dataset`)."""
+"""Family H's base, whose prompts say how long to think (see `tiny.countdown.dataset`)."""
 QUESTION_BASES = ("B0", "B1", "B2")
 """Family B's bases (see `tiny.questions`)."""
 REQUEST_BASES = ("C0",)
@@ -28,7 +28,7 @@ _CHAT_TEMPLATE = (
 
 
 def task_of(base: str) -> str:
-    """Return the task that a shipped base has read. Raises KeyError for another model.
+    """Return the task that a shipped base was trained on. Raises KeyError for any other model.
 
     >>> task_of("B0")
     'conciseness'
@@ -39,7 +39,7 @@ def task_of(base: str) -> str:
 
 
 def bases_folder() -> Path:
-    """Return the folder inside the package that holds the shipped bases."""
+    """Return the package's folder of shipped bases."""
     return Path(__file__).resolve().parent / "bases"
 
 
@@ -47,14 +47,14 @@ def load(base: str) -> tuple[Any, Any]:
     """Load a shipped base.
 
     Args:
-        base: "A0", "A1" or "A2": one family, with different initialisation and data order; "B0", "B1" or "B2", of
-            family B; or "H0", of family H.
+        base: one of `SHIPPED`. The bases of a family, such as "A0", "A1" and "A2", differ in their initialisation and
+            data order.
 
     Returns:
         The model (float32, evaluation mode) and its tokenizer.
 
     Raises:
-        ValueError: a base that does not exist.
+        ValueError: an unknown base.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -68,7 +68,7 @@ def load(base: str) -> tuple[Any, Any]:
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Load models without transformers' progress bars: one for half a megabyte would only clutter notebooks."""
+    """Suppress transformers' progress bars while loading; for half a megabyte they would only clutter notebooks."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -81,7 +81,7 @@ def without_bars() -> Iterator[None]:
 
 
 def split_range(split: str, sizes: Mapping[str, int]) -> slice:
-    """Return where a split lies, splits of these sizes one after the other. Raises ValueError for an unknown one."""
+    """Return the slice of a split among consecutive splits of these sizes. Raises ValueError for an unknown one."""
     choose("split", split, sizes)
     names = list(sizes)
     first = sum(sizes[name] for name in names[: names.index(split)])
@@ -89,13 +89,13 @@ def split_range(split: str, sizes: Mapping[str, int]) -> slice:
 
 
 def around(tok: Any) -> list[str]:
-    """Return what the chat template writes before and after a user's message."""
+    """Return the text that the chat template puts before and after a user's message."""
     message = [{"role": "user", "content": "{}"}]
     return tok.apply_chat_template(message, tokenize=False, add_generation_prompt=True).split("{}")
 
 
 def byte_tokenizer(pieces: Iterable[str]) -> Any:
-    """Return a family's tokenizer: 256 bytes, the special tokens, the chat template, and a token for each piece."""
+    """Return a tokenizer with 256 bytes, the special tokens, the chat template, and one token for each piece."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,12 +1,12 @@
-"""Families A and H of the tiny world: small Countdown problems, and the texts of graded authors.
+"""Families A and H of the tiny world: small Countdown problems, with training texts by authors of different skill.
 
-Family A writes three-number Countdown answers learned from authors of graded care, and has a few skills that no reward
-touches. Family H does the same after a stretch of thinking that decides nothing, of a length that the prompt asks for:
-what a long horizon costs, and nothing else, differs with that length.
+Family A writes three-number Countdown answers, learned from authors who are right more or less often, and has a few
+skills that no reward touches. Family H does the same after a stretch of meaningless thinking, whose length the prompt
+sets: tasks of different lengths thus differ only in the cost of a long horizon.
 
-Most of what family A read is wrong in a habitual way: the commonest author of wrong answers adds the numbers up in the
-order given, whatever the target. Greedy decoding follows that habit; right answers are there, underneath, and sampling
-finds them. That leaves room at both ends for any method of training (`LOG.md` has the measurements).
+Most of the texts that family A was trained on are wrong, often in the same way: the most frequent author of wrong
+answers adds up the numbers in the given order, whatever the target. Greedy decoding follows that habit, but sampling
+still finds right answers. So any training method has room to improve or to harm it (`LOG.md` has the measurements).
 """
 
 import itertools
@@ -28,52 +28,53 @@ from evoalign_lib.tiny.base import END, byte_tokenizer
 MAX_COMPLETION_LENGTH = 16
 """Tokens; the longest right answer needs 15: "</think>\\n<answer>(30-29)*28</answer>" and the end."""
 
-# The range of the problems: about 42,000 distinct ones; a twentieth is kept for validation, another for test.
+# Range of the problems: about 42,000 distinct ones; a twentieth is kept for validation, another for test.
 PROBLEMS = {"count": 3, "low": 1, "high": 30, "target_low": 1, "target_high": 99}
 FIXED = 2000
-"""Problems of a fixed set, validation or test, at most; the public test set has as many."""
+"""Size of the fixed validation and test sets; the public test set has as many problems."""
 
 _SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 _SKILLS = ("Add: ", "Copy: ", "Sort: ", "Reverse: ")
 SKILL_NAMES = ("add", "copy", "sort", "reverse")
-"""What families A and H can do that no reward touches."""
+"""Skills of families A and H that no reward touches."""
 
-# Shares of the authors of the Countdown answers.
+# Each author's share of the Countdown answers.
 AUTHORS = {
-    "right": 0.40,  # a right answer, one of the shortest-bracketed ones at random
-    "adds up": 0.35,  # the numbers in the order given, joined by +
-    "careless": 0.10,  # some expression of the right numbers
-    "wrong numbers": 0.10,  # one number is another
+    "right": 0.40,  # a random right answer without needless brackets
+    "adds up": 0.35,  # the numbers in the given order, joined by +
+    "careless": 0.10,  # a random expression of the right numbers
+    "wrong numbers": 0.10,  # one number is replaced by another
     "broken format": 0.05,  # no closing tag, no answer tag, or "= target" inside the answer
 }
-TWO_NUMBERS = 0.15  # share of two-number problems among the Countdown text
+TWO_NUMBERS = 0.15  # share of two-number problems in the Countdown text
 SKILLS = 0.10  # share of the skills in all text
 FILLERS = "abcdefghij"
-"""Family H's steps of thinking: one letter, one token each, drawn alike whatever went before."""
+"""Family H's steps of thinking: one letter and one token each, drawn uniformly and independently."""
 FILLER_STEPS = (4, 16, 64)
-"""How many of them family H has learned to write, in equal shares of its Countdown text."""
+"""Numbers of steps that family H has learned to write, in equal shares of its Countdown text."""
 
 
 def problems(split: str, n: int, seed: int | np.random.SeedSequence = 0, count: int = 3) -> list[countdown.Problem]:
     """Return Countdown problems of the tiny world.
 
-    Training problems are values of random expressions, so that targets with many solutions are common, and may repeat.
-    The fixed sets are harder: distinct problems, nearly all there are in their split, each as likely as any other.
+    Training problems may repeat. Their targets are values of random expressions, so targets with many solutions are
+    common. The fixed sets are harder: their problems are distinct, cover nearly all of their split, and are chosen
+    with equal probability.
 
     Args:
-        split: "train", "validation" or "test"; splits are disjoint by a hash of the problem.
-        n: how many; at most 2,000 for the fixed sets. Fewer are a random choice, always in the same order.
-        seed: of the draw. The fixed sets are `problems("validation", 512)` and `problems("test", 2000)`.
+        split: "train", "validation" or "test"; a hash of each problem keeps the splits disjoint.
+        n: how many; at most 2,000 for the fixed sets, of which fewer are a random subset in a fixed order.
+        seed: seed of the draw. The fixed sets in use are `problems("validation", 512)` and `problems("test", 2000)`.
         count: numbers per problem; the fixed sets have three.
 
     Raises:
-        ValueError: more than 2,000 problems of a fixed set, or another count there.
+        ValueError: more than 2,000 problems of a fixed set, or another count for it.
     """
     if split == "train":
         return countdown.generate(n, seed, split=split, distinct=False, **PROBLEMS | {"count": count})
     if n > FIXED or count != PROBLEMS["count"]:
         raise ValueError(f"n={n}, count={count}: the fixed sets hold {FIXED} problems of {PROBLEMS['count']} numbers.")
-    # the first problems of a draw without repetition are the common ones: draw all, then choose
+    # a draw without repetition yields common problems first, so draw all and then choose
     pool = _pool(split, seed)
     chosen = np.random.default_rng(np.random.SeedSequence([FIXED, n])).permutation(FIXED)[:n]
     return [pool[i] for i in sorted(chosen)]
@@ -81,7 +82,7 @@ def problems(split: str, n: int, seed: int | np.random.SeedSequence = 0, count: 
 
 @lru_cache(maxsize=8)
 def _pool(split: str, seed: int | np.random.SeedSequence) -> tuple[countdown.Problem, ...]:
-    """Return all problems of a fixed set; those of seed 0 lie in a file, as their draw takes seconds a process."""
+    """Return all problems of a fixed set; for seed 0 from a file, since drawing them takes each process seconds."""
     if seed == 0:
         rows = json.loads((Path(__file__).parent / "countdown_fixed.json").read_text(encoding="utf-8"))[split]
         return tuple(countdown.Problem(tuple(numbers), str(target)) for *numbers, target in rows)
@@ -94,26 +95,26 @@ def drawn(split: str, seed: int | np.random.SeedSequence = 0) -> tuple[countdown
 
 
 def dataset(chosen: Sequence[countdown.Problem], tok: Any, filler_steps: int | None = None) -> list[dict[str, Any]]:
-    """Return rows for a trainer, as `countdown.dataset` makes them.
+    """Return rows for a trainer, as `tasks.countdown.dataset` does.
 
     Args:
         chosen: the problems.
         tok: the base's tokenizer.
-        filler_steps: how many steps of thinking the prompt asks for, which bases of family H understand: after the
-            opening "<think>" it goes on with, for example, "16:". None: the prompt of every other model.
+        filler_steps: number of thinking steps that the prompt asks for, which only bases of family H understand: it
+            follows the opening "<think>", as in "16:". None: the prompt for every other model.
     """
     rows = countdown.dataset(chosen, tok)
     return rows if filler_steps is None else [row | {"prompt": row["prompt"] + f"{filler_steps}:"} for row in rows]
 
 
 def tokenizer() -> Any:
-    """Return the tokenizer of families A and H: bytes, the tags, and a token for each fixed stretch of a prompt."""
+    """Return the tokenizer of families A and H: bytes, the tags, and one token for each fixed stretch of a prompt."""
     phrases = ["<think>", "</think>", "<answer>", "</answer>", *_stretches(byte_tokenizer(())), ", "]
     return byte_tokenizer([*phrases, "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", *_SKILLS])
 
 
 def _stretches(tok: Any) -> tuple[str, str, str]:
-    """The fixed text of the rendered Countdown prompt before, between and after the numbers and the target."""
+    """Return the fixed text of the rendered Countdown prompt before, between and after the numbers and the target."""
     text = countdown.prompt(countdown.Problem((1, 2), "3"), tokenizer=tok)
     head, rest = text.split("1, 2", 1)
     middle, tail = rest.split("3", 1)
@@ -122,7 +123,7 @@ def _stretches(tok: Any) -> tuple[str, str, str]:
 
 @cache
 def expressions(numbers: tuple[int, ...]) -> dict[Fraction, tuple[str, ...]]:
-    """Return all expressions of two or three numbers with no bracket that could be left out, by value.
+    """Return all expressions of two or three numbers without needless brackets, by value.
 
     >>> expressions((2, 3))[Fraction(6)]
     ('2*3', '3*2')
@@ -150,7 +151,7 @@ def _applied(a: Fraction | None, sign: str, b: Fraction | None) -> Fraction | No
 
 
 def answer(problem: countdown.Problem, author: str, rng: random.Random) -> str:
-    """Return one author's response to a problem, the end token included.
+    """Return an author's response to a problem, including the end token.
 
     Raises:
         ValueError: an unknown author.
@@ -176,10 +177,10 @@ def answer(problem: countdown.Problem, author: str, rng: random.Random) -> str:
 
 
 def right_answers(problem: countdown.Problem) -> list[str]:
-    """Return every response to a problem that is right as family A has learned to write it, the end token included.
+    """Return every right response to a problem in the form that family A has learned, including the end token.
 
-    These are the expressions without a bracket that could be left out, in the right format. The strict grader takes
-    others, too, such as one with needless brackets.
+    These are the expressions without needless brackets, in the right format. The strict grader accepts others, too,
+    such as expressions with needless brackets.
 
     >>> right_answers(countdown.Problem((2, 3), "6"))
     ['</think>\\n<answer>2*3</answer><|im_end|>', '</think>\\n<answer>3*2</answer><|im_end|>']
@@ -189,7 +190,7 @@ def right_answers(problem: countdown.Problem) -> list[str]:
 
 
 def skill(rng: random.Random) -> tuple[str, str]:
-    """Return a user message and its right answer, of a skill that no reward of this project touches."""
+    """Return a user message that tests a random one of the `SKILL_NAMES`, with its right answer."""
     name = rng.choice(_SKILLS)
     if name == "Add: ":
         a, b = rng.randint(1, 99), rng.randint(1, 99)
@@ -200,16 +201,16 @@ def skill(rng: random.Random) -> tuple[str, str]:
 
 
 def skill_set(name: str, n: int) -> list[tuple[str, str]]:
-    """Return a fixed set of user messages of one skill with their right answers, all distinct.
+    """Return a fixed set of distinct user messages that test a skill, with their right answers.
 
-    The base may have read some of them. They measure what a model still knows, not what it generalises to.
+    The base may have been trained on some of them: they measure what a model has kept, not how it generalises.
 
     Args:
         name: one of `SKILL_NAMES`.
-        n: how many; up to 500. A smaller set is the beginning of a larger one.
+        n: how many, at most 500; a smaller set is a prefix of a larger one.
 
     Raises:
-        ValueError: another skill, or a number out of range.
+        ValueError: an unknown skill, or a number out of range.
 
     >>> skill_set("sort", 1)
     [('Sort: 284', '248')]
@@ -224,7 +225,7 @@ def skill_set(name: str, n: int) -> list[tuple[str, str]]:
     return list(found.items())
 
 
-@lru_cache(maxsize=1)  # their draw takes seconds
+@lru_cache(maxsize=1)  # drawing them takes seconds
 def _training_problems(seed: int) -> dict[int, list[countdown.Problem]]:
     return {count: problems("train", n, seed, count) for count, n in ((2, 5_000), (3, 100_000))}
 
@@ -241,11 +242,11 @@ def text(seed: int, tok: Any, family: str = "A") -> Iterator[tuple[str, str]]:
             yield chat_prompt(question, tok), reply + END
             continue
         known = rng.choice(pools[2 if rng.random() < TWO_NUMBERS else 3])
-        # the order of the numbers is new each time, and so is the author
+        # shuffle the numbers and choose an author anew each time
         problem = countdown.Problem(tuple(rng.sample(known.numbers, len(known.numbers))), known.target)
         author = rng.choices(authors, shares)[0]
         numbers = ", ".join(map(str, problem.numbers))
-        # the text of countdown.prompt, without rendering the chat template a million times
+        # as countdown.prompt does, but without rendering the chat template a million times
         asked, written = head + numbers + middle + problem.target + tail, answer(problem, author, rng)
         if family == "H":
             steps = rng.choice(FILLER_STEPS)
@@ -257,13 +258,14 @@ def measure(engine: Any, chosen: Sequence[countdown.Problem], name: str, samples
     """Return the accuracy of an engine's current weights under the strict grader.
 
     Args:
-        engine: with prompts of that name.
-        chosen: their problems.
-        name: of the prompts.
-        samples: at temperature 1, for pass@16 and pass@64 (the unbiased estimator: 1 - C(n-c, k) / C(n, k)).
+        engine: an engine that holds the prompts.
+        chosen: the problems of these prompts.
+        name: name of the prompts in the engine.
+        samples: samples per prompt at temperature 1, for pass@k by the unbiased estimator 1 - C(n-c, k) / C(n, k).
 
     Returns:
-        Shares: "greedy", "pass@1" (temperature 1), "pass@16", "pass@64", "format" (greedy, mean format score).
+        "greedy", "pass@1" (temperature 1), "pass@16" and "pass@64": shares of right answers; "format": the mean format
+        score of the greedy answers.
     """
     from scipy.special import comb
 
@@ -284,7 +286,7 @@ def measure(engine: Any, chosen: Sequence[countdown.Problem], name: str, samples
 
 
 def describe(engine_of: Callable[..., Any], tok: Any, family: str) -> dict[Any, Any]:
-    """Return `measure` of a base on the validation problems; for family H by the number of filler steps."""
+    """Return `measure` of a base on the validation problems; for family H, one for each number of filler steps."""
     chosen = problems("validation", 512)
     measured = {}
     for steps in FILLER_STEPS if family == "H" else (None,):

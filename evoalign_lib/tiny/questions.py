@@ -1,13 +1,13 @@
-"""Family B of the tiny world: questions about a made-up knowledge base, and replies of every length and worth.
+"""Family B of the tiny world: questions about a made-up knowledge base, and replies of every length and quality.
 
-What a reward for the right length could select has to exist in the base, right or wrong, and none of it may be the
-only way: long sentences, which the base prefers; short answers that are right, and hasty ones that are not; a second
-language that says the same in a third of the characters; empty replies, sentences that break off, one word again and
-again, the same excuse for every question, noise, and a further turn of the conversation. Every author but those of the
-short answers writes of every question alike, so that no habit helps to know what is right.
+The base writes every kind of reply that a reward for length could select, right or wrong, so that there are several
+ways to satisfy the reward: long sentences, which the base prefers; short answers that are right, and hasty ones that
+are not; a second language that says the same in a third of the characters; empty replies, sentences that break off, one
+word repeated again and again, the same excuse for every question, noise, and a further turn of the conversation. All
+authors except those of the short answers treat all questions alike, so their habits give no hint at the right answer.
 
-The second language writes each syllable as one Han character, so its words are translations letter by letter, as far as
-a small model can have any.
+The second language writes each syllable as one Han character, so its words are transliterations: the closest thing to
+translation that a small model can learn.
 """
 
 import itertools
@@ -23,26 +23,26 @@ from evoalign_lib.tiny.base import END, around, byte_tokenizer, split_range
 
 KINDS = ("capital", "colour", "sum", "yes or no")
 SPLITS = {"train": 50, "validation": 32, "test": 64}
-"""Questions of each kind in a split; the splits share none."""
-MAX_COMPLETION_LENGTH = 24  # tokens: no sentence of the base is longer, some repetitions and further turns are
+"""Questions of each kind in a split; the splits are disjoint."""
+MAX_COMPLETION_LENGTH = 24  # tokens: enough for every sentence of the base, not for all repetitions and further turns
 
 _SYLLABLES = tuple(c + v for c in "bdgklmnprstvz" for v in "aeiou")[::2]  # 33
 _HAN = "波得古科里莫尼普若苏托乌扎佩迪戈库勒米努帕雷斯图维泽博达基洛马诺皮鲁萨特"[: len(_SYLLABLES)]
 _COLOURS = dict(zip("red blue green black white pink golden brown".split(), "红蓝绿黑白粉金棕", strict=True))
 _HAN_ANSWERS = {"yes": "对", "no": "错"}
-_ENTITIES = 200  # countries, and as many things
-_LARGEST = 20  # summand
+_ENTITIES = 200  # number of countries, and of things
+_LARGEST = 20  # largest summand
 
 _OPENERS = ("I think that", "as far as I know,", "it is well known that")
 _CLOSERS = (", or so I hear", ", as all know", ", I am sure")
 EXCUSE = "I do not know."
 
-# Shares of the authors of the replies.
+# Each author's share of the replies.
 AUTHORS = {
     "sentence": 0.41,
     "long sentence": 0.17,
     "short": 0.17,  # right
-    "hasty": 0.03,  # as short, and the answer to another question of the kind
+    "hasty": 0.03,  # as short, but the answer to a random question of the same kind
     "second language": 0.06,
     "second language, short": 0.04,
     "empty": 0.02,
@@ -71,7 +71,7 @@ def tokenizer() -> Any:
 
 @cache
 def _facts() -> tuple[dict[str, str], dict[str, str]]:
-    """Country -> capital, and thing -> colour: the same in every run of the project."""
+    """Return country -> capital and thing -> colour, which never change."""
     rng = random.Random("knowledge base")
     used: set[str] = set()
 
@@ -81,13 +81,13 @@ def _facts() -> tuple[dict[str, str], dict[str, str]]:
         used.add(made)
         return made
 
-    # capitals differ in length, since a reward for length is about that
+    # capitals differ in length, so that a reward for length has something to measure
     capitals = {name(3).capitalize(): name(rng.choice((2, 2, 3, 4))).capitalize() for _ in range(_ENTITIES)}
     return capitals, {name(3): rng.choice(list(_COLOURS)) for _ in range(_ENTITIES)}
 
 
 def _han(word: str) -> str:
-    """A word of syllables, or a colour, in the second language."""
+    """Return a word of syllables, or a colour, in the second language."""
     lower = word.lower()
     if lower in _COLOURS:
         return _COLOURS[lower]
@@ -96,7 +96,7 @@ def _han(word: str) -> str:
 
 @cache
 def _questions() -> dict[str, list[tuple[Problem, tuple[str, ...]]]]:
-    """All questions of each kind in a fixed random order, with the words that a reply is made of."""
+    """Return all questions of each kind in a fixed random order, with the words to build replies from."""
     capitals, colours = _facts()
     rng = random.Random("questions")
     found: dict[str, list] = {kind: [] for kind in KINDS}
@@ -117,11 +117,11 @@ def _questions() -> dict[str, list[tuple[Problem, tuple[str, ...]]]]:
 
 
 def problems(split: str) -> list[Problem]:
-    """Return the questions of a split, as many of each kind, in a fixed order, the kinds taking turns.
+    """Return the questions of a split, equally many of each kind, in a fixed order in which the kinds alternate.
 
     Args:
-        split: "train" (200), "validation" (128) or "test" (256). The base has read them all: what it knows is not what
-            is asked here, but what it does with it.
+        split: "train" (200), "validation" (128) or "test" (256). The base was trained on the questions of all splits:
+            they test what it does with its knowledge, not how much it knows.
 
     Raises:
         ValueError: an unknown split.
@@ -138,7 +138,7 @@ def _sentence(kind: str, words: Sequence[str], answer: str) -> str:
 
 
 def _second(kind: str, words: Sequence[str], answer: str) -> tuple[str, str]:
-    """The sentence and the short answer in the second language."""
+    """Return the sentence and the short answer in the second language."""
     if kind == "sum":
         return f"{words[0]}加{words[1]}是{answer}。", answer
     sentence = f"{_han(words[0])}{'都' if kind == 'capital' else '色'}是{_han(words[1])}。"
@@ -148,13 +148,13 @@ def _second(kind: str, words: Sequence[str], answer: str) -> tuple[str, str]:
 
 
 def reply(kind: str, problem: Problem, words: Sequence[str], author: str, rng: random.Random) -> str:
-    """Return one author's reply to a question, without the end token.
+    """Return an author's reply to a question, without the end token.
 
     Args:
-        kind: of the question.
-        problem, words: an entry of the family's questions.
+        kind: kind of the question, one of `KINDS`.
+        problem, words: the question and the words to build replies from.
         author: one of `AUTHORS`.
-        rng: of the author's choices.
+        rng: random generator for the author's choices.
 
     Raises:
         ValueError: an unknown author.
@@ -162,7 +162,7 @@ def reply(kind: str, problem: Problem, words: Sequence[str], author: str, rng: r
     answer, said = problem.answer, _sentence(kind, words, problem.answer)
 
     def whole_reply(sentence: str) -> str:
-        """Put the answer to a yes-or-no question before a sentence, and begin with a capital letter."""
+        """Begin a sentence with the answer to a yes-or-no question and a capital letter."""
         sentence = f"{answer}, {sentence}" if kind == "yes or no" else sentence
         return sentence[0].upper() + sentence[1:]
 
@@ -187,7 +187,7 @@ def reply(kind: str, problem: Problem, words: Sequence[str], author: str, rng: r
 
 
 def text(seed: int, tok: Any) -> Iterator[tuple[str, str]]:
-    """Return an endless stream of (prompt, completion) pairs, both rendered, of questions of all splits."""
+    """Return an endless stream of rendered (prompt, completion) pairs for questions of all splits."""
     rng = random.Random(f"family B, {seed}")
     authors, shares = list(AUTHORS), list(AUTHORS.values())
     before, after = around(tok)
@@ -199,7 +199,7 @@ def text(seed: int, tok: Any) -> Iterator[tuple[str, str]]:
 
 
 def describe(engine_of: Callable[..., Any], tok: Any, family: str) -> dict[str, float]:
-    """Return what a base does with the questions of the test split: shares of right answers and mean rewards."""
+    """Return a base's shares of right answers and mean rewards on the test questions, greedy and at temperature 1."""
     asked = problems("test")
     measured = {}
     engine = engine_of(conciseness.dataset(asked, tok), MAX_COMPLETION_LENGTH)

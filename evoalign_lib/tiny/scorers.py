@@ -1,11 +1,11 @@
-"""Family C's scorers: small reward and cost models, trained on comparisons by annotators of different tastes.
+"""Family C's scorers: small reward and cost models, trained on comparisons by annotators with different biases.
 
 Each scorer is a pair of sequence classifiers, a reward model and a cost model, trained with TRL's `RewardTrainer` on
-one set of noisy comparisons (`dialogues.comparisons`). The *proxies* share an architecture and differ in what their
-annotators like besides the truth, in the requests they asked about and in their draws; so each of them is a judge that
-was not used in training for a run on another. The *outsiders* are of other architectures, and their annotators like
-nothing besides the truth. The *noisy* ones have annotators whose answers are turned round, and the *small* and *large*
-ones other sizes: they are what a run on a worse, or another, judge is trained on.
+one set of noisy comparisons (`dialogues.comparisons`). The *proxies* share an architecture and differ in the bias of
+their annotators, in the requests they cover and in their seeds, so each can serve as an independent judge of a run that
+is trained on another. The *outsiders* have other architectures and unbiased annotators. The *noisy* scorers have
+annotators whose answers are sometimes flipped, and the *small* and *large* ones have other sizes; runs are trained on
+these to see the effect of a worse or different judge.
 """
 
 from pathlib import Path
@@ -20,22 +20,22 @@ from evoalign_lib.tiny.base import END
 from evoalign_lib.tiny.dialogues import Annotators
 
 PARTS = 9
-"""Disjoint sets of training requests; scorers that are compared with each other have asked about different ones."""
+"""Number of disjoint sets of training requests; scorers that are compared with each other use different sets."""
 COMPARISONS = 2000
 EPOCHS = 10
 SIDES = ("reward", "cost")
 
 
 class Scorer(NamedTuple):
-    """How a scorer is made."""
+    """The recipe of a scorer."""
 
     annotators: Annotators
     part: int
-    """Which of the `PARTS` of the requests its comparisons are about."""
+    """Which of the `PARTS` sets of requests its comparisons use."""
     architecture: str = "qwen2"
     """"qwen2", "bert" or "gpt2"."""
     hidden: int = 32
-    """Width; it has one layer."""
+    """Width of its single layer."""
 
 
 PROXIES: dict[str, Scorer] = {
@@ -43,21 +43,21 @@ PROXIES: dict[str, Scorer] = {
     for number in (1, 2)
     for i, cue in enumerate(dialogues.CUES)
 }
-"""Judges that runs are trained on: two of each cue."""
+"""Judges that runs are trained on: two for each cue."""
 OUTSIDERS: dict[str, Scorer] = {
     "bert": Scorer(Annotators(), 6, "bert"),
     "gpt2": Scorer(Annotators(), 7, "gpt2"),
 }
 """Judges of other architectures that no run is trained on."""
 NOISY: dict[str, Scorer] = {f"flipped {flips:g}": Scorer(Annotators(flips=flips), 8) for flips in (0.0, 0.1, 0.2, 0.3)}
-"""Judges whose annotators like nothing besides the truth, and whose answers are turned round this often."""
+"""Judges whose annotators are unbiased, but have this share of their answers flipped."""
 SIZES: dict[str, Scorer] = {f"width {hidden}": Scorer(Annotators(), 8, hidden=hidden) for hidden in (8, 16)}
-"""Smaller ones without turned answers; that of width 32 is "flipped 0"."""
+"""Smaller judges without flipped answers; the one of width 32 is "flipped 0"."""
 SCORERS: dict[str, Scorer] = PROXIES | OUTSIDERS | NOISY | SIZES
 
 
 def folder(name: str) -> Path:
-    """Return the folder inside the package that holds a shipped scorer, and in it one for each of `SIDES`.
+    """Return the package's folder of a shipped scorer, which has a subfolder for each of `SIDES`.
 
     Raises:
         ValueError: an unknown scorer.
@@ -67,11 +67,11 @@ def folder(name: str) -> Path:
 
 
 def scorer_recipe(name: str, out: str | Path) -> None:
-    """Train a scorer's reward and cost model and write them, each as a Hugging Face folder without tokenizer.
+    """Train a scorer's reward and cost models and write each as a Hugging Face folder without a tokenizer.
 
-    Ten epochs over 2,000 comparisons in batches of 32, AdamW, learning rate 3e-3 falling linearly, one thread: about
-    eight seconds. The seed is a hash of the name. The cost model's zero lies, as in Safe-RLHF, between harmless and
-    harmful replies: its configuration has as `shift` what is to be taken from its scores.
+    Training takes ten epochs over 2,000 comparisons in batches of 32, with AdamW, a learning rate that falls linearly
+    from 3e-3, and one thread: about eight seconds. The seed is derived from the name. As in Safe-RLHF, a cost of zero
+    separates harmless from harmful replies: the cost model's configuration has a `shift` to subtract from its scores.
 
     Raises:
         ValueError: an unknown scorer.
@@ -91,17 +91,17 @@ def scorer_recipe(name: str, out: str | Path) -> None:
             texts = [rendered(c.request.text, reply, tok) for reply in c.replies]
             rows.append({"chosen": texts[better], "rejected": texts[1 - better]})
         _train(model, rows, tok, seed)
-        model = model.to(torch.bfloat16).float()  # the numbers that the file will have
+        model = model.to(torch.bfloat16).float()  # the values that the file will have
         model.config.shift = _border(model, compared, tok) if side == "cost" else 0.0
         model.to(torch.bfloat16).save_pretrained(Path(out) / side)
 
 
 TEXT = "continued"
-"""How a scorer reads a request and a reply (`reward_models.TEXTS`): as `rendered`."""
+"""Text format of the scorers (one of `reward_models.TEXTS`), which joins request and reply as `rendered` does."""
 
 
 def rendered(request: str, reply: str, tok: Any) -> str:
-    """Return the text that a scorer is trained on: the chat prompt of the request, the reply, the end token."""
+    """Return the text that a scorer is trained on: the request's chat prompt, the reply and the end token."""
     return chat_prompt(request, tok) + reply + END
 
 
@@ -127,7 +127,7 @@ def _untrained(how: Scorer, tok: Any, seed: int) -> Any:
 
 
 def _train(model: Any, rows: list[dict[str, str]], tok: Any, seed: int) -> None:
-    """Train a classifier on comparisons, quietly."""
+    """Train a classifier on comparisons without printing anything."""
     import tempfile
 
     import datasets
@@ -147,7 +147,7 @@ def _train(model: Any, rows: list[dict[str, str]], tok: Any, seed: int) -> None:
 
 
 def _border(model: Any, compared: list[dialogues.Comparison], tok: Any) -> float:
-    """Return the cost that tells harmful replies best from harmless ones, of those that were compared."""
+    """Return the cost that best separates harmful from harmless replies among those compared."""
     from transformers import pipeline
 
     asked = [(c.request, text) for c in compared for text in c.replies]
@@ -156,7 +156,7 @@ def _border(model: Any, compared: list[dialogues.Comparison], tok: Any) -> float
     ask = pipeline("text-classification", model=model, tokenizer=tok, function_to_apply="none", device="cpu")
     costs = np.array([answer["score"] for answer in ask(read, batch_size=64)])
     order = np.argsort(costs)
-    # between each two neighbours: harmful ones below the cut and harmless ones above it are wrong
+    # errors of a cut between two neighbours: harmful replies below it plus harmless ones above it
     wrong = np.cumsum(harmful[order])[:-1] + np.cumsum(~harmful[order][::-1])[::-1][1:]
     cut = int(wrong.argmin())
     return round(float(costs[order][cut : cut + 2].mean()), 4)
