@@ -77,7 +77,7 @@ def check_movable(model: Any) -> None:
     saved = {tensor.data_ptr() for tensor in state.values() if isinstance(tensor, Tensor)}
     lost = [name for name, p in model.named_parameters() if p.requires_grad and p.data_ptr() not in saved]
     if lost:
-        what = f"parameter {lost[0]!r} is to be trained but is no part of the adapter {active[0]!r}"
+        what = f"parameter {lost[0]!r} is trainable but not part of the adapter {active[0]!r}"
         raise ValueError(f"{what}, and PEFT would not save it: name its module in modules_to_save, or freeze it.")
 
 
@@ -85,7 +85,7 @@ def check_something_moves(model: Any) -> None:
     """Raise ValueError if every parameter of a model is frozen."""
     if not any(p.requires_grad for p in model.parameters()):
         remedy = "call model.requires_grad_(True), or PeftModel.from_pretrained(..., is_trainable=True)"
-        raise ValueError(f"nothing of the model is to be trained (requires_grad=False everywhere): {remedy}.")
+        raise ValueError(f"no parameter of the model is trainable (requires_grad=False everywhere): {remedy}.")
 
 
 def check_nothing_frozen(model: Any, engine: str) -> None:
@@ -241,7 +241,7 @@ def _more_than_lora(model: Any, quantised: bool) -> str | None:
 
 @torch.inference_mode()
 def dense(model: Any) -> dict[str, Tensor]:
-    """Return weights by their names in the model without adapter, with W + scaling * B A in float32 where one adapts W.
+    """Return weights by their names in the model without adapter; adapted ones as W + scaling * B A, in float32.
 
     A quantised W is dequantised: what its codes and scales stand for.
     """

@@ -322,7 +322,7 @@ with_settings(ESConfig)
 
 @cache
 def _unset() -> list[dict[str, Any]]:
-    """Return the settings of a TrainingArguments that nobody has changed: as attributes, and as to_dict() has them."""
+    """Return TrainingArguments' settings at their defaults: as attributes, and as to_dict() gives them."""
     plain = TrainingArguments()
     return [vars(plain), plain.to_dict()]
 
@@ -341,7 +341,7 @@ def _without_effect(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def absent(what: str, section: str, name: str, known: Iterable[str]) -> str:
-    """Return the error for an unknown name, with the reason if TRL's trainer has it.
+    """Return the error message for an unknown name, with the reason if TRL's trainer has it.
 
     Args:
         what: the beginning of the error.

@@ -77,7 +77,7 @@ from evoalign_lib.update_rules import Member, generator, mean_reward
 logger = transformers.utils.logging.get_logger(__name__)
 
 
-# ---- pure parts of the step
+# ---- pure functions of the step
 
 
 def step_indices(n: int, per_step: int, seed: int, step: int) -> np.ndarray:
@@ -284,7 +284,7 @@ class ESTrainer(TrainerSurface):
     # ---- a step
 
     def step(self) -> dict[str, float]:
-        """Run one ES step (ask, evaluate, tell) without a ledger; return its metrics (listed above)."""
+        """Run one ES step (ask, evaluate, tell) without a ledger; return its metrics (see the module's docstring)."""
         return self._step(recording=False)
 
     def _step(self, recording: bool) -> dict[str, float]:
@@ -381,7 +381,7 @@ class ESTrainer(TrainerSurface):
         return self.rewards.state()
 
     def _record(self, record: ledger.Step, digest: str | None) -> None:
-        """Add a step to the ledger, creating it at the first; digest: of the weights before the step, where due."""
+        """Append a step to the ledger, which the first one creates; digest: of the weights before the step, if due."""
         if self.ledger is None:
             run = ledger.Ledger.create(self._ledger_path, self._header(digest))
             if _adapters.is_adapted(self.model):  # perhaps drawn at random, and saved nowhere else
@@ -390,7 +390,7 @@ class ESTrainer(TrainerSurface):
         self.ledger.append(record, digest)
 
     def tell(self, members: Sequence[Member], fitness: np.ndarray) -> bool:
-        """Move the weights by (alpha / N) sum_n z_n eps_n, alpha of the current step; decay them if set.
+        """Move the weights by (alpha / N) sum_n z_n eps_n with the step's alpha; decay them if anchor_decay is set.
 
         Args:
             members: the members that `ask` returned.

@@ -150,11 +150,11 @@ def _largest(model: Shape) -> int:
     return max(rows * cols for rows, cols in _matrices(model))
 
 
-# ---- what stays
+# ---- memory that stays
 
 
 def _state(method: str, model: Shape, work: Work, gpus: bool) -> dict[str, float]:
-    """Return what a method keeps from step to step."""
+    """Return the memory that a method keeps from step to step."""
     d, adapter = model.d, adapter_parameters(model)
     kept = {name: width * d for name, width in METHODS[method].kept.items()}
     kept |= {name: width * adapter for name, width in METHODS[method].adapter.items()}
@@ -191,7 +191,7 @@ def _joined(model: Shape) -> int:
     return model.queries + model.keys_values + 2 * model.layers * model.hidden * model.intermediate
 
 
-# ---- what comes and goes
+# ---- memory that comes and goes
 
 
 def _phases(method: str, model: Shape, work: Work, gpus: bool) -> list[Mapping[str, float]]:

@@ -29,7 +29,7 @@ from evoalign_lib.update_rules import Member
 
 
 class Population:
-    """The factors of some members.
+    """The low-rank factors of some members of a population.
 
     Args:
         master: float32 (layout.size,), the weights that the members perturb.

@@ -137,7 +137,7 @@ class Weights:
         return digest(self.layout, *self.planes)
 
     def sample(self) -> Tensor:
-        """Copy every k-th weight of each parameter, float32, about 65,000 in all (a small model's weights all)."""
+        """Return every k-th weight of each parameter, a float32 copy of about 65,000 in all (all of a small model)."""
         k = -(-self.layout.d // _SAMPLE) | 1  # odd, so as not to hit the same columns of every row
         parts = [[t.flatten()[::k] for t in map(torch.as_tensor, self.layout.views(p).values())] for p in self.planes]
         return join(*map(torch.cat, parts))
