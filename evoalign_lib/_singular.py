@@ -119,7 +119,7 @@ def decompose(tensors: Mapping[str, np.ndarray], leading_share: float, decomposi
         number of adapted matrices * floor(rank * leading_share), with "separate" twice that.
 
     Raises:
-        ValueError: what moves is not LoRA or not a matrix, or that share of it holds no singular value.
+        ValueError: what moves is not LoRA, not a matrix, or has no singular value in that share.
     """
     parts, values, undetermined, first = [], [], None, 0
     for name_a, name_b in pairs(list(tensors)):

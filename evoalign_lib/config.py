@@ -95,7 +95,7 @@ class ESConfig(TrainingArguments):
     """as sigma_final_fraction, for alpha (Hoffmann et al., arXiv 2203.15556, end cosine schedules at a tenth)"""
     perturbation: str = field(default="full_rank", metadata={"help": "full_rank or low_rank"})
     """noise of matrices: "full_rank" (Qiu et al.); or "low_rank" (EGGROLL, arXiv 2511.16652), E = A B^T / sqrt(rank)
-    with two thin noise factors. It has the same mean and variance, and lets members with few prompts decode as one
+    with two thin noise factors. E has the same mean and variance, and lets members with few prompts decode as one
     batch (on the local engine). Norms and biases get full-rank noise (`evoalign_lib.low_rank`)"""
     rank: int = field(default=1, metadata={"help": "rank of low-rank perturbations"})
     """rank r of low-rank perturbations, at least 1 (EGGROLL: 1)"""
@@ -107,7 +107,7 @@ class ESConfig(TrainingArguments):
     alpha^2 d / (N (1 - (1 - lambda)^2)). lambda is not multiplied by alpha and does not follow alpha's schedule. The
     paper's code multiplies its lambda by alpha (10 * 0.0005, so 0.005 a step) and decays after the step, which only
     shortens the last step by that share. Needs precision="master" and a copy of the starting weights: 4 bytes per
-    parameter with the master, and on GPUs the size of the model's dtype"""
+    parameter with the master, on GPUs as many as the model's dtype has"""
     prompts_per_step: int | None = field(default=None, metadata={"help": "prompts per step; None: all"})
     """prompts per step, the same for every member; None: the whole training set, as in Qiu et al. A member is perturbed
     once per step and decodes all of them with that one perturbation, `chunk_rows` at a time"""
@@ -123,15 +123,15 @@ class ESConfig(TrainingArguments):
     temperature: float = field(default=1.0, metadata={"help": "sampling temperature"})
     """sampling temperature, in training and in evaluate(); the logits are divided by it"""
     top_p: float = field(default=1.0, metadata={"help": "share of the probability that samples are drawn from"})
-    """when sampling, draw only from the most probable tokens that together have this share of the mass; 1: all"""
+    """when sampling, draw only from the most probable tokens that together have this probability; 1: all"""
     top_k: int = field(default=0, metadata={"help": "most probable tokens that samples are drawn from; 0: all"})
     """when sampling, draw only from this many of the most probable tokens; 0: all"""
     stop_strings: list[str] | None = field(default=None, metadata={"help": "texts that end a completion"})
-    """texts that end a completion; the completion includes the text, as it does the end token (vLLM decodes further,
-    and what follows is cut off)"""
+    """texts that end a completion; the completion includes the text, just as it includes the end token (vLLM decodes
+    further, and what follows is cut off)"""
     generation_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "for GenerationConfig"})
-    """further settings of transformers' GenerationConfig, such as repetition_penalty, which make transformers decode;
-    with vLLM, of SamplingParams (on a command line, as JSON)"""
+    """further settings of transformers' GenerationConfig, such as repetition_penalty, with which transformers decodes
+    instead of the loop; with vLLM, of SamplingParams (on a command line, as JSON)"""
     chat_template_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "for the chat template"})
     """further arguments of the chat template for prompts that are messages, such as enable_thinking; reward models get
     them, too (on a command line, as JSON)"""

@@ -2,10 +2,10 @@
 
 A LoRA adapter over a frozen base, normally warm-started by supervised fine-tuning, is decomposed, and CMA-ES searches
 for additive changes to its singular values (arXiv 2507.04453). Version 3 of the paper decomposes the two matrices of
-every adapted layer separately, A = U_A S_A V_A^T and B = U_B S_B V_B^T; version 1 decomposes their product, B A = U S
-V^T. U and V are frozen. One step: CMA-ES draws N candidates delta; each changes the leading share of each matrix's
-singular values to S + delta and is scored by its mean reward on a mini-batch, decoding greedily; CMA-ES uses the ranks
-of these rewards to update the mean, the covariance and the step size of its distribution.
+every adapted layer separately, A = U_A S_A V_A^T and B = U_B S_B V_B^T; version 1 decomposes their product,
+B A = U S V^T. U and V are frozen. One step: CMA-ES draws N candidates delta; each changes the leading share of each
+matrix's singular values to S + delta and is scored by its mean reward on a mini-batch, decoding greedily; CMA-ES uses
+the ranks of these rewards to update the mean, the covariance and the step size of its distribution.
 
 The search has (adapted matrices) * 2 * floor(rank * leading_share) dimensions; in version 1 there is no factor 2. In
 version 3 the singular vectors of A and of B can be weighted independently, so those of the product turn, too. In
