@@ -1,8 +1,8 @@
-"""What of a model moves: what `requires_grad` says, all weights or an adapter's (PEFT) alone. The rest stays as it is.
+"""Which parameters of a model move: those with `requires_grad`, be it all weights or only an adapter's (PEFT).
 
-An adapter moves over a base that is frozen, and may be quantised: noise never reaches the base. Without an adapter a
-part of the weights may be frozen, too. Here stand the checks of such models, the digest of what is frozen, how an
-adapter is made and loaded, and what the decoding loop computes with.
+An adapter moves over a frozen base, which may be quantised: noise never reaches the base. Without an adapter some of
+the weights may be frozen, too. This module checks such models, digests what is frozen, makes and loads adapters, and
+gives the decoding loop the weights that it computes with.
 """
 
 import copy
@@ -21,28 +21,28 @@ from torch import Tensor
 from evoalign_lib._model_checks import check_decoder, check_parameter, check_plain
 
 QUANTISATION = "evoalign_quantisation"
-"""attribute of a model whose weights `quantisation.quantise` has made codes of"""
+"""attribute of a model that `quantisation.quantise` has quantised"""
 
 
 def moved(model: Any) -> dict[str, torch.nn.Parameter]:
-    """Return by name the parameters with requires_grad, or all where none has it (such a model is only decoded)."""
+    """Return, by name, the parameters with requires_grad, or all if none has it (a model that is only decoded)."""
     parameters = dict(model.named_parameters())
     return {name: p for name, p in parameters.items() if p.requires_grad} or parameters
 
 
 def is_adapted(model: Any) -> bool:
-    """Return whether this is a PeftModel, without importing PEFT."""
+    """Return whether a model is a PeftModel, without importing PEFT."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, getattr(peft, "PeftModel", ()))
 
 
 def base_of(model: Any) -> Any:
-    """Return the network itself, with the adapter's layers in it if there are any."""
+    """Return the network itself, including the layers of its adapter, if any."""
     return model.get_base_model() if is_adapted(model) else model
 
 
 def quantisation_of(model: Any) -> dict[str, Any] | None:
-    """Return how `quantisation.quantise` made the base of a model, as a ledger's header has it; None: it did not."""
+    """Return how `quantisation.quantise` quantised a model's base, as in a ledger's header; None: it did not."""
     return getattr(base_of(model), QUANTISATION, None)
 
 
@@ -50,10 +50,10 @@ def quantisation_of(model: Any) -> dict[str, Any] | None:
 
 
 def check_movable(model: Any) -> None:
-    """Raise ValueError unless ES can move what requires_grad says and leave the rest alone.
+    """Raise ValueError unless ES can move the parameters with requires_grad and leave the rest unchanged.
 
-    Without an adapter every parameter must be plain (`check_plain`). With one what moves must be plain and be what PEFT
-    saves; the base may be any decoder.
+    Without an adapter every parameter must be plain (`check_plain`). With an adapter, what moves must be plain and
+    among what PEFT saves; the base may be any decoder.
     """
     if not is_adapted(model):
         check_plain(model)
@@ -62,7 +62,7 @@ def check_movable(model: Any) -> None:
     active = list(model.active_adapters)
     kinds = ", ".join(str(getattr(c.peft_type, "value", c.peft_type)) for c in model.peft_config.values())
     if len(active) != 1 or model.peft_config[active[0]].is_prompt_learning:
-        remedy = "give one that lies in the layers, as of LoraConfig(...), active by model.set_adapter(NAME)"
+        remedy = "activate one inside the layers, such as a LoraConfig's, by model.set_adapter(NAME)"
         raise ValueError(f"the model has the active adapters {active} of kind {kinds}: {remedy}.")
     merged = [name for name, module in model.named_modules() if getattr(module, "merged", None) is True]
     if merged:
@@ -77,39 +77,40 @@ def check_movable(model: Any) -> None:
     saved = {tensor.data_ptr() for tensor in state.values() if isinstance(tensor, Tensor)}
     lost = [name for name, p in model.named_parameters() if p.requires_grad and p.data_ptr() not in saved]
     if lost:
-        what = f"parameter {lost[0]!r} is to be trained, but it is no part of the adapter {active[0]!r}"
+        what = f"parameter {lost[0]!r} is trainable but not part of the adapter {active[0]!r}"
         raise ValueError(f"{what}, and PEFT would not save it: name its module in modules_to_save, or freeze it.")
 
 
 def check_something_moves(model: Any) -> None:
-    """Raise ValueError for a model of which everything is frozen."""
+    """Raise ValueError if every parameter of a model is frozen."""
     if not any(p.requires_grad for p in model.parameters()):
         remedy = "call model.requires_grad_(True), or PeftModel.from_pretrained(..., is_trainable=True)"
-        raise ValueError(f"nothing of the model is to be trained (requires_grad=False everywhere): {remedy}.")
+        raise ValueError(f"no parameter of the model is trainable (requires_grad=False everywhere): {remedy}.")
 
 
 def check_nothing_frozen(model: Any, engine: str) -> None:
-    """Raise ValueError for a model of which a part is frozen, where an engine moves all weights."""
+    """Raise ValueError for a partly frozen model, for an engine that moves all weights."""
     parameters = list(model.named_parameters())
     frozen = [name for name, parameter in parameters if not parameter.requires_grad]
     if frozen and len(frozen) < len(parameters):
-        what = f"{len(frozen)} of {len(parameters)} parameters are frozen, the first is {frozen[0]!r}"
+        what = f"{len(frozen)} of {len(parameters)} parameters are frozen, the first one {frozen[0]!r}"
         remedy = "use engine='local', or for an adapter engine='vllm' with gpus 0 or tensor_parallel"
-        raise ValueError(f"{what}, and engine={engine!r} moves all weights of a model: {remedy}.")
+        raise ValueError(f"{what}, but engine={engine!r} moves all weights of a model: {remedy}.")
 
 
 # ---- what is frozen
 
 
 def frozen_digest(model: Any, moving: Iterable[str]) -> str | None:
-    """Return the SHA-256 of all that does not move, 64 hexadecimal digits; None if every parameter moves.
+    """Return the SHA-256 of everything that does not move, 64 hexadecimal digits; None if every parameter moves.
 
-    It covers names and bytes of the state that the model saves (codes and scales of quantised weights among them) but
-    for what moves. Take it before the first forward pass, in which some quantised layers rearrange theirs.
+    It covers the names and bytes of the model's state dict, including codes and scales of quantised weights, except for
+    the parameters that move. Compute it before the first forward pass, in which some quantised layers rearrange their
+    state.
 
     Args:
-        model: at the start of a run.
-        moving: names of its parameters that move.
+        model: the model at the start of a run.
+        moving: names of the parameters that move.
     """
     parameters = dict(model.named_parameters())
     moved_ids = {id(parameters[name]) for name in moving}
@@ -124,7 +125,7 @@ def frozen_digest(model: Any, moving: Iterable[str]) -> str | None:
 
 
 def raw_bytes(value: Any) -> Iterator[bytes | memoryview]:
-    """Go over the bytes of an entry of a state: of a plain tensor, or of those that a quantised one is made of."""
+    """Yield the bytes of an entry of a state dict: of a plain tensor, or of the parts of a quantised one."""
     if not isinstance(value, Tensor):
         yield repr(value).encode()
     elif hasattr(value, "__tensor_flatten__"):
@@ -139,54 +140,54 @@ def raw_bytes(value: Any) -> Iterator[bytes | memoryview]:
 
 
 def attach(model: Any, peft_config: Any, seed: int) -> Any:
-    """Return a model with a new adapter, drawn from a seed; the model's base is frozen and holds the new layers.
+    """Return a model with a new adapter, drawn from a seed; the model is frozen and holds the new layers.
 
     Args:
-        model: without adapter.
+        model: a model without an adapter.
         peft_config: a `peft.PeftConfig`, such as LoraConfig; not changed.
-        seed: of the adapter's first weights. The global random state is left alone.
+        seed: seed of the adapter's initial weights. The global random state is left unchanged.
 
     Raises:
-        ImportError: PEFT is not installed; the message says how.
-        TypeError: no PeftConfig.
-        ValueError: the model has an adapter.
+        ImportError: PEFT is not installed; the message says how to install it.
+        TypeError: peft_config is not a PeftConfig.
+        ValueError: the model has an adapter already.
     """
     peft = open_peft()
     if not isinstance(peft_config, peft.PeftConfig):
-        raise TypeError(f"peft_config is a {type(peft_config).__name__}: give a peft.PeftConfig, such as LoraConfig().")
+        raise TypeError(f"peft_config is a {type(peft_config).__name__}: pass a peft.PeftConfig, such as LoraConfig().")
     if is_adapted(model):
-        raise ValueError("the model has an adapter, and peft_config asks for another: leave one out.")
+        raise ValueError("the model has an adapter, and peft_config adds another: leave one of them out.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return peft.get_peft_model(model, copy.deepcopy(peft_config))
 
 
 def base_name(folder: Path) -> str:
-    """Return the name of the model that a saved adapter is for.
+    """Return the name of the model that a saved adapter belongs to.
 
     Raises:
-        ValueError: a folder that does not name it, or whose weights are no safetensors.
+        ValueError: the folder does not name it, or its weights are not in safetensors format.
     """
     try:
         named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{str(folder / 'adapter_config.json')!r} cannot be read ({error!r}).") from error
+        raise ValueError(f"{str(folder / 'adapter_config.json')!r} cannot be read ({error!r}): restore it.") from error
     if not named:
-        remedy = "give PeftModel.from_pretrained(BASE, FOLDER, is_trainable=True)"
+        remedy = "pass PeftModel.from_pretrained(BASE, FOLDER, is_trainable=True)"
         raise ValueError(f"the adapter {str(folder)!r} does not name its base (base_model_name_or_path): {remedy}.")
     if not (folder / "adapter_model.safetensors").is_file():
-        remedy = "other formats may hold code and are not loaded. Save it anew with save_pretrained()"
+        remedy = "other formats may hold code and are not loaded. Save it again with save_pretrained()"
         raise ValueError(f"the adapter {str(folder)!r} has no adapter_model.safetensors: {remedy}.")
     return str(named)
 
 
 def base_if_adapter(model: str | os.PathLike) -> str:
-    """Return the name or folder of a model's base, if it is the folder of an adapter, else its own."""
+    """Return the name or folder of a model's base if the model is an adapter's folder, else its own name."""
     return base_name(Path(model)) if (Path(model) / "adapter_config.json").is_file() else str(model)
 
 
 def open_adapter(base: Any, folder: Path) -> Any:
-    """Return a base with the adapter of a folder, to be trained. Raises ImportError without PEFT."""
+    """Load the adapter in a folder onto a base, ready for training. Raises ImportError without PEFT."""
     return open_peft().PeftModel.from_pretrained(base, str(folder), is_trainable=True)
 
 
@@ -196,7 +197,7 @@ def open_peft() -> Any:
 
 
 def open_package(name: str, why: str) -> Any:
-    """Return a package of the extra "adapters". Raises ImportError, which says why it is needed and how it comes."""
+    """Import a package of the extra "adapters". Raises ImportError, which says why and how to install it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -207,9 +208,9 @@ def open_package(name: str, why: str) -> Any:
 
 
 def not_dense(model: Any) -> str | None:
-    """Return None if `dense` can write a model's weights as matrices without adapter, else why not.
+    """Return None if `dense` can write a model's weights as matrices without an adapter, else why it cannot.
 
-    Of quantised bases those of `quantisation.quantise` can: others may round activations, too.
+    Among quantised bases this covers those of `quantisation.quantise`: others may round activations, too.
     """
     if not is_adapted(model):
         return None
@@ -218,13 +219,13 @@ def not_dense(model: Any) -> str | None:
         return more
     for name, p in model.named_parameters():
         if p.dtype != torch.float32 or not (quantised or type(p.data) is Tensor):
-            # in half precision the sum would lose what is small beside W
-            return f"parameter {name!r} is not plain float32, and the adapter would be rounded with it"
+            # in half precision the sum would lose whatever is small next to W
+            return f"parameter {name!r} is not plain float32, so the adapter would be rounded with it"
     return None
 
 
 def _more_than_lora(model: Any, quantised: bool) -> str | None:
-    """Return where an adapter is more than plain LoRA, over layers of `quantisation.quantise` too if quantised."""
+    """Return where an adapter is more than plain LoRA, if it is; quantised: allow layers of `quantisation.quantise`."""
     from peft.tuners.lora import Linear
     from peft.tuners.lora.torchao import TorchaoLoraLinear
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -234,15 +235,15 @@ def _more_than_lora(model: Any, quantised: bool) -> str | None:
     for name, module in base_of(model).named_modules():
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             if type(module) not in known or module.lora_variant or any(module.lora_bias.values()):
-                return f"{name!r} is more than a product of two matrices beside a linear layer"
+                return f"{name!r} is more than a product of two matrices added to a linear layer"
     return None
 
 
 @torch.inference_mode()
 def dense(model: Any) -> dict[str, Tensor]:
-    """Return weights by the names of the model without adapter: W + scaling * B A, float32, where one changes W.
+    """Return weights by their names in the model without adapter; adapted ones as W + scaling * B A, in float32.
 
-    A quantised W is what its codes and scales stand for.
+    A quantised W is dequantised: what its codes and scales stand for.
     """
     layers = {id(m.weight): m for m in _lora_linears(model).values()} if is_adapted(model) else {}
     (active,) = model.active_adapters if layers else (None,)
@@ -260,19 +261,19 @@ def dense(model: Any) -> dict[str, Tensor]:
 
 
 def lora_layers(model: Any) -> dict[str, Any]:
-    """Return the layers that the adapter of a model lies in, by their names in the model without adapter.
+    """Return the layers that a model's adapter adapts, by their names in the model without adapter.
 
-    Raises ValueError for an adapter that is more than a product of two matrices beside plain linear layers.
+    Raises ValueError for an adapter that is more than a product of two matrices added to plain linear layers.
     """
     quantised = getattr(base_of(model), "is_quantized", False) or quantisation_of(model) is not None
     more = "the base is quantised" if quantised else _more_than_lora(model, False)
     if more:
-        raise ValueError(f"{more}, which engine='vllm' does not take so far: use engine='local'.")
+        raise ValueError(f"{more}, which engine='vllm' does not support yet: use engine='local'.")
     return _lora_linears(model)
 
 
 def _lora_linears(model: Any) -> dict[str, Any]:
-    """Return the linear layers that the active adapter lies in, by their names in the model without adapter."""
+    """Return the linear layers that the active adapter adapts, by their names in the model without adapter."""
     from peft.tuners.lora import Linear
 
     (active,) = model.active_adapters

@@ -1,10 +1,11 @@
-"""Checkpoints of an ES run and the best of its weights: what `ESTrainer` keeps besides the ledger, and how it resumes.
+"""Checkpoints of an ES run and its best weights: what `ESTrainer` saves besides the ledger, and how it resumes.
 
-A checkpoint is a folder `checkpoint-<step>` that transformers loads as a model (PEFT, where an adapter moves). Beside
-the model lie the whole state of the weights (`<precision>.safetensors`), `best.safetensors` with
-load_best_model_at_end, transformers' own `trainer_state.json`, and `es_state.json` with what else the run goes on with:
-budget, counts, digests, and the hash of the ledger's line that the checkpoint belongs to. It also holds the SHA-256 of
-itself and of `trainer_state.json`: a flipped bit would go on as another budget or another log.
+A checkpoint is a folder `checkpoint-<step>` that transformers (PEFT, if an adapter moves) loads as a model. Next to the
+model it holds the whole state of the weights (`<precision>.safetensors`), `best.safetensors` with
+load_best_model_at_end, transformers' own `trainer_state.json`, and `es_state.json` with whatever else the run needs to
+resume: budget, counts, digests, and the hash of the ledger's line that the checkpoint belongs to. `es_state.json` also
+contains the SHA-256 of itself and of `trainer_state.json`: a flipped bit in either would otherwise silently change the
+budget or the log.
 """
 
 import errno
@@ -32,7 +33,7 @@ from evoalign_lib.precision import Weights
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 1.0  # seconds that a run waits for another one to leave its folder
+_PATIENCE = 1.0  # seconds to wait for another run to release the folder
 Best = tuple[str, Mapping[str, Tensor]]
 """digest and weights of the best evaluation"""
 _STATE, _TRAINER_STATE, _BEST = "es_state.json", "trainer_state.json", "best.safetensors"
@@ -46,18 +47,18 @@ def write(
     spent: Mapping[str, Any],
     save_model: Callable[[Path], None],
 ) -> None:
-    """Write a checkpoint under another name and rename it, so that a kill never leaves half of one.
+    """Write a checkpoint under another name and rename it, so that a kill never leaves an incomplete one.
 
     Args:
-        folder: its name; one of the same name is replaced.
-        state: of the trainer and its callbacks.
-        weights: of the run.
-        best: those of the best evaluation, where they are kept.
-        spent: budget, counts, line (hash of the ledger's line of the last step), and for readers settings.
+        folder: the checkpoint's folder; an existing one is replaced.
+        state: state of the trainer and its callbacks.
+        weights: weights of the run.
+        best: weights of the best evaluation, if they are kept.
+        spent: budget, counts, line (hash of the ledger's line of the last step) and, for readers, settings.
         save_model: writes the model and its tokenizer into a folder.
 
     Raises:
-        OSError: it cannot be written (a full disk). Nothing of it is left; every step is in the ledger.
+        OSError: it cannot be written (a full disk). Nothing of it remains; every step is in the ledger.
     """
     message = "the checkpoint could not be written ({}); every step is in the ledger. Make room, then call train()"
     with _whole(folder, message, weights, save_model) as partial:
@@ -73,15 +74,15 @@ def write(
 
 @contextmanager
 def _whole(folder: Path, message: str, weights: Weights, save_model: Callable[[Path], None]) -> Iterator[Path]:
-    """Write model and weights into a folder of another name, to which the block may add, and rename it.
+    """Write model and weights into a temporary folder, to which the block may add, and rename it when complete.
 
-    Of one that fails nothing is left.
+    If writing fails nothing remains.
 
-    Raises OSError with the message, which gets the reason, where it cannot be written. Its errors come in many kinds:
-    safetensors and tokenizers have their own, which hold that of the system as text.
+    Raises OSError with the message, completed by the reason, if it cannot be written. The causes come as various
+    errors: safetensors and tokenizers raise their own, which contain the system's error as text.
     """
     partial = folder.with_name(f"partial-{folder.name.removeprefix('checkpoint-')}")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed run
     try:
         save_model(partial)
         safetensors.torch.save_file(weights.tensors(), partial / f"{weights.precision}.safetensors")
@@ -102,32 +103,32 @@ def _sha256(data: bytes) -> str:
 
 
 def _state_of(folder: Path) -> dict[str, Any]:
-    """Return what `es_state.json` holds; raise ValueError unless both states are those that were written."""
+    """Return the contents of `es_state.json`; raise ValueError unless both states are as they were written."""
     saved = json.loads((folder / _STATE).read_text())
-    sha256 = saved.pop("sha256", None)  # older checkpoints name none
+    sha256 = saved.pop("sha256", None)  # older checkpoints have none
     if sha256 not in (None, _sha256(json.dumps(saved).encode())):
-        raise ValueError(f"{_STATE} does not have the SHA-256 that it names")
+        raise ValueError(f"{_STATE} does not match the SHA-256 that it contains")
     if saved.pop("trainer_state", None) not in (None, _sha256((folder / _TRAINER_STATE).read_bytes())):
-        raise ValueError(f"{_TRAINER_STATE} does not have the SHA-256 that {_STATE} names")
+        raise ValueError(f"{_TRAINER_STATE} does not match the SHA-256 that {_STATE} has")
     return saved
 
 
 def write_start(output_dir: Path, weights: Weights, save_model: Callable[[Path], None]) -> None:
-    """Write the adapter that a run begins with, as PEFT loads it and as `read_start` does, whole or not at all.
+    """Write a run's initial adapter, completely or not at all, in the formats that PEFT and `read_start` load.
 
     Raises:
         OSError: it cannot be written (a full disk).
     """
     message = "the adapter that the run begins with could not be written ({}). Make room, then call train()"
     with _whole(output_dir / ledger.START, message, weights, save_model) as partial:
-        for path in filter(Path.is_file, partial.iterdir()):  # the ledger's next line, which is synced, rests on it
+        for path in filter(Path.is_file, partial.iterdir()):  # the ledger's next line, which is synced, relies on it
             with open(path, "r+b") as file:
                 os.fsync(file.fileno())
     sync_folder(output_dir)
 
 
 def read_start(run: ledger.Ledger, weights: Weights) -> None:
-    """Let a run begin with the adapter that it began with, whatever the model has now; the ledger knows its digest.
+    """Load the adapter that a run began with, whatever the model holds now; the ledger has its digest.
 
     Raises:
         ValueError: the folder is missing or damaged; the message says what to do.
@@ -138,12 +139,12 @@ def read_start(run: ledger.Ledger, weights: Weights) -> None:
             tensors = safetensors.torch.load_file(path)
         weights.begin(tensors)
     except (OSError, KeyError, RuntimeError, SafetensorError) as error:
-        what = f"{str(path)!r}, the adapter of the start, cannot be read ({error})"
-        raise ValueError(f"{what}: restore it from a copy, and give an adapter of the same configuration.") from error
+        what = f"{str(path)!r}, the adapter that the run began with, cannot be read ({error})"
+        raise ValueError(f"{what}: restore it from a copy, and pass an adapter of the same configuration.") from error
 
 
 def rotate(newest: Path, limit: int | None) -> None:
-    """Keep the newest checkpoint, whatever its number, and the limit - 1 before it; None: all."""
+    """Delete old checkpoints: keep the newest, whatever its number, and the limit - 1 before it; None: keep all."""
     if not limit:
         return
     steps = {p: p.name.removeprefix("checkpoint-") for p in newest.parent.glob("checkpoint-*") if p != newest}
@@ -155,54 +156,55 @@ def rotate(newest: Path, limit: int | None) -> None:
 def read(
     folder: Path, run: ledger.Ledger, weights: Weights, needs_best: bool
 ) -> tuple[TrainerState, Best | None, dict[str, Any]]:
-    """Read a checkpoint of a run and take over its weights.
+    """Read a checkpoint of a run and load its weights.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         run: the ledger that it must belong to.
-        weights: get those of the checkpoint.
+        weights: where to load the weights.
         needs_best: whether the run keeps the weights of its best evaluation.
 
     Returns:
-        The state of the trainer and its callbacks, the best weights where they are kept, and what `write` calls spent.
+        The state of the trainer and its callbacks, the best weights if they are kept, and the argument `spent` of
+        `write`.
 
     Raises:
-        ValueError: a checkpoint that is damaged, of another run, or without the best weights; the message says what to
-            remove.
+        ValueError: a checkpoint that is damaged, belongs to another run or lacks the best weights; the message says
+            what to remove.
     """
-    remedy = f"remove {str(folder)!r} to resume from what was saved before it (at the latest from the ledger)."
+    remedy = f"remove {str(folder)!r} to resume from an earlier checkpoint, or else from the ledger."
     try:
         saved = _state_of(folder)
         state = TrainerState.load_from_json(str(folder / _TRAINER_STATE))
-        with interrupts_wait():  # safetensors makes another error of Ctrl-C, by which the file would seem damaged
+        with interrupts_wait():  # safetensors turns Ctrl-C into another error, as if the file were damaged
             tensors = safetensors.torch.load_file(folder / f"{weights.precision}.safetensors")
             best = safetensors.torch.load_file(folder / _BEST) if "best" in saved else None
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise ValueError(f"{str(folder)!r} is damaged ({error}): {remedy}") from error
     if not (state.global_step < len(run.tips) and saved.get("line") == run.tips[state.global_step]):
-        raise ValueError(f"{str(folder)!r} is not of the run that {run.path} records: {remedy}")
+        raise ValueError(f"{str(folder)!r} does not belong to the run in {run.path}: {remedy}")
     if needs_best and best is None and state.best_global_step is not None:
         raise ValueError(f"{str(folder)!r} has no best weights (load_best_model_at_end was not set): {remedy}")
     for expected, found in ((saved.get("best"), best), (saved["weights"], tensors)):
         if found is not None:
             weights.load(found)
             if weights.digest() != expected:
-                raise ValueError(f"the weights of {str(folder)!r} are not those that were saved: {remedy}")
+                raise ValueError(f"the weights of {str(folder)!r} differ from those that were saved: {remedy}")
     return state, (saved["best"], best) if needs_best and best is not None else None, saved
 
 
-# ---- one run a folder
+# ---- one run per folder
 
 
 @contextmanager
 def folder_lock(output_dir: str | os.PathLike[str]) -> Iterator[None]:
-    """Make an output_dir and hold its lock: one run trains in it at a time, over all processes and threads.
+    """Create an output_dir if necessary and lock it, so that only one run at a time trains in it.
 
-    It is the lock of a file beside the ledger, `.ledger.jsonl.lock`, which stays there. That of a process that was
-    killed is free again; forked workers do not hold it.
+    This covers all processes and threads. The lock is held on a file next to the ledger, `.ledger.jsonl.lock`, which is
+    never deleted. The lock of a killed process is released; forked workers do not hold it.
 
     Raises:
-        LedgerError: another run trains there.
+        LedgerError: another run is training there.
         OSError: nothing can be written there.
     """
     folder, held = Path(output_dir), ExitStack()
@@ -215,11 +217,11 @@ def folder_lock(output_dir: str | os.PathLike[str]) -> Iterator[None]:
             raise ledger.LedgerError(f"{what}: use another output_dir, or end that run first.") from error
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-                message = f"nothing can be written to this output_dir ({error.strerror}): name another one"
+                message = f"nothing can be written to this output_dir ({error.strerror}): use another one"
                 raise OSError(error.errno, message, str(folder)) from error
-            logger.warning("%s: this file system has no locks. Let no other run use the folder.", folder)
+            logger.warning("%s: this file system has no locks. Make sure that no other run uses the folder.", folder)
         yield
-    finally:  # an interrupt may come as soon as the lock is held
+    finally:  # an interrupt may arrive as soon as the lock is held
         with interrupts_wait():
             held.close()
 
@@ -230,16 +232,16 @@ def folder_lock(output_dir: str | os.PathLike[str]) -> Iterator[None]:
 def find_run(
     resume_from: bool | str | os.PathLike[str], output_dir: str | os.PathLike[str]
 ) -> tuple[ledger.Ledger | None, Path | None]:
-    """Open the ledger of the run to go on with, in output_dir, and find the checkpoint to start from.
+    """Open the ledger of the run to resume, in output_dir, and find the checkpoint to start from.
 
     Args:
-        resume_from: True: the run in output_dir, from its newest checkpoint; or a checkpoint's folder, perhaps of
-            another place, from where the ledger is copied.
-        output_dir: of the run that goes on.
+        resume_from: True: the run in output_dir, from its newest checkpoint; or a checkpoint's folder, possibly
+            elsewhere, in which case the ledger next to it is copied.
+        output_dir: output folder of the resumed run.
 
     Returns:
         The ledger; None if the run was killed before its first step was recorded. And the checkpoint's folder; None if
-        the run goes on from its starting model.
+        the run resumes from its starting model.
 
     Raises:
         ValueError: nothing to resume from, or an output_dir with the ledger of another run.
@@ -256,13 +258,13 @@ def find_run(
     source = path if folder is None else folder.parent / ledger.NAME
     if not ledger.recorded(source):
         if folder is not None:
-            raise ValueError(f"{str(folder)!r} has no ledger beside it: copy {ledger.NAME} of its run there.")
+            raise ValueError(f"{str(folder)!r} has no ledger next to it: copy {ledger.NAME} of its run there.")
         if source.exists():
             ledger.refuse_existing(source)
-            logger.warning("%s: the run was killed before its first step was recorded, and starts anew.", source)
+            logger.warning("%s: the run was killed before its first step was recorded, so it starts anew.", source)
             return None, None
         raise ValueError(f"nothing to resume from in {str(output_dir)!r}: call train() to start anew.")
-    if source.resolve() != path.resolve():  # the run goes on in another folder
+    if source.resolve() != path.resolve():  # the run continues in another folder
         ledger.refuse_existing(path)
         if (start := source.parent / ledger.START).is_dir():
             shutil.copytree(start, output_dir / ledger.START, dirs_exist_ok=True)
@@ -274,9 +276,9 @@ def find_run(
 
 
 def check_settings(run: ledger.Ledger, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a trainer's settings are those of the run that is to go on."""
+    """Raise ValueError unless a trainer's settings are those of the run to be resumed."""
     recorded, settings = run.settings, with_defaults(settings)
-    # another CPU may keep full batches (drop_rows), with the same bits
+    # drop_rows may differ: another CPU may keep full batches, with the same bits
     for name in recorded | settings:
         one, other = recorded.get(name), settings.get(name)
         if name != "drop_rows" and one != other:
@@ -288,10 +290,10 @@ def check_settings(run: ledger.Ledger, settings: Mapping[str, Any]) -> None:
 
 
 def delete_run(output_dir: str | os.PathLike[str]) -> None:
-    """Delete the run in a folder: its ledger, checkpoints, completions, and what an adapter's run began with.
+    """Delete the run in a folder: its ledger, checkpoints, completions and, with an adapter, what it began with.
 
     Raises:
-        LedgerError: a file has the ledger's name and is none.
+        LedgerError: a file has the ledger's name but is not a ledger.
     """
     folder = Path(output_dir)
     path = folder / ledger.NAME
@@ -299,9 +301,9 @@ def delete_run(output_dir: str | os.PathLike[str]) -> None:
         ledger.refuse_existing(path)
         return
     steps = path.read_bytes().count(b"\n") - 1
-    logger.warning("overwrite_output_dir: the run in %s, of some %d steps, is deleted.", folder, steps)
+    logger.warning("overwrite_output_dir: the run in %s, of about %d steps, is deleted.", folder, steps)
     others = [folder / ledger.START, folder / "completions"]
     for place in (*folder.glob("checkpoint-*"), *folder.glob("partial-*"), *others):
         if place.is_dir():
             shutil.rmtree(place)
-    path.unlink()  # last: what a kill leaves is a run, to be deleted again
+    path.unlink()  # last, so that what a kill leaves is still a run and can be deleted

@@ -1,4 +1,4 @@
-"""Ctrl-C that waits until what must not be cut in two is done."""
+"""Delay Ctrl-C until a block that must not be interrupted has ended."""
 
 import signal
 import threading
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Hold SIGINT (Ctrl-C, Jupyter's interrupt) back until the block has ended; then its usual handler gets it.
+    """Hold SIGINT (Ctrl-C, Jupyter's interrupt) back until the block has ended, then pass it to its usual handler.
 
-    Blocks may be nested: an interrupt waits for the outermost. Python runs handlers of signals in the main thread only,
-    so that in any other thread nothing interrupts the block and nothing is done. SIGKILL cannot be held back, nor can
-    exceptions that a debugger or `PyThreadState_SetAsyncExc` raises.
+    Blocks may be nested: an interrupt waits for the outermost one. Python runs signal handlers only in the main thread,
+    so in any other thread nothing can interrupt the block and this does nothing. SIGKILL cannot be held back, nor can
+    exceptions raised by a debugger or `PyThreadState_SetAsyncExc`.
     """
     handler = signal.getsignal(signal.SIGINT)
-    # a handler that C code has installed is None here and could not be put back
+    # a handler installed by C code shows as None here and could not be restored
     if threading.current_thread() is not threading.main_thread() or handler is None:
         yield
         return

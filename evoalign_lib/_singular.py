@@ -1,14 +1,15 @@
-"""The singular values of an adapter and their search by CMA-ES: what `evoalign_lib.essa` and a ledger's replay share.
+"""The singular values of an adapter and their search by CMA-ES, shared by `evoalign_lib.essa` and ledger replays.
 
-`decompose` makes of an adapter a list of directions: adding delta_i to the i-th singular value adds delta_i u_i w_i^T
-to one of the adapter's tensors. `SingularWeights` are the weights of a run, those at the mean of a search distribution
-over delta, which CMA-ES (`cma`) moves; its normals come from the noise law.
+`decompose` turns an adapter into a list of directions: adding delta_i to the i-th singular value adds delta_i u_i w_i^T
+to one of the adapter's tensors. `SingularWeights` holds the weights of a run, those at the mean of a search
+distribution over delta. CMA-ES (`cma`) moves this distribution, with normals from the noise law.
 
-What CMA-ES does next is a function of the rewards so far: its state is never stored but computed again, from a ledger
-or for a checkpoint, which takes no evaluation. Tensors are written with sums in one order, elementwise, so they depend
-on delta alone; decompositions of matrices are LAPACK's, with one thread, and their bits are those of one machine
-(`machine`). Signs of eigenvectors are fixed, so that another LAPACK draws nearly the same candidates and not others:
-there a replay checks the search's sigma and distance at every step, within `TOLERANCE`, and no digests.
+The next move of CMA-ES is a function of the rewards so far: its state is never stored but recomputed, from a ledger or
+for a checkpoint, which takes no evaluation. Tensors are computed elementwise, with sums in a fixed order, so they
+depend on delta alone. Decompositions of matrices come from LAPACK, with one thread, and their bits are those of one
+machine (`machine`). The signs of eigenvectors are fixed, so that with another LAPACK the candidates are nearly the same
+rather than different ones: on another machine a replay checks the search's sigma and distance at every step, within
+`TOLERANCE`, and no digests.
 """
 
 import math
@@ -38,19 +39,19 @@ SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "leading_share": (positive, 1),
     "decomposition": (choose, DECOMPOSITIONS),
 }
-"""settings that decide how rewards become weights in a search -> what checks them, a function of name, value and
-further arguments; `evoalign_lib.essa.ESSAConfig` says what they are"""
+"""settings that determine how rewards become weights in a search -> the function that checks each (of name, value and
+the arguments that follow); `evoalign_lib.essa.ESSAConfig` says what they mean"""
 TOLERANCE = 1e-6
-"""relative difference of sigma and distance that a replay on another machine may have at any step"""
+"""largest relative difference in sigma and distance that a replay on another machine may show at any step"""
 SIGMA, DISTANCE = "search/sigma", "search/distance"
 """metrics of each step: the step size before it, and the length of the mean of delta"""
-_NORMALS = noise.parameter_id("the singular values of an adapter")  # of the noise law; no parameter has this name
+_NORMALS = noise.parameter_id("the singular values of an adapter")  # an id of the noise law; no parameter has this name
 SEARCH = "cma-es"
-"""the setting `search` of such a run"""
+"""value of the setting `search` in such a run"""
 
 
 def leading(rank: int, share: float) -> int:
-    """Return how many of a matrix's singular values are searched: floor(rank * share), but for errors of rounding.
+    """Return how many of a matrix's singular values are searched: floor(rank * share), up to rounding errors.
 
     >>> leading(8, 0.1), leading(100, 0.29), leading(3, 1 / 3)
     (0, 29, 1)
@@ -62,12 +63,12 @@ def leading(rank: int, share: float) -> int:
 
 
 class Part(NamedTuple):
-    """Directions in which one tensor of an adapter moves."""
+    """The directions in which one tensor of an adapter moves."""
 
     name: str
-    """of the tensor"""
+    """name of the tensor"""
     first: int
-    """coordinate of the first direction"""
+    """coordinate of its first direction"""
     u: np.ndarray
     """float64 (k, rows)"""
     w: np.ndarray
@@ -75,59 +76,59 @@ class Part(NamedTuple):
 
 
 class Decomposition(NamedTuple):
-    """An adapter's singular values and the directions that belong to them."""
+    """The singular values of an adapter, with their directions."""
 
     parts: list[Part]
     values: np.ndarray
-    """float64 (dimension,): singular values at the start, matrix by matrix, the largest of each first"""
+    """float64 (dimension,): singular values at the start, matrix by matrix, from the largest down in each"""
     undetermined: str | None
-    """why some directions are arbitrary; None: none is"""
+    """why some directions are arbitrary; None: none are"""
 
 
 def pairs(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the names of the matrices A and B of each adapted matrix.
+    """Return the names of A and B for each adapted matrix.
 
     Args:
-        names: of all that moves.
+        names: names of all parameters that move.
 
     Raises:
-        ValueError: something else moves than the A and B of LoRA layers.
+        ValueError: something other than the A and B of LoRA layers moves.
     """
     found = [(name, name.replace(".lora_A.", ".lora_B.")) for name in names if ".lora_A." in name]
     others = [name for name in names if name not in {each for pair in found for each in pair}]
     if others or not found:
-        remedy = "give a LoraConfig of plain layers, without bias, DoRA and modules_to_save"
-        raise ValueError(f"{(others or list(names))[0]!r} is to be trained, which is no A or B of LoRA: {remedy}.")
+        remedy = "use a LoraConfig of plain layers, without bias, DoRA or modules_to_save"
+        raise ValueError(f"{(others or list(names))[0]!r} is to be trained but is not A or B of LoRA: {remedy}.")
     return found
 
 
 def decompose(tensors: Mapping[str, np.ndarray], leading_share: float, decomposition: str) -> Decomposition:
-    """Return the directions in which the leading singular values of an adapter change it.
+    """Return the directions along which an adapter changes with its leading singular values.
 
-    "separate" (ESSA version 3, arXiv 2507.04453v3): A = U_A S_A V_A^T and B = U_B S_B V_B^T, each by itself, so that
-    delta gives U (S + diag(delta)) V^T = A + sum_i delta_i u_i v_i^T. "product" (version 1): B A = U S V^T, and
+    "separate" (ESSA version 3, arXiv 2507.04453v3): A = U_A S_A V_A^T and B = U_B S_B V_B^T are decomposed separately,
+    so that delta gives U (S + diag(delta)) V^T = A + sum_i delta_i u_i v_i^T. "product" (version 1): B A = U S V^T, and
     u_i v_i^T = (u_i u_i^T B / s_i) A moves B by delta_i u_i w_i^T with w_i = B^T u_i / s_i while A stays.
 
     Args:
-        tensors: name -> float32 matrix, A of (rank, inputs) and B of (outputs, rank) for each adapted matrix.
-        leading_share: of each one's singular values.
+        tensors: name -> float32 matrix: A (rank, inputs) and B (outputs, rank) of each adapted matrix.
+        leading_share: share of each matrix's singular values.
         decomposition: "separate" or "product".
 
     Returns:
-        Directions of unit length with "separate", parts in the order of `pairs`, A before B; the dimension is the
+        The parts in the order of `pairs`, A before B; with "separate" directions have unit length. The dimension is the
         number of adapted matrices * floor(rank * leading_share), with "separate" twice that.
 
     Raises:
-        ValueError: what moves is no LoRA, no matrix, or has no singular value in that share.
+        ValueError: what moves is not LoRA, not a matrix, or has no singular value in that share.
     """
     parts, values, undetermined, first = [], [], None, 0
     for name_a, name_b in pairs(list(tensors)):
         a, b = tensors[name_a], tensors[name_b]
         if a.ndim != 2 or b.ndim != 2:
-            raise ValueError(f"{name_a!r} has the shape {a.shape}: only adapters of linear layers are searched.")
+            raise ValueError(f"{name_a!r} has the shape {a.shape}: use an adapter of linear layers only.")
         rank = len(a)
         if not (k := leading(rank, leading_share)):
-            what = f"leading_share={leading_share} of the {rank} singular values of {name_a!r} is none, rounded down"
+            what = f"leading_share={leading_share} of the {rank} singular values of {name_a!r} rounds down to none"
             raise ValueError(f"{what}: use at least {math.ceil(1000 / rank) / 1000:g}, or a higher rank.")
         found = [(name_a, *_svd(a)), (name_b, *_svd(b))] if decomposition == "separate" else [(name_b, *_of_b(a, b))]
         for name, u, s, w in found:
@@ -140,7 +141,7 @@ def decompose(tensors: Mapping[str, np.ndarray], leading_share: float, decomposi
     return Decomposition(parts, np.concatenate(values), undetermined)
 
 
-@one_thread()  # with several LAPACK gives other bits
+@one_thread()  # with several threads LAPACK gives other bits
 def _svd(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return u (k, rows), singular values (k,) and w (k, columns) of a matrix, float64."""
     u, s, w = torch.linalg.svd(torch.from_numpy(matrix.astype(np.float64)), full_matrices=False)
@@ -149,18 +150,18 @@ def _svd(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @one_thread()
 def _of_b(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the singular values of B A, and u and w by which B moves when they change; as of `_svd`."""
+    """Return the singular values of B A, and the u and w that move B when they change; formats as in `_svd`."""
     a, b = (torch.from_numpy(matrix.astype(np.float64)) for matrix in (a, b))
-    q, r = torch.linalg.qr(b)  # a product of thin matrices: its singular values are those of a small one
+    q, r = torch.linalg.qr(b)  # B A has the singular values of a small matrix, its factors being thin
     u, s, _ = torch.linalg.svd(r @ torch.linalg.qr(a.T)[1].T, full_matrices=False)
     u = (q @ u).T
-    w = u @ b / torch.where(s > 0, s, 1.0)[:, None]  # of a zero, which `decompose` reports
+    w = u @ b / torch.where(s > 0, s, 1.0)[:, None]  # zeros are reported by `decompose`
     return np.ascontiguousarray(u.numpy()), s.numpy(), np.ascontiguousarray(w.numpy())
 
 
 @one_thread()
 def _eigh(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return eigenvalues and eigenvectors, of which each one's largest component is positive."""
+    """Return eigenvalues and eigenvectors; the largest component of each eigenvector is made positive."""
     values, vectors = (found.numpy() for found in torch.linalg.eigh(torch.from_numpy(matrix)))
     largest = vectors[np.abs(vectors).argmax(0), np.arange(len(matrix))]
     return values, vectors * np.where(largest < 0, -1.0, 1.0)
@@ -168,9 +169,9 @@ def _eigh(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def machine() -> str:
-    """Return what the bits of decompositions depend on: processor and versions of the libraries.
+    """Return what the bits of decompositions depend on: the processor and the versions of the libraries.
 
-    (And the threads of NumPy's BLAS, OMP_NUM_THREADS, in searches of some hundred dimensions.)
+    (In searches of some hundred dimensions they also depend on the threads of NumPy's BLAS, OMP_NUM_THREADS.)
     """
     cpu, path = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
     if path.is_file():
@@ -180,7 +181,7 @@ def machine() -> str:
 
 
 def _cma() -> Any:
-    return open_package("cma", "ESSA searches by CMA-ES of the package cma")
+    return open_package("cma", "ESSA searches by CMA-ES, from the package cma")
 
 
 # ---- the search
@@ -189,63 +190,64 @@ def _cma() -> Any:
 class SingularWeights(MasterWeights):
     """The weights of a search: the adapter at the mean of a distribution over delta; members are its candidates.
 
-    CMA-ES moves the distribution, by ask and tell, from 0; it maximises, and knows rewards by their ranks alone. Step
-    sizes are adapted by cumulative path length (CSA) in any dimension; cma would take another rule (TPA) from 300 on,
-    whose first two candidates are no draws. Candidates are not mirrored.
+    CMA-ES moves the distribution, starting from 0, by ask and tell; it maximises and uses only the ranks of rewards.
+    Step sizes are adapted by cumulative path length (CSA) in any dimension; from 300 dimensions on cma would use
+    another rule (TPA), whose first two candidates are not draws. Candidates are not mirrored.
 
     Args:
-        model: with the adapter.
-        layout: of what moves.
-        run_key: of the noise.
-        settings: of the run, those of `SETTINGS` among them.
+        model: the model with the adapter.
+        layout: layout of the parameters that move.
+        run_key: run key of the noise.
+        settings: settings of the run, including those of `SETTINGS`.
 
     Raises:
-        ValueError: an adapter that is none of plain LoRA layers, or a leading_share that leaves no singular value.
+        ValueError: an adapter that does not consist of plain LoRA layers, or a leading_share that leaves no singular
+            value.
         ImportError: cma is not installed.
     """
 
     def __init__(self, model: Any, layout: noise.Layout, run_key: int, settings: Mapping[str, Any]):
         self.run_key, self.settings = run_key, settings
         super().__init__(model, layout, "gaussian", rank=0)
-        # keys and candidates of a step lie in memory that processes forked later see
+        # in shared memory, so that processes forked later see a step's keys and candidates
         n, size = settings["population_size"], self.dimension
         self._keys = np.frombuffer(mmap.mmap(-1, 8 * n), np.uint64)
         self._candidates = np.frombuffer(mmap.mmap(-1, 8 * n * size), np.float64).reshape(n, size)
 
     def anchor(self):
-        """Begin the search at the weights as they are."""
+        """Start the search at the current weights."""
         self.start = self.flat.copy()
         self.start.flags.writeable = False
         views = self.layout.views(self.start)
         self.decomposition = decompose(views, self.settings["leading_share"], self.settings["decomposition"])
         cma = _cma()
         options = {"popsize": self.settings["population_size"], "seed": np.nan, "CMA_eigenmethod": _eigh}
-        options["randn"] = lambda *shape: self._normals.reshape(shape).copy()  # cma may change them
+        options["randn"] = lambda *shape: self._normals.reshape(shape).copy()  # a copy, as cma may change it
         options |= {"AdaptSigma": cma.sigma_adaptation.CMAAdaptSigmaCSA, "CMA_mirrors": 0}
         options |= {"verbose": -10, "verb_log": 0, "verb_disp": 0}
         self.es = cma.CMAEvolutionStrategy(np.zeros(self.dimension), self.settings["sigma"], options)
-        """the search itself: `mean` of the distribution of delta, and `sigma`, the overall step size"""
-        self._step: int | None = None  # that was asked for and not told
+        """the search itself: `mean`, that of the distribution of delta, and `sigma`, the overall step size"""
+        self._step: int | None = None  # the step asked for and not yet told
 
     @property
     def dimension(self) -> int:
-        """Of delta: the singular values that are searched."""
+        """Dimension of delta: the number of singular values that are searched."""
         return len(self.decomposition.values)
 
     def check(self) -> None:
-        """Raise ValueError where directions of the adapter are arbitrary: what a search found in them would be, too."""
+        """Raise ValueError if directions of the adapter are arbitrary: whatever a search found would be, too."""
         if why := self.decomposition.undetermined:
-            remedy = "warm-start the adapter (sft_dataset), give a trained one, or set init_lora_weights=False"
-            raise ValueError(f"{why}, so that its singular vectors are arbitrary: {remedy}.")
+            remedy = "warm-start the adapter (sft_dataset), pass a trained one, or set init_lora_weights=False"
+            raise ValueError(f"{why}, so its singular vectors are arbitrary: {remedy}.")
 
     def ask(self, step: int) -> list[Member]:
-        """Return the members of a step, whose candidates `member` gives then. Errors as for `check`."""
+        """Return the members of a step and draw their candidates, for `member`. Raises the errors of `check`."""
         self.check()
         members = population(self.run_key, step, self.settings["population_size"])
-        if self._step != step:  # else an evaluation was interrupted: the same candidates
+        if self._step != step:  # if equal, an evaluation was interrupted: keep its candidates
             self._keys[:] = [member.key for member in members]
             normals = [noise.normals(member.key, _NORMALS, (self.dimension,)) for member in members]
-            with interrupts_wait():  # it may decompose the covariance first
+            with interrupts_wait():  # ask() may first decompose the covariance
                 self._normals = np.stack(normals).astype(np.float64)
                 self._asked = self.es.ask()
                 del self._normals
@@ -254,11 +256,11 @@ class SingularWeights(MasterWeights):
         return members
 
     def tell(self, fitness: np.ndarray) -> bool:
-        """Move the search by the rewards, (members,), of the members asked for last, and the weights to its mean.
+        """Move the search by the rewards, (members,), of the members last asked for, and the weights to its mean.
 
-        cma orders candidates by their values, ties as its sort leaves them, and lets the first ones weigh most: of a
-        tied population it would move mean, covariance and sigma by the order of the members alone. Here such a
-        population is not told, and nothing moves; among others ties are ordered by member index.
+        cma orders candidates by their values, breaks ties as its sort does, and gives the first ones the most weight: a
+        tied population would move mean, covariance and sigma by the mere order of its members. Such a population is
+        therefore not told, and nothing moves; in others ties are broken by member index.
 
         Returns:
             Whether anything moved: a tied population moves nothing.
@@ -283,17 +285,17 @@ class SingularWeights(MasterWeights):
         yield self.working
 
     def update(self, keys, coefficients):
-        raise TypeError("a search moves by tell(), with the rewards of a step.")
+        raise TypeError("the weights of a search have no update(): call tell() with the rewards of a step.")
 
     def metrics(self):
         return {SIGMA: float(self.es.sigma), DISTANCE: float(np.sqrt(np.square(self.es.mean).sum()))}
 
     def _write(self, flat: np.ndarray, delta: np.ndarray) -> None:
-        """Write the adapter whose leading singular values have changed by delta; zeros give the bits of the start."""
+        """Write the adapter at delta, a change of its leading singular values; zeros give the bits of the start."""
         flat[:] = self.start
         starts, views = self.layout.views(self.start), self.layout.views(flat)
         for part in self.decomposition.parts:
             total = starts[part.name].astype(np.float64)
             for i, (u, w) in enumerate(zip(part.u, part.w, strict=True), part.first):
-                total += np.multiply.outer(delta[i] * u, w)  # elementwise: no thread or batch changes a sum
+                total += np.multiply.outer(delta[i] * u, w)  # elementwise: sums do not depend on threads or batches
             views[part.name][...] = total

@@ -1,22 +1,22 @@
-"""Bytes of memory, by component, of a step of each method at its peak: a formula of a model's shape.
+"""Peak memory of one step of each method, in bytes by component, computed from a model's shape.
 
-A peak is the larger of a method's phases: generating and, for gradients, going backward or moving the weights. Counted
-are tensors and arrays that a method keeps, and what a pass over the model has beside them. Notebook 06 holds it against
-real steps on a CPU, where transformers generates; with `gpus` it counts what differs there:
+The peak is the larger of a method's phases: generating and, with gradients, the backward pass or the update. It counts
+the tensors and arrays that a method keeps, and what a pass over the model needs besides. Notebook 06 compares it with
+real steps on a CPU, where transformers generates; with `gpus` it accounts for three differences on GPUs:
 
-1. vLLM generates. Its cache has a row of full length for each completion and stays, its temporaries are not counted,
-   and a method of gradients has a copy of the weights for it in the model's dtype (TRL's "colocate").
-2. TRL's log-probabilities come from one tile of logits, in which Triton's kernel works in place; on a CPU PyTorch makes
-   seven more of the size of the vocabulary.
-3. AdamW moves all tensors at once, with a copy of the gradients, where a CPU takes one after the other.
+1. vLLM generates. Its cache has a row of full length for each completion and stays allocated, its temporaries are not
+   counted, and a gradient method holds a copy of the weights for it in the model's dtype (TRL's "colocate").
+2. TRL's log-probabilities come from one tile of logits, on which Triton's kernel works in place; on a CPU PyTorch
+   allocates seven more, as wide as the vocabulary.
+3. AdamW updates all tensors at once, with a copy of the gradients; on a CPU it updates them one after the other.
 
-What autograd keeps for a token and a layer of a Qwen2 (h: hidden size, q: heads times their size, k: the same for keys,
-i: intermediate size; k is q where there are several key heads, which transformers repeats for all heads, and the size
-of one where there is one): in float32 6 h + 2 q + 2 k + 4 i numbers. In bfloat16 the norms compute in float32 and keep
-their inputs so: 16 h + 2 (2 q + 2 k + 4 i) bytes. With a LoRA adapter of rank r over a frozen base in bfloat16 a
-linear layer keeps no input but that of its factors, which PEFT casts to float32 for each of q, k, v and o: 20 h + 8 q +
-4 k + 6 i + 16 r bytes.
-Gradients are there when a backward pass begins, as with several micro-batches a step.
+What autograd keeps per token and layer of a Qwen2 (h: hidden size; q: number of heads times head size; k: the
+same for keys; i: intermediate size; k equals q if there are several key heads, which transformers repeats for all
+heads, and the head size if there is one): in float32 6 h + 2 q + 2 k + 4 i numbers. In bfloat16 the norms compute in
+float32 and keep their inputs in it: 16 h + 2 (2 q + 2 k + 4 i) bytes. With a LoRA adapter of rank r over a frozen
+bfloat16 base, a linear layer keeps only the input of its factors, which PEFT casts to float32 for each of q, k, v and
+o: 20 h + 8 q + 4 k + 6 i + 16 r bytes.
+Gradients are already allocated when a backward pass begins, as with several micro-batches per step.
 """
 
 from collections.abc import Mapping
@@ -28,52 +28,52 @@ from evoalign_lib.engines.memory import Shape, kv_bytes
 
 COMPONENTS = ("weights", "working copy", "master", "compensation", "adapter", "gradients", "moments", "reference model")
 COMPONENTS += ("rollout copy", "saved activations", "logits", "KV cache", "noise or factors", "search", "temporaries")
-"""What memory is counted by: "working copy" is what a member is written into, "search" the state of CMA-ES with the
-singular directions, "rollout copy" vLLM's weights beside the trained ones."""
+"""Components of the memory: "working copy" is what a member is written into, "search" is the state of CMA-ES with the
+singular directions, "rollout copy" is vLLM's weights next to the trained ones."""
 TRAINED = {"weights": 4, "gradients": 4, "moments": 8}
-"""Bytes a parameter that training by AdamW in float32 keeps."""
+"""Bytes per parameter kept when training by AdamW in float32."""
 TILE = 4096, 32768
-"""Tokens and vocabulary of TRL's tiles of logits (TRL 1.16, `kernels.chunked_logprob`)."""
+"""Tokens and vocabulary of a tile of logits in TRL (TRL 1.16, `kernels.chunked_logprob`)."""
 ADAPTER_RANK = 8
-"""Of adapters, on the projections q, k, v and o (`essa.lora_config`)."""
-_LEAST_EIGHT_BITS = 4096  # numbers of a tensor whose moments have 8 bits (torchao.optim, as bitsandbytes)
-_BLOCK = 1 << 18  # weights whose noise is in memory at once (`precision`)
+"""Rank of adapters, on the projections q, k, v and o (`essa.lora_config`)."""
+_LEAST_EIGHT_BITS = 4096  # smallest tensor whose moments have 8 bits (torchao.optim, as bitsandbytes)
+_BLOCK = 1 << 18  # weights whose noise is in memory at once (as in `precision`)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a step has in memory at once."""
+    """What is in memory at once during a step."""
 
     rows: int
-    """completions that a member, or a micro-batch, has"""
+    """completions of a member, or of a micro-batch"""
     prompt: int
     """tokens of a prompt, padding included"""
     new: int
     """tokens of a completion"""
     generated: int
-    """completions decoded at once, of all members of a batch"""
+    """completions decoded at once, over all members of a batch"""
     members: int = 1
-    """of low rank, decoded in one batch"""
+    """low-rank members decoded in one batch"""
     rank: int = 1
-    """of their noise"""
+    """rank of their noise"""
     population: int = 96
     """candidates of a search"""
     prefix: int = 0
-    """tokens that all prompts begin with, which the decoding loop computes once"""
+    """tokens that all prompts share at the start, which the decoding loop computes once"""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train, as far as memory depends on it."""
+    """A training method, as far as its memory depends on it."""
 
     label: str
     gradients: bool
     dtype: str
-    """of the weights that products read: "float32", or "bfloat16" """
+    """dtype of the weights that matrix products read: "float32" or "bfloat16" """
     kept: Mapping[str, int]
-    """component -> bytes a parameter of the model that stay from step to step"""
+    """component -> bytes per parameter of the model that stay from step to step"""
     adapter: Mapping[str, int] = field(default_factory=dict)
-    """the same a parameter of the adapter, where the method trains one"""
+    """the same per parameter of the adapter, if the method trains one"""
 
 
 _FROZEN = {"weights": 2}
@@ -96,18 +96,18 @@ METHODS: dict[str, Method] = {
     "grpo_adam8bit_bfloat16": Method("GRPO, 8-bit Adam, bfloat16", True, "bfloat16", {"weights": 2, "gradients": 2}),
     "grpo_lora": Method("GRPO over LoRA", True, "bfloat16", _FROZEN, {"adapter": 4, "gradients": 4, "moments": 8}),
 }
-"""Name -> method. The master of "es" lies beside weights in bfloat16, as on GPUs; "grpo" is trained as this project
-trains it, "grpo_mixed" as clusters do."""
+"""Name -> method. The master of "es" is held in addition to bfloat16 weights, as on GPUs; "grpo" is trained as in this
+project, "grpo_mixed" as on clusters."""
 
 
 def bytes_of(method: str, model: Shape, work: Work, gpus: bool = False) -> dict[str, int]:
-    """Return the bytes of each component that is there at the peak, in the order of `COMPONENTS`.
+    """Return the bytes of each component present at the peak, in the order of `COMPONENTS`.
 
     Args:
         method: a key of `METHODS`.
-        model: its shape; the dtype is the method's, and of a rollout copy the model's own.
+        model: shape of the model; the dtype is the method's, and for a rollout copy the model's own.
         work: what is in memory at once.
-        gpus: as on GPUs, see the module's text.
+        gpus: compute it for GPUs, see the module's docstring.
 
     Raises:
         KeyError: no such method.
@@ -119,7 +119,7 @@ def bytes_of(method: str, model: Shape, work: Work, gpus: bool = False) -> dict[
 
 
 def adapter_parameters(model: Shape, rank: int = ADAPTER_RANK) -> int:
-    """Return the parameters of a LoRA adapter on q, k, v and o."""
+    """Return the number of parameters of a LoRA adapter on q, k, v and o."""
     return sum(rank * (rows + cols) for rows, cols in _adapted(model))
 
 
@@ -138,7 +138,7 @@ def _matrices(model: Shape) -> list[tuple[int, int]]:
 
 
 def _vectors(model: Shape) -> list[int]:
-    """Return the size of each bias and norm of the model; other norms than those of the stream as one vector."""
+    """Return the size of each bias and norm of the model; norms outside the residual stream count as one vector."""
     q, kv, h, layers = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.hidden, model.layers
     biases = [q, kv, kv] * layers if model.queries > layers * h * q else []
     found = [h] * (2 * layers + 1) + biases
@@ -150,18 +150,18 @@ def _largest(model: Shape) -> int:
     return max(rows * cols for rows, cols in _matrices(model))
 
 
-# ---- what stays
+# ---- memory that stays
 
 
 def _state(method: str, model: Shape, work: Work, gpus: bool) -> dict[str, float]:
-    """Return what a method keeps from step to step."""
+    """Return the memory that a method keeps from step to step."""
     d, adapter = model.d, adapter_parameters(model)
     kept = {name: width * d for name, width in METHODS[method].kept.items()}
     kept |= {name: width * adapter for name, width in METHODS[method].adapter.items()}
     if method.startswith("grpo_adam8bit"):
         sizes = np.array([*(rows * cols for rows, cols in _matrices(model)), *_vectors(model)])
         small = (sizes < _LEAST_EIGHT_BITS) | (sizes % 256 > 0)
-        # a byte a number, a float32 for each block of 256, a table of 256
+        # one byte per number, one float32 per block of 256, a table of 256
         moment = np.where(small, _width(method) * sizes, sizes + 4 * sizes / 256 + 4 * 256)
         kept["moments"] = 2 * float(moment.sum())
     elif method == "es_loop":
@@ -169,12 +169,12 @@ def _state(method: str, model: Shape, work: Work, gpus: bool) -> dict[str, float
     elif method == "es_low_rank":
         factors = sum(work.rank * (rows + cols) for rows, cols in _matrices(model))
         kept["noise or factors"] = 4 * work.members * (factors + sum(_vectors(model)))
-        # products read a copy in bfloat16 on a GPU; the CPU's engine reads the master itself, and joins matrices
+        # on a GPU products read a bfloat16 copy; the CPU's engine reads the master itself, and joins matrices
         kept |= {"working copy": 2 * d} if gpus else {"weights": 4 * d, "working copy": 4 * _joined(model)}
     elif method == "essa":
         n = 2 * ADAPTER_RANK * len(_adapted(model))
         directions = sum(ADAPTER_RANK * (rows + cols + 2 * ADAPTER_RANK) for rows, cols in _adapted(model))
-        # the start; in float64 directions, candidates in their table and twice within cma, C and its eigenvectors
+        # the start; in float64: directions, candidates (in their table and twice within cma), C and its eigenvectors,
         # and 14 vectors: mean, paths, scales and the like (cma 4.5)
         kept["search"] = 4 * adapter + 8 * (directions + (3 * work.population + 14) * n + 2 * n * n)
     if gpus and METHODS[method].gradients:
@@ -187,15 +187,15 @@ def _width(method: str) -> int:
 
 
 def _joined(model: Shape) -> int:
-    """Return the numbers of the matrices and biases that the decoding loop joins: queries, keys, values; gate, up."""
+    """Return the size of the matrices and biases that the decoding loop joins: queries, keys, values; gate, up."""
     return model.queries + model.keys_values + 2 * model.layers * model.hidden * model.intermediate
 
 
-# ---- what comes and goes
+# ---- memory that comes and goes
 
 
 def _phases(method: str, model: Shape, work: Work, gpus: bool) -> list[Mapping[str, float]]:
-    """Return what a method has beside its state in each phase; a component of the state is replaced."""
+    """Return the memory of each phase beyond the state; a component that the state has, too, is replaced."""
     generating = _generating(method, model, work, gpus)
     if not METHODS[method].gradients:
         return [generating] if gpus else [generating, _perturbing(method, model)]
@@ -205,7 +205,7 @@ def _phases(method: str, model: Shape, work: Work, gpus: bool) -> list[Mapping[s
 
 
 def _generating(method: str, model: Shape, work: Work, gpus: bool) -> dict[str, float]:
-    """Return caches and temporaries of decoding: of the prompts' pass, or of the last token."""
+    """Return caches and temporaries of decoding, at its peak: the prompts' pass or the last token."""
     width, rows, h = _width(method), work.generated, model.hidden
     length = work.prompt + work.new
     if gpus:
@@ -214,33 +214,33 @@ def _generating(method: str, model: Shape, work: Work, gpus: bool) -> dict[str, 
         tokens = rows * (work.prompt - work.prefix)
         cached = (rows * length + work.members * work.prefix) * kv_bytes(model, width=4)
         heads, i = 2 * (model.heads + model.kv_heads) * model.head_dim, model.intermediate
-        # of a layer the stream, its change and a normed copy, beside attention and the MLP's results; the layer before
-        # leaves its own until they are made anew, and the last one's MLP has the last tokens alone
+        # in a layer: the stream, its change and a normed copy, and the results of attention and MLP; the previous
+        # layer's stay until they are replaced, and the last layer's MLP runs on the last tokens only
         wide = max(2 * heads + 3 * i, (heads + 5 * i) * (model.layers > 2))
         return {"KV cache": cached, "temporaries": 4 * tokens * (3 * h + wide)}
     tokens = rows * work.prompt
-    # of the prompts' pass: embeddings, a layer's input, the stream, a normed copy, and three of the MLP's width;
+    # in the prompts' pass: embeddings, a layer's input, the stream, a normed copy, and three of the MLP's width;
     # cosines and sines of the positions, and three integers
     prompts = tokens * (width * (4 * h + 3 * model.intermediate + 2 * model.head_dim) + 24)
     first = {"KV cache": tokens * kv_bytes(model, width=width), "temporaries": prompts}
-    # a layer's cache is there twice while it grows by a token
+    # a layer's cache exists twice while it grows by a token
     cached = rows * (length - 1) * kv_bytes(model, width=width)
     last = {"KV cache": cached, "temporaries": cached / model.layers / 2}
     return max(first, last, key=lambda phase: sum(phase.values()))
 
 
 def _perturbing(method: str, model: Shape) -> dict[str, float]:
-    """Return what it takes on a CPU to write a member into the weights: noise, and sums of a tensor or a block."""
+    """Return what writing a member into the weights takes on a CPU: noise, and sums of a tensor or a block."""
     largest = _largest(model)
     block = min(_BLOCK, largest)
-    taken = {"es": {"noise or factors": 4 * largest}}  # a member in float32, one tensor after the other
+    taken = {"es": {"noise or factors": 4 * largest}}  # a member in float32, one tensor at a time
     taken |= {"es_kahan": {"temporaries": 18 * block}}
     taken |= {"es_inplace": {"noise or factors": 4 * block, "temporaries": 4 * block}}
     return taken.get(method, {})
 
 
 def activation_bytes(method: str, model: Shape, tokens: int) -> int:
-    """Return what autograd keeps of a forward pass of this many tokens, the head's input included."""
+    """Return the bytes that autograd keeps of a forward pass of this many tokens, the head's input included."""
     h, i = model.hidden, model.intermediate
     q = model.heads * model.head_dim
     k = q if model.kv_heads > 1 else model.head_dim
@@ -250,12 +250,12 @@ def activation_bytes(method: str, model: Shape, tokens: int) -> int:
         layer, ends = 16 * h + 2 * (2 * q + 2 * k + 4 * i), 8 * h + 2 * h
     else:
         layer, ends = 4 * (6 * h + 2 * q + 2 * k + 4 * i), 12 * h + 4 * h
-    small = 4 * (2 + model.heads)  # of each norm a root, of attention the logarithm of a sum
+    small = 4 * (2 + model.heads)  # each norm keeps a root, attention the logarithm of a sum
     return tokens * (model.layers * (layer + small) + ends)
 
 
 def _backward(method: str, model: Shape, work: Work, gpus: bool) -> dict[str, float]:
-    """Return what there is when a backward pass has come to the logits."""
+    """Return what is in memory when a backward pass has reached the logits."""
     tokens, width = work.rows * (work.prompt + work.new), _width(method)
     scored = work.rows * (work.new if gpus else work.prompt + work.new - 1)
     tile = min(scored, TILE[0])
@@ -271,7 +271,7 @@ def _backward(method: str, model: Shape, work: Work, gpus: bool) -> dict[str, fl
 
 
 def _moving(method: str, model: Shape, gpus: bool) -> dict[str, float]:
-    """Return the temporaries of AdamW: of all tensors on GPUs, of one after the other on a CPU."""
+    """Return the temporaries of AdamW: of all tensors on GPUs, of one at a time on a CPU."""
     if method == "grpo_lora":
         moved, largest = adapter_parameters(model), ADAPTER_RANK * max(model.hidden, model.heads * model.head_dim)
     else:
@@ -279,5 +279,5 @@ def _moving(method: str, model: Shape, gpus: bool) -> dict[str, float]:
     eight = method.startswith("grpo_adam8bit")
     if gpus:
         return {"temporaries": 0 if eight else 4 * moved}
-    # 40 bytes a number: in eager mode codes of eight bits are int64 for a while
+    # 40 bytes per number: in eager mode the eight-bit codes are int64 for a while
     return {"temporaries": (40 if eight else 12 if method == "grpo_mixed" else 8) * largest}

@@ -1,31 +1,32 @@
-"""The weights of an ES run in three precision modes: a float32 master, a compensated pair, and what released codes do.
+"""The weights of an ES run in three precision modes: float32 master, compensated pair, or as in released codes.
 
-- `master`, the default: float32 weights that never move during evaluation; members are written beside them.
-- `inplace` adds every perturbation to the weights, subtracts it again, and adds the members of an update one after the
-  other, rounding to the weights' dtype each time, as released codes do (2 bytes per parameter with bfloat16). Rounding
-  errors of the restores accumulate and small updates are lost; the mode exists to measure that.
-- `kahan` carries the rounding error of each weight beside it in the same dtype, after Kahan (1965): 4 bytes per
+- `master`, the default: float32 weights that never move during evaluation; members are written to a second buffer.
+- `inplace` adds every perturbation to the weights and subtracts it again, and applies an update one member at a time,
+  rounding to the weights' dtype each time, as released codes do (2 bytes per parameter with bfloat16). Rounding errors
+  of the restores accumulate and small updates are lost; the mode exists to measure that.
+- `kahan` stores the rounding error of each weight next to it in the same dtype, after Kahan (1965): 4 bytes per
   parameter, where a float32 master with a bfloat16 working copy takes 6. The pair has about 16 significant bits, and a
-  restore is exact to the last of them, not to the bit: the weights drift, some hundred times less than with `inplace`.
+  restore is exact to the last of them, not bit for bit: the weights drift, but some hundred times less than with
+  `inplace`.
 
-These are the bytes of the weights at rest. The decoding loop joins matrices and works on a float32 copy where the CPU
-cannot multiply in bfloat16 (`make bench` measures the peak); `decoder="generate"` needs neither.
+These are the bytes of the weights at rest. The decoding loop also joins matrices and, on a CPU that cannot multiply in
+bfloat16, works on a float32 copy (`make bench` measures the peak); `decoder="generate"` needs neither.
 
-The last two modes keep no master and no second copy: members take turns in the one replica of the weights, and the
-model's own parameters are views of it. What a step leaves behind depends on its noise alone, never on what was
-generated, so a replay that goes over the same members ends with the same bits.
+The last two modes keep no master and no second copy: members take turns in a single replica of the weights, and the
+model's own parameters are views of it. What a step leaves behind depends only on its noise, never on what was
+generated, so a replay of the same members ends with the same bits.
 
-`open_weights` gives a mode its state, a `Weights`; below it are the digest of weights, what measures the loss, and the
-arithmetic on tensors that change in place.
+`open_weights` returns a mode's state, a `Weights`. The rest of the module: digests of weights, measures of what is
+lost, and the arithmetic on tensors that change in place.
 
-Weights are told apart by these digests, all SHA-256, most of them shortened to 16 hexadecimal digits:
+Weights are identified by the digests below, all SHA-256, most of them shortened to 16 hexadecimal digits:
 
-| digest | of what | where it stands |
+| digest | what it covers | where it is used |
 |---|---|---|
 | `digest` | names and the whole state, sorted by name | ledgers, checkpoints; actors of a cluster |
 | `models.base_digest` | the same of a model's parameters in float32; 16 digits | `base_digest` of specs |
 | `models.origin_digest` | files of a user's folder, or the Hub's commit; 16 digits | `base_digest` of specs |
-| `models.flat_digest` | the float32 master as it lies, padded and without names; 16 digits | `digest` of records |
+| `models.flat_digest` | the float32 master as stored, padded and without names; 16 digits | `digest` of records |
 | `matrix_digest` | one matrix, without a name | vLLM's workers, tensor by tensor |
 """
 
@@ -47,47 +48,47 @@ from evoalign_lib._anchor import TensorAnchor, check_decay
 from evoalign_lib.checks import choose
 
 _BLOCK = 1 << 18  # weights whose noise is in memory at once, in the modes that keep no second copy
-_SAMPLE = 1 << 16  # weights that `Weights.sample` looks at, about
+_SAMPLE = 1 << 16  # approximate number of weights in `Weights.sample`
 
 
 class Weights:
-    """The weights of a run in one precision mode, and what a step does to them; made by `open_weights`."""
+    """The weights of a run in one precision mode, and the operations of a step on them; made by `open_weights`."""
 
     precision: str
     """the mode: `master`, `kahan` or `inplace`"""
     drifts: bool
-    """whether evaluating a member leaves the weights changed, because a restore rounds"""
+    """whether evaluating a member changes the weights, because restoring them rounds"""
     start: np.ndarray | None = None
-    """with anchor_decay a copy of the starting weights, as `planes[0]` and never written; else None"""
+    """with anchor_decay a copy of the starting weights, in the form of `planes[0]` and never written to; else None"""
 
     def __init__(self, layout: noise.Layout, distribution: str, rank: int, planes: tuple[np.ndarray | Tensor, ...]):
         self.layout = layout
-        """of the model's parameters"""
+        """layout of the model's parameters"""
         self.distribution = distribution
-        """of the noise"""
+        """distribution of the noise"""
         self.rank = rank
-        """of the noise of matrices; 0: full rank"""
+        """rank of the noise of matrices; 0: full rank"""
         self.planes = planes
-        """the whole state, buffers of shape (layout.size,): the master; or the values; or values and compensations"""
+        """the whole state, as buffers (layout.size,): the master; the values; or values and compensations"""
 
     @property
     def flat(self) -> np.ndarray | Tensor:
-        """Weights that the model computes with, (layout.size,): float32 (`master`) or the model's dtype."""
+        """The weights that the model computes with, (layout.size,): float32 (`master`) or the model's dtype."""
         return self.planes[0]
 
     @contextmanager
     def member(self, key: int, sigma: float, sign: int = 1) -> Iterator[np.ndarray | Tensor]:
-        """While the context lasts, give the weights of a member, as `flat`.
+        """Provide the weights of a member, in the form of `flat`, for the duration of the context.
 
         Args:
-            key: of its noise, 64 bits.
+            key: key of its noise, 64 bits.
             sigma: standard deviation of the perturbation, weight units.
             sign: -1 for the second member of an antithetic pair.
         """
         raise NotImplementedError
 
     def retrace(self, members: Iterable[tuple[int, int]], sigma: float) -> None:
-        """Do to the weights what evaluating these members, (key, sign) each, in this order does to them."""
+        """Change the weights as evaluating these members, (key, sign) each, in this order would."""
         if self.drifts:
             for key, sign in members:
                 with self.member(key, sigma, sign):
@@ -96,16 +97,17 @@ class Weights:
     def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
         """Move the weights by sum c_n eps_n: keys uint64 (members,), coefficients float32 (members,), weight units.
 
-        With anchor_decay they first go back that share of the way to the start, with no member at all, too.
+        With anchor_decay they first move back by that share of their distance from the start, even if there are no
+        members.
         """
         raise NotImplementedError
 
     def metrics(self) -> dict[str, float]:
-        """Return what a step logs of the state that the weights are in before it."""
+        """Return metrics of the weights before a step, to be logged with it."""
         return {}
 
     def float32(self) -> np.ndarray:
-        """Return the weights that the state stands for, float32 (layout.size,): the master; in other modes a copy."""
+        """Return the weights in float32, (layout.size,): the master itself; in the other modes a copy."""
         return join(*self.planes).numpy()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -114,41 +116,41 @@ class Weights:
         return {name + suffix: torch.as_tensor(view) for suffix, views in named for name, view in views.items()}
 
     def copy(self) -> dict[str, Tensor]:
-        """Return a copy of the whole state, as `tensors` names it."""
+        """Return a copy of the whole state, named as in `tensors`."""
         return {name: tensor.clone() for name, tensor in self.tensors().items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take a state that `copy` or `tensors` gave."""
+        """Load a state in the form that `copy` or `tensors` returns."""
         for name, tensor in self.tensors().items():
             tensor.copy_(tensors[name])
 
     def begin(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take a state, as `load`, from which the run starts and toward which its weights decay."""
+        """Load a state from which the run starts and towards which its weights decay."""
         self.load(tensors)
         self.anchor()
 
     def anchor(self) -> None:
-        """Take the weights as they are for the start toward which they decay, if they do."""
+        """Make the current weights the start towards which they decay, if they do."""
 
     def digest(self) -> str:
         """Return the `digest` of the whole state."""
         return digest(self.layout, *self.planes)
 
     def sample(self) -> Tensor:
-        """Return a copy of every k-th weight of each parameter, float32, about 65,000 in all (all of a small model)."""
-        k = -(-self.layout.d // _SAMPLE) | 1  # odd, so that it does not fall on the same columns of every row
+        """Return every k-th weight of each parameter, a float32 copy of about 65,000 in all (all of a small model)."""
+        k = -(-self.layout.d // _SAMPLE) | 1  # odd, so as not to hit the same columns of every row
         parts = [[t.flatten()[::k] for t in map(torch.as_tensor, self.layout.views(p).values())] for p in self.planes]
         return join(*map(torch.cat, parts))
 
 
 class MasterWeights(Weights):
-    """Float32 weights in memory that forked processes share; members are written beside them in one pass."""
+    """Float32 weights in memory that forked processes share; each member is written to a second buffer."""
 
     precision, drifts = "master", False
 
     def __init__(self, model, layout, distribution: str, rank: int, threads: int = 1, anchor_decay: float = 0.0):
         self.threads, self.anchor_decay = threads, anchor_decay
-        # anonymous shared memory: forked workers see every update of the master, and /dev/shm may be small
+        # anonymous shared memory: forked workers see every update; not /dev/shm, which may be small
         master = np.frombuffer(mmap.mmap(-1, 4 * layout.size), dtype=np.float32)
         parameters = dict(model.named_parameters())
         for name, view in layout.views(master).items():
@@ -156,7 +158,7 @@ class MasterWeights(Weights):
         super().__init__(layout, distribution, rank, (master,))
         self.anchor()
         self.working: np.ndarray | None = None
-        """the last member's weights; one such buffer in each process that evaluates"""
+        """the last member's weights; each evaluating process has one such buffer"""
 
     def anchor(self):
         if self.anchor_decay:
@@ -178,7 +180,7 @@ class MasterWeights(Weights):
         if self.threads == 1:
             update((0, 1), *law)
             return
-        # the kernel releases Python's lock; the threads have ended before a process is forked again
+        # the kernel releases Python's lock; the threads end before another process is forked
         with ThreadPoolExecutor(self.threads) as pool:
             list(pool.map(lambda i: update((i, self.threads), *law), range(self.threads)))
 
@@ -194,10 +196,10 @@ PRECISIONS = ("master", *_DTYPES)
 
 
 class ReplicaWeights(Weights):
-    """Weights in the model's dtype, perturbed and restored where they lie; noise is made one block at a time.
+    """Weights in the model's dtype, perturbed and restored in place; noise is generated one block at a time.
 
-    "inplace": values alone, rounded at every step, as in released codes. "kahan": values and what is missing from them;
-    a restore is exact to the last bit of the pair, not to every bit.
+    "inplace": values alone, rounded at every step, as in released codes. "kahan": values and their rounding errors; a
+    restore is exact to the last bit of the pair, not to every bit.
     """
 
     drifts = True
@@ -208,16 +210,16 @@ class ReplicaWeights(Weights):
         parameters = {e.name: every[e.name] for e in layout.entries}
         dtype = next(iter(parameters.values())).dtype
         if mixed := [f"{name!r} is {p.dtype}" for name, p in parameters.items() if p.dtype != dtype]:
-            what = f"precision={precision!r} needs one dtype, but {mixed[0]} and others are {dtype}"
+            what = f"precision={precision!r} needs a single dtype, but {mixed[0]} and others are {dtype}"
             raise ValueError(f"{what}: load the model in one dtype, or use precision='master'.")
         if dtype not in _DTYPES[precision]:
-            what = f"precision={precision!r} is for {', '.join(map(str, _DTYPES[precision]))}, the model is {dtype}"
+            what = f"precision={precision!r} is for {', '.join(map(str, _DTYPES[precision]))}, but the model is {dtype}"
             remedy = "load it with model_init_kwargs={'dtype': 'bfloat16'}, or use precision='master'"
             raise ValueError(f"{what}: {remedy}.")
         planes = tuple(torch.zeros(layout.size, dtype=dtype) for _ in range(2 if precision == "kahan" else 1))
         for name, view in layout.views(planes[0]).items():
             view.copy_(parameters[name].detach())
-            if bind:  # the parameter becomes a view of the replica, and its own memory is free
+            if bind:  # the parameter becomes a view of the replica, which frees its own memory
                 parameters[name].data = view
         super().__init__(layout, distribution, rank, planes)
 
@@ -231,7 +233,7 @@ class ReplicaWeights(Weights):
 
     def update(self, keys, coefficients):
         for entry in self.layout.entries:
-            step = max(1, _BLOCK // max(1, entry.cols))  # whole rows, so few that their noise fits into memory
+            step = max(1, _BLOCK // max(1, entry.cols))  # whole rows, few enough for their noise to fit in memory
             for first in range(0, entry.rows, step):
                 rows = first, min(first + step, entry.rows)
                 start, stop = (entry.offset + row * entry.cols for row in rows)
@@ -241,7 +243,7 @@ class ReplicaWeights(Weights):
                 self._add([plane[start:stop] for plane in self.planes], terms)
 
     def _add(self, planes: list[Tensor], terms: Iterable[tuple[Tensor, float]]) -> None:
-        """Add c * eps of each term, (eps, c), to a part of the planes."""
+        """Add c * eps for each term (eps, c) to a slice of the planes."""
         if self.precision == "inplace":
             for eps, c in terms:
                 inplace_add(*planes, eps, c)
@@ -265,21 +267,22 @@ def open_weights(
     """Return a model's weights in one precision mode.
 
     Args:
-        model: a model on the CPU, whose parameters are the start.
-        layout: of those that move; None: of what has requires_grad, an adapter's (PEFT) for example; of all parameters
-            where none has it.
+        model: a model on the CPU, whose parameters are the starting weights.
+        layout: layout of the parameters that move; None: those with requires_grad, for example an adapter's (PEFT), or
+            all if none has it.
         precision: "master", "kahan" or "inplace".
-        distribution: of the noise: "gaussian", "byte_sum" or "tied".
-        bind: let the model's parameters become views of the replica that "kahan" and "inplace" work on, so that the
-            model takes no memory of its own; False: leave the model alone.
+        distribution: distribution of the noise: "gaussian", "byte_sum" or "tied".
+        bind: make the model's parameters views of the replica that "kahan" and "inplace" work on, so that the model
+            takes no memory of its own; False: leave the model unchanged.
         threads: threads that share an update of the master (its bits do not depend on them); other modes use one.
-        anchor_decay: share of the way from the start that each update takes back first, from 0 (off) to below 1; the
-            copy of the start takes 4 bytes per parameter. With "master" only.
-        rank: of the noise of matrices; 0: full rank.
+        anchor_decay: share of the distance from the start that each update first takes back, from 0 (off) to below 1;
+            the copy of the start takes 4 bytes per parameter. Only with "master".
+        rank: rank of the noise of matrices; 0: full rank.
 
     Raises:
-        ValueError: no such mode, distribution or rank, an anchor_decay out of range or in a mode without a master, a
-            model that is not supported (`_adapters.check_movable`), or one whose dtype the mode does not take.
+        ValueError: no such mode, distribution or rank, an anchor_decay that is out of range or used in a mode without a
+            master, a model that is not supported (`_adapters.check_movable`), or one whose dtype the mode does not
+            support.
     """
     choose("precision", precision, PRECISIONS)
     choose("distribution", distribution, noise.DISTRIBUTIONS)
@@ -292,7 +295,7 @@ def open_weights(
 
 
 def layout_of(model: Any) -> noise.Layout:
-    """Return the layout of what moves of a model."""
+    """Return the layout of a model's parameters that move."""
     return noise.Layout.from_shapes((name, tuple(p.shape)) for name, p in moved(model).items())
 
 
@@ -313,7 +316,7 @@ def digest(layout: noise.Layout, *planes: np.ndarray | Tensor) -> str:
     """Return the SHA-256 of weights, 64 hexadecimal digits; see `digest_by_name`.
 
     Args:
-        layout: of the parameters.
+        layout: layout of the parameters.
         planes: (layout.size,) float32, bfloat16 or float16 each: `Weights.planes`, such as the master alone.
     """
     views = [layout.views(plane) for plane in planes]
@@ -357,10 +360,10 @@ def _bits(values: np.ndarray | Tensor) -> np.ndarray:
 
 
 def drift(before: np.ndarray | Tensor, after: np.ndarray | Tensor) -> tuple[float, float]:
-    """Measure how far evaluating a population moved weights that it should have left alone.
+    """Measure how far evaluating a population moved weights that it should have left unchanged.
 
     Args:
-        before, after: the weights before and after, one dtype and shape: float32, bfloat16 or float16.
+        before, after: the weights before and after, of the same dtype and shape: float32, bfloat16 or float16.
 
     Returns:
         The share of weights whose bits differ, and the root mean square difference, weight units (in float64).
@@ -407,9 +410,9 @@ def agreement(intended: np.ndarray | Tensor, applied: np.ndarray | Tensor) -> tu
 
 
 def inplace_add(weights: Tensor, eps: Tensor, scale: float) -> None:
-    """Perturb as released codes do: weights = fl(weights + fl(fl(eps) * scale)), each rounding to the weights' dtype.
+    """Perturb as released codes do: weights = fl(weights + fl(fl(eps) * scale)), fl rounding to their dtype.
 
-    Restoring is the same call with -scale; an update is one call per member.
+    To restore, call it with -scale; for an update, call it once per member.
 
     Args:
         weights: bfloat16, float16 or float32, any shape, changed.
@@ -429,11 +432,11 @@ def inplace_add(weights: Tensor, eps: Tensor, scale: float) -> None:
 
 
 def split(weights: Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    """Split weights into (value, compensation), both of dtype: the nearest number, and what is missing from it.
+    """Split weights into (value, compensation), both of dtype: the nearest number, and its rounding error.
 
     Args:
         weights: float32, any shape.
-        dtype: of the pair.
+        dtype: dtype of the pair.
 
     >>> value, compensation = split(torch.tensor([1.001]))
     >>> value.item(), round(compensation.item(), 6)
@@ -444,13 +447,13 @@ def split(weights: Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor,
 
 
 def join(value: Tensor, compensation: Tensor | None = None) -> Tensor:
-    """Return the weights that a pair, or a value alone, stands for: float32, a copy."""
+    """Return the float32 weights that a pair, or a value alone, represents: a copy."""
     whole = value.to(torch.float32, copy=True)
     return whole if compensation is None else whole.add_(compensation)
 
 
 def kahan_add(value: Tensor, compensation: Tensor, change: Tensor) -> None:
-    """Add to the weights of a pair, keeping in the compensation what the value cannot take up.
+    """Add to the weights of a pair, keeping in the compensation what the value cannot represent.
 
     Args:
         value: bfloat16 or float16, any shape, changed.

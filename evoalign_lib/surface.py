@@ -1,4 +1,4 @@
-"""What a user of TRL's trainers finds on `ESTrainer` besides training: evaluation, prediction, logs, files, the Hub."""
+"""What `ESTrainer` shares with TRL's trainers besides training: evaluation, prediction, logs, files, the Hub."""
 
 import copy
 import logging
@@ -26,13 +26,13 @@ from evoalign_lib.update_rules import generator, mean_reward
 logger = logging.getLogger(__name__)
 
 TIED_STEPS = 3
-"""steps in a row with a tied population after which the trainer warns, once"""
-_SHOWN = 4  # completions in the terminal, as many as TRL shows at most by default
+"""tied populations in a row after which the trainer warns, once"""
+_SHOWN = 4  # completions shown in the terminal; TRL's default maximum
 Rows = Iterable[Mapping[str, Any]]
 
 
 class TrainerSurface:
-    """The methods and attributes of `ESTrainer` that move no weights."""
+    """The methods and attributes of `ESTrainer` that do not change the weights."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(absent(f"{type(self).__name__} has no", "methods", name, ()), name=name, obj=self)
@@ -42,15 +42,15 @@ class TrainerSurface:
     def evaluate(
         self, eval_dataset: Rows | Mapping[str, Rows] | str | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Return mean reward and logged metrics of the current weights on the evaluation set.
+        """Return the mean reward and logged metrics of the current weights on the evaluation set.
 
-        They decode greedily, or draw num_generations_eval samples of each prompt.
+        Completions are decoded greedily, or num_generations_eval samples are drawn for each prompt.
 
         Args:
-            eval_dataset: rows as for the trainer, or a mapping of names to rows; the name of one of the trainer's sets;
-                None: the trainer's own. Other rows than those of the call before end the engine's processes, and
-                others start.
-            metric_key_prefix: what the metrics' names begin with; of one of several sets it is followed by its name.
+            eval_dataset: rows as for the trainer, or a mapping of names to rows; or the name of one of the trainer's
+                sets; None: the trainer's own. Rows that differ from those of the previous call restart the engine's
+                processes.
+            metric_key_prefix: prefix of the metrics' names; with several sets it is followed by the name of the set.
 
         Raises:
             ValueError: there is nothing to evaluate on, or no set of this name.
@@ -62,22 +62,21 @@ class TrainerSurface:
         self.log(found)
         try:
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
-        finally:  # the callbacks do not come again
+        finally:  # the callbacks are not called again
             if eval_dataset is None and metric_key_prefix == "eval":
                 self._keep_best(found)
         return found
 
     def predict(self, test_dataset: Rows, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Return what the current weights complete, as in `evaluate()`, with its rewards; nothing is logged.
+        """Return the completions of the current weights, as in `evaluate()`, and their rewards; nothing is logged.
 
         Args:
             test_dataset: rows as for the trainer.
-            metric_key_prefix: what the metrics' names begin with.
+            metric_key_prefix: prefix of the metrics' names.
 
         Returns:
-            `transformers.trainer_utils.PredictionOutput`: predictions, the completion of each row, or its
-            samples in turn, a text, or messages where its prompt is messages; label_ids, None; metrics as of
-            `evaluate()`.
+            `transformers.trainer_utils.PredictionOutput`: predictions, the completion of each row (or its samples in
+            turn) as a text, or as messages where its prompt is messages; label_ids, None; metrics as in `evaluate()`.
         """
         known = self._given(test_dataset)
         completed = self._decoded(known)
@@ -86,51 +85,51 @@ class TrainerSurface:
         return PredictionOutput(as_given(self.engine.prompts[known], completed), None, metrics)
 
     def _to_evaluate(self, dataset: Any) -> dict[str, str]:
-        """Return the sets to evaluate on: name, "" for one alone -> that of its prompts in the engine."""
+        """Return the sets to evaluate on: name ("" for a single set) -> name of its prompts in the engine."""
         if isinstance(dataset, str):
             choose("eval_dataset", dataset, self._eval_sets)
             return {dataset: self._eval_sets[dataset]}
         if dataset is not None:
             return {name: self._given(rows, suffix) for name, suffix, rows in sets_of(dataset)}
         if not self._eval_sets:
-            raise ValueError("evaluate() needs an eval_dataset: give one to ESTrainer, or to evaluate().")
+            raise ValueError("evaluate() needs an eval_dataset: pass one to ESTrainer, or to evaluate().")
         return self._eval_sets
 
     def _given(self, rows: Rows, which: str = "") -> str:
-        """Let the engine know rows that the trainer did not begin with; return the name of their prompts there."""
+        """Register rows that the engine does not know yet; return the name of their prompts there."""
         name, prompts = f"given{which}", self._tokenised(rows)
-        if prompts != self.engine.prompts.get(name):  # a set that comes again costs no new processes
+        if prompts != self.engine.prompts.get(name):  # a repeated set needs no new processes
             self.engine.put_prompts(name, prompts)
         return name
 
     def _decoded(self, name: str) -> list[tuple[str, list[int]]]:
-        """Return completions of all prompts of a set, greedy ones, or the samples of each in turn."""
+        """Return completions of all prompts of a set: greedy ones, or the samples of each prompt in turn."""
         samples = self.args.num_generations_eval or 0
         drawn = {"seed": self.args.seed, "temperature": self.args.temperature} if samples else {}
         found = self.engine.generate(name, samples=samples, **drawn)
         return [draw[row] for row in range(len(found[0])) for draw in found]
 
     def _scores(self, name: str, completed: list[tuple[str, list[int]]], prefix: str) -> dict[str, float]:
-        """Return the metrics of completions of all prompts of a set."""
+        """Return the metrics of the completions of all prompts in a set."""
         prompts = self.engine.prompts[name]
         rows = np.repeat(np.arange(len(prompts)), len(completed) // len(prompts))
         scored = score(self.rewards, prompts, rows, completed, self._light_state())
         metrics = {f"{prefix}_{metric}": float(np.mean(values)) for metric, values in scored.metrics.items()}
-        metrics[f"{prefix}_reward"] = mean_reward(scored.rewards)  # whatever a reward function logs by that name
+        metrics[f"{prefix}_reward"] = mean_reward(scored.rewards)  # overrides one that a reward function logs
         if scored.table:
             step = {"step": [self.state.global_step] * len(completed)}
             self._show_completions(step | scored.table, prefix)
         return metrics
 
     def _tokenised(self, rows: Rows, which: str = "") -> Prompts:
-        """Return a data set for evaluation as prompts; which: of several, for errors."""
+        """Tokenise a data set for evaluation; which: its name, for errors, if there are several."""
         try:
             return Prompts(rows, self.processing_class, self.args.chat_template_kwargs)
         except (TypeError, ValueError) as error:
             raise type(error)(f"eval_dataset{which}: {error}") from error
 
     def _show_completions(self, table: completions.Table, what: str) -> None:
-        """Print, send and write completions; what: "step", or the prefix of an evaluation."""
+        """Print completions, send them to trackers and write them; what: "step", or the prefix of an evaluation."""
         step = self.state.global_step
         drawn = generator(self.args.seed, step, "shown")
         shown = completions.sample(table, _SHOWN, drawn)
@@ -139,7 +138,7 @@ class TrainerSurface:
         completions.write(table, self.args.output_dir, step, what)
 
     def _keep_best(self, metrics: dict[str, float]) -> None:
-        """Note the best evaluation so far in the state, where EarlyStoppingCallback reads it, and keep its weights."""
+        """Note the best evaluation so far in the state (for EarlyStoppingCallback), and keep its weights."""
         if self.args.metric_for_best_model is None or self._last_weights is not None:
             return
         name = "eval_" + self.args.metric_for_best_model.removeprefix("eval_")
@@ -148,7 +147,7 @@ class TrainerSurface:
         value, best = metrics[name], self.state.best_metric
         if best is None:
             best = -math.inf if self.args.greater_is_better else math.inf
-        # the first of equals stays; NaN (no reward applied) is never best
+        # among equals the first is kept; NaN (no reward applied) is never best
         if value > best if self.args.greater_is_better else value < best:
             with interrupts_wait():
                 if self.args.load_best_model_at_end:
@@ -158,7 +157,7 @@ class TrainerSurface:
                 self.control.should_save = True
 
     def _load_best(self) -> None:
-        """Let the weights of the best evaluation stand in for the run's last ones, until `_load_last`."""
+        """Load the weights of the best evaluation in place of the run's last ones, until `_load_last`."""
         if self._best is None:
             logger.warning("load_best_model_at_end: there was no evaluation; the model holds the last weights.")
         elif self.state.best_global_step != self.state.global_step:
@@ -173,7 +172,7 @@ class TrainerSurface:
     # ---- logs and callbacks
 
     def _watch_ties(self, tied: bool, record: ledger.Step) -> None:
-        """Say once when several populations in a row were tied, and why that may be."""
+        """Warn once, with the likely causes, when several populations in a row were tied."""
         self._tied_steps = self._tied_steps + 1 if tied else 0
         if self._tied_steps < TIED_STEPS or self._tied_said:
             return
@@ -191,7 +190,7 @@ class TrainerSurface:
     def log(self, logs: dict[str, float]) -> None:
         """Record metrics in the state and hand them to the callbacks (tensorboard, wandb, ...)."""
         logs = {**logs, "epoch": round(self.state.epoch or 0.0, 4)}
-        with interrupts_wait():  # no entry is lost, and none comes twice
+        with interrupts_wait():  # no entry is lost or repeated
             self.state.log_history.append({**logs, "step": self.state.global_step})
             self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
 
@@ -209,11 +208,11 @@ class TrainerSurface:
 
     @property
     def reward_funcs(self) -> list[RewardFunction]:
-        """The reward functions, a list."""
+        """The list of reward functions."""
         return self.rewards.functions
 
     def is_world_process_zero(self) -> bool:
-        """Return True: one process trains."""
+        """Return True: a single process trains."""
         return True
 
     is_local_process_zero = is_world_process_zero
@@ -225,29 +224,29 @@ class TrainerSurface:
     # ---- files
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
-        """Print metrics, in a column, under the name of their split, as transformers' `Trainer` does."""
+        """Print a split's metrics in a column, as transformers' `Trainer` does."""
         trainer_pt_utils.log_metrics(self, split, dict(metrics))
 
     metrics_format = staticmethod(trainer_pt_utils.metrics_format)
 
     def save_metrics(self, split: str, metrics: Mapping[str, float], combined: bool = True) -> None:
-        """Write metrics into output_dir/<split>_results.json, and into all_results.json unless combined is False."""
+        """Write metrics to output_dir/<split>_results.json, and to all_results.json unless combined is False."""
         Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
         trainer_pt_utils.save_metrics(self, split, dict(metrics), combined)
 
     def save_state(self) -> None:
-        """Write the trainer's state, with the metrics of all steps, into output_dir/trainer_state.json."""
+        """Write the trainer's state, with the metrics of all steps, to output_dir/trainer_state.json."""
         Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
         trainer_pt_utils.save_state(self)
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
-        """Write output_dir/README.md, transformers' card with the settings of the run.
+        """Write output_dir/README.md: transformers' model card with the settings of the run.
 
         Args:
             model_name: None: the last part of hub_model_id, or of output_dir.
-            dataset_name: on the Hub, of the training set.
+            dataset_name: name of the training set on the Hub.
             tags: further tags of the card.
         """
         from transformers.modelcard import TrainingSummary
@@ -273,17 +272,17 @@ class TrainerSurface:
         revision: str | None = None,
         **card: Any,
     ) -> Any:
-        """Upload model, tokenizer, card, ledger and metrics from output_dir to the Hub; checkpoints stay here.
+        """Upload model, tokenizer, card, ledger and metrics from output_dir to the Hub, but no checkpoints.
 
         Args:
-            commit_message: of the upload.
-            blocking: wait for its end.
-            token: of the Hub; None: hub_token of the settings, or the one that huggingface_hub has.
-            revision: branch; None: hub_revision of the settings, or the main one.
-            **card: of `create_model_card`.
+            commit_message: message of the upload's commit.
+            blocking: wait until the upload has finished.
+            token: token for the Hub; None: hub_token of the settings, or the one that huggingface_hub has stored.
+            revision: branch; None: hub_revision of the settings, or the main branch.
+            **card: arguments of `create_model_card`.
 
         Returns:
-            `huggingface_hub.CommitInfo`; a future of it if not blocking.
+            `huggingface_hub.CommitInfo`; if not blocking, a future of it.
         """
         from huggingface_hub import HfApi
 
@@ -313,9 +312,9 @@ class TrainerSurface:
         self.processing_class.save_pretrained(output_dir)
 
     def _light_state(self) -> TrainerState:
-        """Return the state without its log, which would grow and travel to the workers with every member.
+        """Return the state without its log, which grows and would travel to the workers with every member.
 
-        It has that of the reward functions as `reward_state`, where one has any.
+        If any reward function has a state, it holds those states as `reward_state`.
         """
         light = copy.copy(self.state)
         light.log_history = []
@@ -325,17 +324,17 @@ class TrainerSurface:
 
 
 def sets_of(dataset: Rows | Mapping[str, Rows]) -> list[tuple[str, str, Rows]]:
-    """Return name, suffix of names in the engine, and rows of each set to evaluate on; a single one has no name."""
+    """Return (name, suffix of its name in the engine, rows) of each evaluation set; a single set has no name."""
     if isinstance(dataset, Mapping):
         return [(name, f"_{name}", rows) for name, rows in dataset.items()]
     return [("", "", dataset)]
 
 
 class ESProgress(ProgressCallback):
-    """A bar over steps with reward, accuracy (where the reward logs it), ties, members per second and time left."""
+    """A progress bar over steps: reward, accuracy (if the reward logs it), ties, members per second and time left."""
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if self.training_bar is not None:  # of a run that was interrupted
+        if self.training_bar is not None:  # left by an interrupted run
             self.training_bar.close()
         super().on_train_begin(args, state, control, **kwargs)
 

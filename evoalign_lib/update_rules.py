@@ -1,7 +1,7 @@
-"""The formulas of an ES step: its members, what a reward counts for, the coefficients of the update, and schedules.
+"""The formulas of an ES step: its members, fitness shaping, the coefficients of the update, and schedules.
 
-They depend on a run's settings, the step and its rewards alone: the trainer moves the weights by them, and a replay
-(`evoalign_lib.ledger`) does it again. Every variant is off by default.
+They depend only on a run's settings, the step and its rewards: the trainer moves the weights by them, and a replay
+(`evoalign_lib.ledger`) does so again. Every variant is off by default.
 """
 
 import math
@@ -15,11 +15,11 @@ from evoalign_lib import noise
 SHAPINGS = ("zscore", "centred_ranks")
 SCALINGS = ("mean", "hyperscale")
 SCHEDULES = ("constant", "linear", "cosine")
-_TIE = 1e-12  # of the largest reward: differences of this size are rounding, whatever the reward's unit
+_TIE = 1e-12  # relative to the largest reward: smaller differences are rounding, whatever the unit
 
 
 def mean_reward(rewards: np.ndarray) -> float:
-    """Return the mean over the completions to which a reward function applied, (completions,); NaN if to none."""
+    """Return the mean over the completions, (completions,), to which a reward function applied; NaN if to none."""
     applied = rewards[~np.isnan(rewards)]
     return float(applied.mean()) if len(applied) else math.nan
 
@@ -32,13 +32,13 @@ class Member(NamedTuple):
 
 
 def population(run_key: int, step: int, n: int, antithetic: bool = False) -> list[Member]:
-    """Return the members of a step; no two share key and sign.
+    """Return the members of a step, all distinct in key and sign.
 
     Args:
-        run_key: of the run's noise.
+        run_key: key of the run's noise.
         step: 0, 1, ...
         n: N, members; even if antithetic.
-        antithetic: members 2i and 2i + 1 are a pair: the key of pair i with the signs +1 and -1 (mirrored sampling,
+        antithetic: members 2i and 2i + 1 form a pair: the key of pair i with the signs +1 and -1 (mirrored sampling,
             Brockhoff et al. 2010; Salimans et al. 2017).
     """
     signs = (1, -1) if antithetic else (1,)
@@ -49,12 +49,12 @@ def population(run_key: int, step: int, n: int, antithetic: bool = False) -> lis
 def coefficients(
     fitness: np.ndarray, alpha: float, shaping: str = "zscore", antithetic: bool = False
 ) -> np.ndarray | None:
-    """Return what multiplies each noise in the update: fl32(alpha z_n / N), for pairs fl32(alpha (z+ - z-) / N).
+    """Return the factor of each noise in the update: fl32(alpha z_n / N), for pairs fl32(alpha (z+ - z-) / N).
 
     Args:
         fitness: (members,) reward units.
-        alpha: step size, 1/sigma digested.
-        shaping: what z is: "zscore" (`standardise`) or "centred_ranks".
+        alpha: step size, which already contains 1/sigma.
+        shaping: how z is computed: "zscore" (`standardise`) or "centred_ranks".
         antithetic: members 2i and 2i + 1 share their noise, with the signs +1 and -1.
 
     Returns:
@@ -80,11 +80,12 @@ def coefficients(
 
 
 def update_of(members: Sequence[Member], c: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return keys, uint64, and coefficients, float32, of an update; both empty where the step moves nothing.
+    """Return the keys (uint64) and coefficients (float32) of an update; both empty if the step moves nothing.
 
     Args:
-        members: of the step; the noise of an antithetic pair is drawn once, for its member with the sign +1.
-        c: of `coefficients`.
+        members: the members of the step; the noise of an antithetic pair is drawn once, for its member with the sign
+            +1.
+        c: what `coefficients` returned.
     """
     if c is None:
         return np.zeros(0, np.uint64), np.zeros(0, np.float32)
@@ -92,7 +93,7 @@ def update_of(members: Sequence[Member], c: np.ndarray | None) -> tuple[np.ndarr
 
 
 def standardise(fitness: np.ndarray) -> np.ndarray:
-    """Return z-scores over the population, float64, with the population standard deviation; all zero if it is tied.
+    """Return z-scores (float64), by the population standard deviation; all zero if the population is tied.
 
     Args:
         fitness: (members,) reward units.
@@ -108,12 +109,12 @@ def standardise(fitness: np.ndarray) -> np.ndarray:
 
 
 def centred_ranks(fitness: np.ndarray) -> np.ndarray:
-    """Return ranks over the population, from -0.5 for the worst to 0.5 for the best member; all zero if it is tied.
+    """Return ranks in the population, from -0.5 for the worst member to 0.5 for the best; all zero if it is tied.
 
     This is the fitness shaping of Salimans et al. (arXiv 1703.03864, after Wierstra et al., "Natural Evolution
     Strategies", 2014), whose code breaks ties by member index. Here ties share their mean rank, and rewards that differ
-    by rounding alone are ties. The root mean square is at most about 0.29, that of z-scores 1: at equal alpha steps are
-    that much shorter.
+    only by rounding are ties. The root mean square is at most about 0.29, that of z-scores 1: with equal alpha, steps
+    are shorter by that factor.
 
     Args:
         fitness: (members,) reward units; at least 2.
@@ -125,7 +126,7 @@ def centred_ranks(fitness: np.ndarray) -> np.ndarray:
     if not standardise(fitness).any():  # tied as for z-scores
         return np.zeros_like(fitness)
     order = np.argsort(fitness, kind="stable")
-    # a gap begins a new group of ties; each group has the mean of the ranks that it fills
+    # a gap starts a new group of ties; each group gets the mean of the ranks that it spans
     gaps = np.diff(fitness[order]) > _TIE * np.abs(fitness).max()
     group = np.concatenate(([0], np.cumsum(gaps)))
     mean_rank = np.bincount(group, weights=np.arange(len(fitness))) / np.bincount(group)
@@ -138,8 +139,8 @@ def at_step(settings: Mapping[str, Any], name: str, step: int) -> float:
     """Return sigma or alpha at a step of a run: its value at the first step, the final fraction of it at the last.
 
     Args:
-        settings: of the run: the value, NAME_schedule ("constant"; "linear"; or "cosine", half a period, Loshchilov and
-            Hutter, arXiv 1608.03983), and with a schedule NAME_final_fraction and max_steps.
+        settings: settings of the run: the value, NAME_schedule ("constant"; "linear"; or "cosine", half a period,
+            Loshchilov and Hutter, arXiv 1608.03983), and with a schedule NAME_final_fraction and max_steps.
         name: "sigma" or "alpha".
         step: 0, 1, ...
 
@@ -153,15 +154,16 @@ def at_step(settings: Mapping[str, Any], name: str, step: int) -> float:
     last = settings[f"{name}_final_fraction"]
     done = min(step / max(1, settings["max_steps"] - 1), 1.0)
     left = 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    # 12 decimals: cosines of different libraries differ in the last bit, and replays must not
+    # 12 decimals: the last bit of a cosine depends on the library, and replays must not
     return value * round(last + (1 - last) * left, 12)
 
 
 def step_size(settings: Mapping[str, Any], step: int) -> float:
-    """Return alpha of a step of a run as `coefficients` takes it, by its schedule and its scaling.
+    """Return the alpha that `coefficients` takes at a step of a run, according to its schedule and scaling.
 
     Args:
-        settings: of the run, as for `at_step`, with sigma, population_size and update_scaling (none: "mean").
+        settings: settings of the run, as for `at_step`, with sigma, population_size and update_scaling (if absent:
+            "mean").
         step: 0, 1, ...
 
     >>> settings = {"alpha": 0.5, "sigma": 0.1, "population_size": 16, "update_scaling": "hyperscale"}
@@ -179,5 +181,5 @@ _PURPOSES = {"order": 0, "shuffled": 1, "random": 2, "shown": 3, "batches": 4}
 
 
 def generator(seed: int, index: int, purpose: str) -> np.random.Generator:
-    """Return a branch of the run's one tree of seeds; member noise has a law of its own and is not part of it."""
+    """Return a generator from the run's single tree of seeds; members' noise has a law of its own instead."""
     return np.random.default_rng(np.random.SeedSequence([seed, _PURPOSES[purpose], index]))

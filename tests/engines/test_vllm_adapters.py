@@ -51,7 +51,7 @@ def test_more_than_plain_lora_is_refused_before_vllm_starts(changed):
 def test_a_quantised_base_and_settings_without_effect_are_refused_before_vllm_starts():
     pytest.importorskip("torchao")
     base = quantise(model(), "int8")
-    with pytest.raises(ValueError, match="the base is quantised, which engine='vllm' does not take so far"):
+    with pytest.raises(ValueError, match="the base is quantised, which engine='vllm'"):
         engine(AdapterEngine, peft.get_peft_model(base, peft.LoraConfig(**LORA | {"target_modules": ["q_proj"]})))
     with pytest.raises(ValueError, match="max_loras=0 must be a whole number of at least 1"):
         engine(AdapterEngine, adapted(), settings={"max_loras": 0})

@@ -150,7 +150,7 @@ VLLM = {"workers": None, "engine": "vllm"}
     [
         (unsaved, {}, ValueError, "norm.weight' .*modules_to_save"),
         (lambda: adapted().requires_grad_(False), {}, ValueError, "is_trainable=True"),
-        (lambda: random_model().requires_grad_(False), {}, ValueError, "nothing of the model"),
+        (lambda: random_model().requires_grad_(False), {}, ValueError, "requires_grad=False"),
         (merged, {}, ValueError, "q_proj.*unmerge_adapter"),
         (prompt_tuned, {}, ValueError, "PROMPT_TUNING"),
         (lambda: adapted(random_model().to(torch.float64)), {}, ValueError, "float64"),

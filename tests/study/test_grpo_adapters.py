@@ -142,8 +142,8 @@ def renamed():
 
 
 REFUSED = [
-    (frozen_nothing, {}, ValueError, "no part of the adapter 'default'"),
-    (lambda: adapted().requires_grad_(False), {}, ValueError, "nothing of the model"),
+    (frozen_nothing, {}, ValueError, "the adapter 'default'"),
+    (lambda: adapted().requires_grad_(False), {}, ValueError, "requires_grad=False"),
     (lambda: adapted().to(torch.bfloat16), {}, ValueError, "bfloat16"),
     (renamed, {}, ValueError, "'mine'"),
     (adapted, {"peft_config": lora_config(4)}, ValueError, "existing adapter"),
