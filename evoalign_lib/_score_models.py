@@ -47,7 +47,6 @@ def folder_of(name: str) -> str:
     """Return the folder of a model: as given, or what is fetched of it from the Hub, without files that hold code."""
     if os.path.isdir(name):
         return os.path.abspath(name)
-    check_name(name)
     import huggingface_hub
 
     try:
@@ -55,14 +54,11 @@ def folder_of(name: str) -> str:
             name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
         )
     except (OSError, ValueError) as error:  # the Hub's own errors are among these
+        why = str(error).splitlines()[0]
         raise ValueError(
-            f"model {name!r} is no folder, and cannot be fetched from the Hub: {str(error).splitlines()[0]:.200}"
+            f"model {name!r} is no folder, and cannot be fetched from the Hub ({why:.200}): give a folder, a name on "
+            "the Hub, or a model object."
         ) from error
-
-
-def check_name(name: str) -> None:
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ValueError(f"model {name!r} does not exist: give a folder, a name on the Hub, or a model object.")
 
 
 def tokenizer_of(tokenizer: Any, folder: str | None) -> Any:
@@ -82,7 +78,8 @@ def config_of(folder: str, name: str) -> tuple[Any, str]:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(f"model {name!r} has no config.json that can be read: {str(error).splitlines()[0]}") from error
+        why = str(error).splitlines()[0]
+        raise ValueError(f"model {name!r} is no folder or name on the Hub with a config.json: {why}") from error
     architecture = next(iter(config.architectures or ()), "")
     # else a language model would get a head of random numbers; its number of labels is 2 unless something says 1
     if not architecture.endswith((SCORE_MODEL, _CLASSIFIER)):

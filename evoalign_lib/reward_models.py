@@ -39,7 +39,7 @@ import torch
 
 import evoalign_lib
 from evoalign_lib import _score_models, models, tasks
-from evoalign_lib.checks import address, choose, key_in, whole_number
+from evoalign_lib.checks import address, choose, key_in, positive, whole_number
 from evoalign_lib.files import canonical_json
 
 TEXTS = ("beaver", "chat", "continued", "pair")
@@ -186,8 +186,7 @@ class RewardModel(_Scorer):
         self._shift = float(getattr(model.config, "shift", 0.0))
         self._pad = next((i for i in (model.config.pad_token_id, self.tokenizer.pad_token_id) if i is not None), 0)
         # marks of turns need not be special tokens: all but words that the chat template writes are taken for such
-        written = [{"role": "user", "content": "x"}]
-        opening = tasks.chat_prompt(written, self.tokenizer) if self.text in ("chat", "continued") else ""
+        opening = tasks.chat_prompt("x", self.tokenizer) if self.text in ("chat", "continued") else ""
         added = self.tokenizer.added_tokens_decoder.values()
         special = {t.content for t in added if t.special or t.content in opening and not t.content.strip().isalnum()}
         marks = sorted((t for t in special | set(self.tokenizer.all_special_tokens) if len(t.strip()) > 1), key=len)
@@ -316,13 +315,13 @@ class RewardModel(_Scorer):
     def _joined(self, prompt: str, completion: str) -> str:
         if self.text == "beaver":
             return f"BEGINNING OF CONVERSATION: USER: {prompt} ASSISTANT:{completion}"
-        asked = {"role": "user", "content": prompt}
         if self.text == "chat":
-            return models.rendered(self.tokenizer, [asked, {"role": "assistant", "content": completion}])
+            said = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+            return models.rendered(self.tokenizer, said)
         if self.text != "continued":
             return self.text(prompt, completion)
         if prompt not in self._openings:  # a prompt is answered many times
-            self._openings[prompt] = tasks.chat_prompt([asked], self.tokenizer)
+            self._openings[prompt] = tasks.chat_prompt(prompt, self.tokenizer)
         return self._openings[prompt] + completion
 
     def _unmarked(self, text: str) -> str:
@@ -405,8 +404,6 @@ def check(name: str, text: str | None = None, max_length: int | None = None) -> 
     Raises:
         ValueError: as `RewardModel`.
     """
-    if not os.path.isdir(name):
-        _score_models.check_name(name)
     config, architecture = _score_models.config_of(name, name)
     tokenizer = _score_models.tokenizer_of(None, name)
     _checked_length(max_length, config, tokenizer)
@@ -527,7 +524,6 @@ class HTTPScorer(_Scorer):
             waits between are 0.5, 1, 2, 4, 8, 8, ... s; a server that is started anew within them is found again.
         batch_size: texts in one request.
         api_key_env: the environment variable with the server's key, read at each request and kept nowhere.
-        weights: digest that the model's weights must have (`RewardModel.identity`); None: whatever the server holds.
 
     Attributes:
         identity: what the server said of its model.
@@ -536,7 +532,7 @@ class HTTPScorer(_Scorer):
             "refused" (other HTTP errors); and "failed", calls that ended in an error. Those of this process.
 
     Raises:
-        ValueError: an address that is none, no key or one that no HTTP header can hold, or weights of another digest.
+        ValueError: an address that is none, or no key or one that no HTTP header can hold.
         ScorerGone: the server does not answer.
     """
 
@@ -549,21 +545,16 @@ class HTTPScorer(_Scorer):
         retries: int = 4,
         batch_size: int = 64,
         api_key_env: str | None = None,
-        weights: str | None = None,
     ):
-        if not 0 < timeout < math.inf:
-            raise ValueError(f"timeout={timeout} must be a positive number of seconds.")
-        self.url, self.timeout, self.api_key_env = address("url", url), float(timeout), api_key_env
+        positive("timeout", timeout)
+        self.url = address("url", url)
+        self.timeout = float(timeout)
+        self.api_key_env = api_key_env
         self.retries = whole_number("retries", retries, least=0)
         self.batch_size = whole_number("batch_size", batch_size)
         self.counts = Counter()
         self.identity = self._ask("GET", "/identity", None, _read_identity)
         self._fingerprint = fingerprint(self.identity)
-        if weights is not None and weights != self.identity["weights"]:
-            raise ValueError(
-                f"the server at {self.url} holds weights {self.identity['weights']}, not {weights}: start it with the "
-                "model that is meant."
-            )
         self.name = name or self.identity["name"]
 
     def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> np.ndarray:
@@ -589,10 +580,9 @@ class HTTPScorer(_Scorer):
         scores, cut = answer["scores"], answer["truncated"]
         if answer["identity"] != self._fingerprint:
             raise _OtherModel(f"its model is {answer['identity']!r:.40}, it was {self._fingerprint!r}")
-        if type(scores) is not list or len(scores) != n or {*map(type, scores)} - {int, float}:
-            raise ValueError(f"not {n} numbers as scores: {scores!r:.100}")
-        if not all(map(math.isfinite, scores)) or type(cut) is not int or not 0 <= cut <= n:
-            raise ValueError(f"not finite, or truncated={cut!r:.40}: {scores!r:.100}")
+        numbers = type(scores) is list and {*map(type, scores)} <= {int, float} and all(map(math.isfinite, scores))
+        if not numbers or len(scores) != n or type(cut) is not int or not 0 <= cut <= n:
+            raise ValueError(f"not {n} finite numbers, or truncated={cut!r:.40}: {scores!r:.100}")
         return scores, cut
 
     def _ask(self, method: str, path: str, body: bytes | None, read: Callable[[Any], Any]) -> Any:

@@ -9,8 +9,8 @@
   "truncated": n}. Scores are those of `RewardModel.score`, bit for bit; identity is the fingerprint of the model, so
   that a client sees when the server was started anew with another; n texts were too long and cut.
 
-Errors say {"error": what is wrong and what to do}: 400 and 422 for a body that is none of these or texts that cannot be
-scored, 401 without the key, 411 without a length, 413 for too much at once, 500 where the model fails.
+Errors say {"detail": what is wrong and what to do}: 400 and 422 for a body that is none of these or texts that cannot
+be scored, 401 without the key, 411 without a length, 413 for too much at once, 500 where the model fails.
 
 The published service answered with another text than it was asked about: it split one text at turn markers. vLLM's
 pooling endpoints are faster on a large GPU, but take one text, or messages by the server's own template; apply a
@@ -21,7 +21,6 @@ none of these surprises.
 
 # no postponed annotations: FastAPI reads those of functions inside `app_of`
 import hmac
-import ipaddress
 import json
 import logging
 import threading
@@ -32,6 +31,7 @@ from evoalign_lib.reward_models import RewardModel, ScorerError, fingerprint
 
 MOST_TEXTS = 1024
 MOST_BYTES = 16 * 2**20
+_LOCAL = ("localhost", "127.0.0.1", "::1")
 
 _log = logging.getLogger(__name__)
 
@@ -49,11 +49,10 @@ def app_of(reward_model: RewardModel, *, api_key: str | None = None) -> Any:
     Raises:
         ValueError: an empty key.
     """
-    from fastapi import FastAPI, Request
+    from fastapi import FastAPI, HTTPException, Request
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
     from pydantic import BaseModel, ConfigDict
-    from starlette.exceptions import HTTPException
 
     if api_key is not None and not api_key:
         raise ValueError("api_key is empty: give one, or None for a server without.")
@@ -71,12 +70,8 @@ def app_of(reward_model: RewardModel, *, api_key: str | None = None) -> Any:
     @app.middleware("http")
     async def gate(request: Request, call_next: Any) -> Any:
         if refusal := _refusal(request, api_key):
-            return JSONResponse({"error": refusal[1]}, refusal[0], {"Connection": "close"})
+            return JSONResponse({"detail": refusal[1]}, refusal[0], {"Connection": "close"})
         return await call_next(request)
-
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> JSONResponse:
-        return JSONResponse({"error": error.detail}, error.status_code)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -84,7 +79,7 @@ def app_of(reward_model: RewardModel, *, api_key: str | None = None) -> Any:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         told = f'{where}: {first["msg"]}. Send {{"prompts": [text, ...], "completions": [text, ...]}}.'
-        return JSONResponse({"error": told}, 422)
+        return JSONResponse({"detail": told}, 422)
 
     @app.get("/identity")
     async def tell() -> dict[str, Any]:
@@ -151,16 +146,9 @@ def serve(
     import uvicorn
 
     key = None if api_key_env is None else key_in(api_key_env)
-    if key is None and not _is_local(host):
+    if key is None and host not in _LOCAL:
         raise ValueError(f"host={host!r} can be reached by others: name a variable with a key as api_key_env.")
     scorer = RewardModel(model, **options)
     print(json.dumps(scorer.identity), flush=True)
     # a training step may take longer than uvicorn's 5 s, and connections are to last
     uvicorn.run(app_of(scorer, api_key=key), host=host, port=port, access_log=False, timeout_keep_alive=75)
-
-
-def _is_local(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

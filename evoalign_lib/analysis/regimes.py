@@ -43,10 +43,13 @@ def two_clusters(dissimilarity: ArrayLike) -> NDArray[np.int64]:
     Raises ValueError for another shape, fewer runs, and an entry above the diagonal that is not finite.
     """
     matrix = _square(dissimilarity)
-    tree = scipy.cluster.hierarchy.linkage(matrix[np.triu_indices(len(matrix), 1)], "average")
-    # the last merge joins two trees: the leaves of one are one cluster. fcluster cuts at a height, and ties hide there
-    labels = np.zeros(len(matrix), np.int64)
-    labels[scipy.cluster.hierarchy.to_tree(tree).right.pre_order()] = 1
+    pairs = scipy.spatial.distance.squareform(matrix, checks=False)
+    merges = scipy.cluster.hierarchy.linkage(pairs, "average")[:, :2].astype(int).tolist()
+    members = list(np.eye(len(matrix), dtype=np.int64))  # of each run, then of each merge: 1 for the runs that it has
+    for one, other in merges:
+        members.append(members[one] + members[other])
+    # the last merge joins two clusters. fcluster cuts at a height, and ties hide there; to_tree takes ten times as long
+    labels = members[merges[-1][1]]
     return labels if labels[0] == 0 else 1 - labels
 
 

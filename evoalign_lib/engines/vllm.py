@@ -82,8 +82,8 @@ def import_vllm(in_process: bool = True) -> Any:
         import vllm
     except ImportError as error:
         raise ImportError(
-            "engine='vllm' needs vLLM 0.31: pip install -e '.[gpu]' on a machine with NVIDIA GPUs, or take "
-            "engine='local'."
+            "engine='vllm' and VLLMChat need vLLM 0.31: pip install -e '.[gpu]' on a machine with NVIDIA GPUs, or take "
+            "engine='local' or LocalChat."
         ) from error
     return vllm
 

@@ -34,7 +34,6 @@ from evoalign_lib.judges.verdicts import (  # noqa: F401
     Judgement,
     Order,
     Pair,
-    Rating,
     ScoreJudge,
     judge_pairs,
     judge_texts,

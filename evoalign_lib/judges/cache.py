@@ -47,7 +47,7 @@ class Cache:
         self.path = None if path is None else Path(path)
         self._answers: dict[str, Answer] = {}
         self._size = self._lines = 0
-        self._one = threading.Lock()
+        self._one = threading.RLock()
         self.refresh()
 
     def __len__(self) -> int:
@@ -56,15 +56,6 @@ class Cache:
     def get(self, key: str) -> Answer | None:
         """Return the answer of a key, None where there is none."""
         return self._answers.get(key)
-
-    def refresh(self) -> None:
-        """Read what other processes have added.
-
-        Raises:
-            CacheError: as the class does.
-        """
-        with self._one:
-            self._read()
 
     def put(self, key: str, answer: Answer) -> Answer:
         """Keep an answer, synced to disk, and return the one that the cache holds: the first of this key.
@@ -80,39 +71,43 @@ class Cache:
             if self.path is None:
                 return self._answers.setdefault(key, answer)
             with locked(self.path):
-                self._read()
+                self.refresh()
                 if key not in self._answers:
                     fields = {"key": key} | {name: getattr(answer, name) for name in _FIELDS}
-                    self._append(canonical_json(fields).encode() + b"\n")
-                    self._read()
+                    with open(self.path, "ab") as file:
+                        file.truncate(self._size)  # what a killed process, or a full disk, left of a line
+                        file.write(canonical_json(fields).encode() + b"\n")
+                        file.flush()
+                        os.fsync(file.fileno())
+                    self.refresh()
             return self._answers[key]
 
-    def _append(self, line: bytes) -> None:
-        with open(self.path, "ab") as file:
-            file.truncate(self._size)  # what a killed process, or a full disk, left of a line
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+    def refresh(self) -> None:
+        """Read the lines that were added since the last time, by whatever process.
 
-    def _read(self) -> None:
-        """Read the lines that were added since the last time."""
-        if self.path is None or not (self._size or self.path.exists()):
-            return
-        if not self.path.exists() or self.path.stat().st_size < self._size:
-            raise CacheError(f"{self.path} is shorter than it was: another program has cut it. Start this one anew.")
-        with open(self.path, "rb") as file:
-            file.seek(self._size)
-            whole = file.read().split(b"\n")[:-1]
-        for line in whole:
-            try:
-                fields = json.loads(line)
-                key, answer = fields["key"], Answer(**{name: fields[name] for name in _FIELDS})
-                if not (isinstance(key, str) and isinstance(answer.text, str)):
-                    raise TypeError("its key or its text is no string")
-            except (ValueError, RecursionError, LookupError, TypeError) as error:
-                raise CacheError(
-                    f"{self.path}, line {self._lines + 1} is damaged ({error}): take that line out, and its question "
-                    "is asked again."
-                ) from None
-            self._answers.setdefault(key, answer)  # the first one, where files were put together
-            self._size, self._lines = self._size + len(line) + 1, self._lines + 1
+        Raises:
+            CacheError: as the class does.
+        """
+        with self._one:
+            size = self.path.stat().st_size if self.path is not None and self.path.exists() else 0
+            if size < self._size:
+                raise CacheError(f"{self.path} is shorter than it was: another program cut it. Start this one anew.")
+            if size > self._size:
+                with open(self.path, "rb") as file:
+                    file.seek(self._size)
+                    *whole, _ = file.read().split(b"\n")
+                for line in whole:
+                    self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            fields = json.loads(line)
+            key, answer = fields["key"], Answer(**{name: fields[name] for name in _FIELDS})
+            if not (isinstance(key, str) and isinstance(answer.text, str)):
+                raise TypeError("its key or its text is no string")
+        except (ValueError, RecursionError, LookupError, TypeError) as error:
+            told = f"{self.path}, line {self._lines + 1} is damaged ({error})"
+            raise CacheError(f"{told}: take that line out, and its question is asked again.") from None
+        self._answers.setdefault(key, answer)  # the first one, where files were put together
+        self._size += len(line) + 1
+        self._lines += 1

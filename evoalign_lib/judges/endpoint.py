@@ -2,21 +2,16 @@
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
-from evoalign_lib.checks import address, key_in, whole_number
+from evoalign_lib.checks import address, key_in, positive, whole_number
 from evoalign_lib.judges.answers import Answer, Keep, Messages
 
 _OPENAI = "https://api.openai.com/v1"
 _RETRIED = {408, 409, 429}  # by the openai client, and all from 500
-_STOPS = {
-    401: "the key is wrong",
-    402: "the account has no credit",
-    403: "the key may not use this model",
-    404: "no such model or address",
-}
+_STOPS = {401, 402, 403, 404}  # a wrong key, no credit, a model that is not for this key, or that is not there
 _STOPPING_CODES = {"insufficient_quota", "billing_hard_limit_reached", "unsupported_parameter", "unsupported_value"}
 _MOST_FAILURES = 20  # in a row
 
@@ -55,22 +50,18 @@ class Endpoint:
     max_tokens: int = 1024
     seed: int | None = 0
     concurrency: int = 8
+    special_tokens: ClassVar[tuple[str, ...]] = ()
+    """None are known; those of the usual families are broken in any case."""
 
     def __post_init__(self) -> None:
         whole_number("retries", self.retries, least=0)
         whole_number("max_tokens", self.max_tokens)
         whole_number("concurrency", self.concurrency)
-        if not self.timeout > 0:
-            raise ValueError(f"timeout={self.timeout} must be a positive number of seconds.")
+        positive("timeout", self.timeout)
         if not 0 <= self.temperature <= 2:
             raise ValueError(f"temperature={self.temperature} must be from 0 to 2.")
         if self.base_url is not None:
             address("base_url", self.base_url)
-
-    @property
-    def special_tokens(self) -> tuple[str, ...]:
-        """None are known; those of the usual families are broken in any case."""
-        return ()
 
     def identity(self) -> dict[str, Any]:
         """Return all that decides an answer, for the cache's keys and for records."""
@@ -95,7 +86,9 @@ class Endpoint:
         key = key_in(self.api_key_env, needed=self.base_url is None)
         import openai
 
-        url, failures, stopped = self.base_url or _OPENAI, 0, threading.Event()
+        url = self.base_url or _OPENAI
+        failures = 0  # in a row
+        stopped = threading.Event()
         answers: list[Any] = [None] * len(conversations)
 
         def ask(i: int) -> Answer | None:
@@ -114,16 +107,15 @@ class Endpoint:
         client = openai.OpenAI(api_key=key or "none", base_url=url, timeout=self.timeout, max_retries=self.retries)
         with client, ThreadPoolExecutor(self.concurrency) as pool:
             try:
-                for done in as_completed([pool.submit(ask, i) for i in range(len(conversations))]):
-                    failures = failures + 1 if (last := done.result()) else 0
+                for last in pool.map(ask, range(len(conversations))):
+                    failures = failures + 1 if last else 0
                     if failures >= _MOST_FAILURES:
                         raise EndpointError(
                             f"{failures} questions to {self.model!r} failed in a row, the last by {last.error!r} "
                             f"({last.detail}): see whether {url} is up, and call again."
                         )
             finally:
-                stopped.set()
-                pool.shutdown(wait=True, cancel_futures=True)
+                stopped.set()  # what waits in the pool returns at once
         return answers
 
     def _ask(self, client: Any, key: str, messages: Messages) -> tuple[Answer, bool]:
@@ -133,18 +125,21 @@ class Endpoint:
         """
         import openai
 
-        url, seed = self.base_url or _OPENAI, {} if self.seed is None else {"seed": self.seed}
-        how, gone, stops = {"temperature": self.temperature, "max_tokens": self.max_tokens} | seed, False, ""
+        url = self.base_url or _OPENAI
+        how = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        how |= {} if self.seed is None else {"seed": self.seed}
+        gone = stops = False
         try:
             answer = _read(client.chat.completions.create(model=self.model, messages=[*map(dict, messages)], **how))
         except openai.APITimeoutError:
             answer, gone = Answer(None, error="timeout", detail=f"no answer within {self.timeout} s"), True
         except openai.APIStatusError as error:
-            status, code = error.status_code, str(error.code)
+            status = error.status_code
+            code = str(error.code or status)
             kind = "refused" if code == "content_filter" else "http"
-            answer, gone = Answer(None, 0, 0, error=kind, detail=str(error)), status in _RETRIED or status >= 500
-            if status in _STOPS or code in _STOPPING_CODES:
-                stops = f"{_STOPS.get(status, code)} (HTTP {status})"
+            answer = Answer(None, 0, 0, error=kind, detail=f"{code}: {error}")
+            gone = status in _RETRIED or status >= 500
+            stops = status in _STOPS or code in _STOPPING_CODES
         except openai.APIConnectionError:
             answer, gone = Answer(None, error="connection", detail=f"no connection to {url}"), True
         except (openai.OpenAIError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -153,8 +148,8 @@ class Endpoint:
         text, detail = (said.replace(key, "***") if key and said else said for said in (answer.text, answer.detail))
         if stops:  # outside the handlers, so that no error carries the request, and with it the key
             raise EndpointError(
-                f"{url} refuses {self.model!r}: {stops}: {detail:.200}. Correct the model, the base_url, its settings, "
-                f"or the key in {self.api_key_env}, and call again."
+                f"{url} refuses {self.model!r}: {detail:.200}. Correct the model, the base_url, its settings or the "
+                f"key in {self.api_key_env}, or top up the account, and call again."
             )
         return replace(answer, text=text, detail=detail[:200]), gone
 

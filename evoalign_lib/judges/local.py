@@ -175,12 +175,7 @@ class VLLMChat(_Local):
         from evoalign_lib import models
         from evoalign_lib.engines.vllm import import_vllm, prepare_process
 
-        try:
-            vllm = import_vllm()
-        except ImportError as error:
-            raise ImportError(
-                f"the judge {model!r} needs vLLM: pip install -e '.[gpu]', or take LocalChat, or an Endpoint."
-            ) from error
+        vllm = import_vllm()
         prepare_process()
         place = models.place(str(model))
         safe = {"trust_remote_code": False, "load_format": "safetensors"}

@@ -78,12 +78,9 @@ class Rubric:
 
     def __post_init__(self) -> None:
         choose("form", self.form, FORMS)
-        if not (math.isfinite(self.low) and math.isfinite(self.high) and 0 <= self.low < self.high):
-            raise ValueError(
-                f"scores from {self.low} to {self.high}: give a least score of at least 0, and a greater one."
-            )
-        if not 0 <= self.margin < math.inf:
-            raise ValueError(f"margin={self.margin} must be 0 or greater.")
+        if not (0 <= self.low < self.high < math.inf and 0 <= self.margin < math.inf):
+            given = f"low={self.low}, high={self.high}, margin={self.margin}"
+            raise ValueError(f"{given}: give a least score and a margin of at least 0, and a greater score.")
 
     @property
     def pairwise(self) -> bool:

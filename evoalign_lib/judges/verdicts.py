@@ -1,6 +1,5 @@
 """Judge pairs in both orders, or single texts, and count what is no verdict."""
 
-import hashlib
 import itertools
 import math
 import os
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from evoalign_lib.checks import whole_number
-from evoalign_lib.files import canonical_json
 from evoalign_lib.judges.answers import Answer
 from evoalign_lib.judges.cache import Cache, key_of
 from evoalign_lib.judges.endpoint import EndpointError
@@ -46,11 +44,6 @@ def _check_texts(*texts: Any) -> None:
             raise TypeError(f"prompts and answers must be texts, got {text!r:.200}.")
 
 
-def digest_of(*texts: str) -> str:
-    """Return what identifies texts in records: 16 hexadecimal digits."""
-    return hashlib.sha256(canonical_json(texts).encode()).hexdigest()[:16]
-
-
 # --------------------------------------------------------------------------------------------------- what is said of it
 
 
@@ -80,47 +73,20 @@ class Judgement:
     """The verdict on a pair.
 
     Attributes:
-        prompt: digest of the prompt.
-        pair: digest of the prompt and both texts.
         verdict: "a", "b" or "tie"; None where an order has no verdict.
         inconsistent: the orders disagree, and the verdict is a tie.
-        reversed: they name different winners (a kind of inconsistent).
         unparsed: there are answers, but not in both of them a verdict.
         failed: why an answer is missing; None where none is.
         scores: of a and b, the mean over the orders; None where there are none.
         orders: a first, then b first; empty for a judge that scores texts alone.
     """
 
-    prompt: str
-    pair: str
     verdict: str | None
     inconsistent: bool = False
-    reversed: bool = False
     unparsed: bool = False
     failed: str | None = None
     scores: tuple[float, float] | None = None
     orders: tuple[Order, ...] = ()
-
-
-@dataclass(frozen=True)
-class Rating:
-    """The score of one text.
-
-    Attributes:
-        prompt: digest of the prompt.
-        text: digest of the prompt and the text.
-        score: None where there is none.
-        unparsed: there is an answer, but no score in it.
-        failed: why there is no answer; None where there is one.
-        raw: the answer as it came; None for a judge that scores texts alone.
-    """
-
-    prompt: str
-    text: str
-    score: float | None
-    unparsed: bool = False
-    failed: str | None = None
-    raw: str | None = None
 
 
 @dataclass(frozen=True)
@@ -179,17 +145,6 @@ class Judged:
         return sum(judgement.inconsistent for judgement in self.judgements)
 
     @property
-    def inconsistent_rate(self) -> float:
-        """Share of them among the pairs with a verdict in both orders; NaN where there is none."""
-        both = sum(judgement.verdict is not None for judgement in self.judgements)
-        return self.inconsistent / both if both else math.nan
-
-    @property
-    def reversed(self) -> int:
-        """Pairs in which the orders name different winners."""
-        return sum(judgement.reversed for judgement in self.judgements)
-
-    @property
     def first_share(self) -> float:
         """Share of wins of the text that stood first, over both orders of pairs with two verdicts.
 
@@ -206,28 +161,27 @@ class JudgedTexts:
 
     Attributes:
         judge: its name.
-        ratings: one per text, in their order.
+        scores: (texts,) float64; NaN where there is none.
+        errors: (texts,) why there is no answer; None where there is one.
         spent: on them.
+        raw: (texts,) the answers as they came; empty for a judge that scores texts alone.
     """
 
     judge: str
-    ratings: list[Rating]
+    scores: np.ndarray
+    errors: list[str | None]
     spent: Spent
-
-    @property
-    def scores(self) -> np.ndarray:
-        """(texts,) float64; NaN where there is none."""
-        return np.array([math.nan if r.score is None else r.score for r in self.ratings], float)
-
-    @property
-    def unparsed(self) -> int:
-        """Texts whose answer holds no score."""
-        return sum(rating.unparsed for rating in self.ratings)
+    raw: tuple[str | None, ...] = ()
 
     @property
     def failed(self) -> int:
         """Texts without an answer."""
-        return sum(rating.failed is not None for rating in self.ratings)
+        return sum(error is not None for error in self.errors)
+
+    @property
+    def unparsed(self) -> int:
+        """Texts whose answer holds no score."""
+        return int(np.isnan(self.scores).sum()) - self.failed
 
 
 # -------------------------------------------------------------------------------------------------------------- judges
@@ -273,11 +227,7 @@ class ChatJudge:
     def __init__(self, backend: Any, rubric: Rubric, max_characters: int = 20_000):
         self.backend, self.rubric = backend, rubric
         self.max_characters = whole_number("max_characters", max_characters)
-
-    @property
-    def name(self) -> str:
-        """The rubric's and the model's."""
-        return f"{self.rubric.name}: {self.backend.model}"
+        self.name = f"{rubric.name}: {backend.model}"
 
 
 def judge_pairs(
@@ -302,8 +252,8 @@ def judge_pairs(
         return Judged(judge.name, [_compared(pair, scores, judge.margin) for pair in pairs], Spent())
     shown = [(pair.prompt, *texts) for pair in pairs for texts in ((pair.a, pair.b), (pair.b, pair.a))]
     answers, spent = _ask(judge, shown, cache, pairwise=True)
-    both = zip(pairs, answers[::2], answers[1::2], strict=True)
-    return Judged(judge.name, [_judgement(judge.rubric, *one) for one in both], spent)
+    both = zip(answers[::2], answers[1::2], strict=True)
+    return Judged(judge.name, [_judgement(judge.rubric, *orders) for orders in both], spent)
 
 
 def judge_texts(
@@ -325,35 +275,26 @@ def judge_texts(
     """
     texts = [(prompt, completion) for prompt, completion in texts]
     _check_texts(*itertools.chain.from_iterable(texts))
-    names = [(digest_of(prompt), digest_of(prompt, completion)) for prompt, completion in texts]
     if isinstance(judge, ScoreJudge):
-        scores = judge.scores(texts)
-        ratings = [
-            Rating(*name, scores[text]) if math.isfinite(scores[text]) else Rating(*name, None, failed="not finite")
-            for name, text in zip(names, texts, strict=True)
-        ]
-        return JudgedTexts(judge.name, ratings, Spent())
+        by_text = judge.scores(texts)
+        scores = np.array([by_text[text] for text in texts], float)
+        finite = np.isfinite(scores)
+        errors = [None if good else "not finite" for good in finite]
+        return JudgedTexts(judge.name, np.where(finite, scores, math.nan), errors, Spent())
     answers, spent = _ask(judge, texts, cache, pairwise=False)
-    scores = [_read(judge.rubric, answer) for answer in answers]
-    ratings = [
-        Rating(*name, score, score is None and answer.error is None, answer.error, answer.text)
-        for name, score, answer in zip(names, scores, answers, strict=True)
-    ]
-    return JudgedTexts(judge.name, ratings, spent)
+    scores = np.array([_read(judge.rubric, answer) for answer in answers], float)  # of None: NaN
+    errors = [answer.error for answer in answers]
+    return JudgedTexts(judge.name, scores, errors, spent, tuple(answer.text for answer in answers))
 
 
 # ------------------------------------------------------------------------------------------------------------- verdicts
 
 
-def _digests(pair: Pair) -> tuple[str, str]:
-    return digest_of(pair.prompt), digest_of(pair.prompt, pair.a, pair.b)
-
-
 def _compared(pair: Pair, scores: dict[tuple[str, str], float], margin: float) -> Judgement:
     a, b = (scores[pair.prompt, text] for text in (pair.a, pair.b))
     if not (math.isfinite(a) and math.isfinite(b)):
-        return Judgement(*_digests(pair), None, failed="not finite")
-    return Judgement(*_digests(pair), "tie" if abs(a - b) <= margin else "a" if a > b else "b", scores=(a, b))
+        return Judgement(None, failed="not finite")
+    return Judgement("tie" if abs(a - b) <= margin else "a" if a > b else "b", scores=(a, b))
 
 
 def _read(rubric: Rubric, answer: Answer) -> Reading | float | None:
@@ -370,19 +311,18 @@ def _order(rubric: Rubric, answer: Answer, first: str, second: str) -> Order:
     return Order(first, answer.text, winner, reading.strength, scores)
 
 
-def _judgement(rubric: Rubric, pair: Pair, *answers: Answer) -> Judgement:
-    """Return the verdict on a pair by the answers with a first, and with b first."""
-    orders = tuple(_order(rubric, answer, *names) for answer, names in zip(answers, ("ab", "ba"), strict=True))
+def _judgement(rubric: Rubric, a_first: Answer, b_first: Answer) -> Judgement:
+    """Return the verdict on a pair."""
+    orders = (_order(rubric, a_first, "a", "b"), _order(rubric, b_first, "b", "a"))
     winners = {order.winner for order in orders}
     failed = orders[0].error or orders[1].error
     if failed or None in winners:
-        return Judgement(*_digests(pair), None, unparsed=not failed, failed=failed, orders=orders)
-    agree, scores = len(winners) == 1, [order.scores for order in orders if order.scores]
+        return Judgement(None, unparsed=not failed, failed=failed, orders=orders)
+    agree = len(winners) == 1
+    scores = [order.scores for order in orders if order.scores]
     return Judgement(
-        *_digests(pair),
         orders[0].winner if agree else "tie",
         inconsistent=not agree,
-        reversed=winners == {"a", "b"},
         scores=tuple((one + other) / 2 for one, other in zip(*scores, strict=True)) if scores else None,
         orders=orders,
     )
@@ -401,10 +341,11 @@ def _ask(
     if judge.rubric.pairwise != pairwise:
         what, call = ("pairs", "judge_pairs") if judge.rubric.pairwise else ("single texts", "judge_texts")
         raise ValueError(f"rubric {judge.rubric.name!r} is for {what}: call {call}, or take another one.")
-    cache, backend = cache if isinstance(cache, Cache) else Cache(cache), judge.backend
+    backend = judge.backend
+    cache = cache if isinstance(cache, Cache) else Cache(cache)
     cache.refresh()
-    different, special = dict.fromkeys(itertools.chain.from_iterable(shown)), backend.special_tokens
-    quoted = {text: quote(text, judge.max_characters, special) for text in different}
+    different = dict.fromkeys(itertools.chain.from_iterable(shown))
+    quoted = {text: quote(text, judge.max_characters, backend.special_tokens) for text in different}
     questions = [judge.rubric.messages(quoted[prompt], tuple(quoted[t] for t in texts)) for prompt, *texts in shown]
     keys = [key_of(backend.identity(), messages) for messages in questions]
     by_key = dict(zip(keys, questions, strict=True))

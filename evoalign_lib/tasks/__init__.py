@@ -63,7 +63,6 @@ def public_file(name: str, path: str, sha256: str) -> Path:
 
     Raises:
         FileNotFoundError: the file is not there and cannot be fetched.
-        ImportError: it is not there, and pooch, which fetches it, is not installed.
         ValueError: the file is not the published one.
     """
     url = PUBLIC_REPOSITORY + path
@@ -87,18 +86,16 @@ def check_digest(found: Path, data: bytes, url: str, sha256: str) -> None:
 
 def fetched(name: str, url: str, sha256: str) -> Path:
     """Return the cached copy of a public file; without one it is fetched. Raises as `public_file`."""
-    remedy = f"set EVOALIGN_DATA to a folder that holds {name}"
-    try:
-        import pooch
-    except ImportError as error:
-        raise ImportError(f"fetching {url} needs pooch: install it, or {remedy}") from error
+    import pooch
+
     # (connect, read) seconds: without a network the error comes soon
     downloader = pooch.HTTPDownloader(timeout=(5, 30))
     cached = Path(pooch.os_cache("evoalign"), name)
     try:
         pooch.retrieve(url, known_hash=f"sha256:{sha256}", fname=cached.name, path=cached.parent, downloader=downloader)
     except OSError as error:
-        raise FileNotFoundError(f"cannot fetch {url} ({type(error).__name__}); {remedy}") from error
+        told = f"cannot fetch {url} ({type(error).__name__}); set EVOALIGN_DATA to a folder that holds {name}"
+        raise FileNotFoundError(told) from error
     return cached
 
 
@@ -152,10 +149,14 @@ def completion_text(completion: Any) -> str:
     raise TypeError(f"a completion must be a string or a list of text messages, got {completion!r:.200}")
 
 
-def chat_prompt(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> str:
-    """Render messages by a tokenizer's chat template, up to where the assistant answers. ValueError: no tokenizer."""
+def chat_prompt(messages: str | Sequence[Mapping[str, str]], tokenizer: Any) -> str:
+    """Render messages by a tokenizer's chat template, up to where the assistant answers.
+
+    messages: or what a user says, as the only one. Raises ValueError where there is no tokenizer.
+    """
     if tokenizer is None:
         raise ValueError("the chat variant needs a tokenizer: pass tokenizer=..., or chat_template=False")
+    messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 

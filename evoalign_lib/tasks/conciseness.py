@@ -140,8 +140,6 @@ class Completions:
     """What one training seed of a published study answered, with what its authors recorded.
 
     Attributes:
-        arm: "ES" or "GRPO".
-        setting: as in the file's name.
         seed: of the training.
         questions: (n,) what was asked.
         completions: (n,) the texts as stored, special tokens included.
@@ -151,8 +149,6 @@ class Completions:
         kl: mean KL per token as recorded, in nats.
     """
 
-    arm: str
-    setting: str
     seed: int
     questions: list[str]
     completions: list[str]
@@ -176,13 +172,14 @@ def load_completions(name: str) -> list[Completions]:
     arm, setting = name.split("_", 1)
     place = f"conciseness/{arm}/evals/{setting}.json"
     path = tasks.public_file(f"conciseness_completions/{name}.json", place, COMPLETIONS[name])
-    report, found = json.loads(path.read_text(encoding="utf-8")), []
+    report = json.loads(path.read_text(encoding="utf-8"))
+    of_seeds = []
     for seed, result in report["seed_results"].items():
         rows = [answer | asked for asked in result["completions"] for answer in asked["completions"]]
         columns = ([row[key] for row in rows] for key in ("question", "completion", "reward", "num_tokens"))
         limits = report["config"]["max_new_tokens"], result["kl"]["mean_per_token"]
-        found.append(Completions(arm, setting, int(seed), *columns, *limits))
-    return found
+        of_seeds.append(Completions(int(seed), *columns, *limits))
+    return of_seeds
 
 
 # ------------------------------------------------------------------------------------------------------------- prompts
@@ -203,8 +200,7 @@ def prompt(problem: Problem, *, chat_template: bool = True, tokenizer: Any = Non
     Raises:
         ValueError: the chat variant without a tokenizer.
     """
-    asked = [{"role": "user", "content": problem.question}]
-    return tasks.chat_prompt(asked, tokenizer) if chat_template else problem.question
+    return tasks.chat_prompt(problem.question, tokenizer) if chat_template else problem.question
 
 
 def dataset(problems: Iterable[Problem], tokenizer: Any, chat_template: bool = True) -> list[dict[str, Any]]:

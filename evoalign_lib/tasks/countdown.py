@@ -32,7 +32,6 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import chain, combinations, product
 from numbers import Integral, Rational
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -118,24 +117,10 @@ def split_of(problem: Problem) -> str:
     Returns:
         "train", "validation" or "test"; problems that differ only in the order of the numbers share a split.
     """
-    return _split_of(*problem_key(problem))
-
-
-def _split_of(numbers: Iterable[int], target: str) -> str:
-    """Return the split of a key."""
+    numbers, target = problem_key(problem)
     key = f"{','.join(map(str, numbers))}={target}"
     bucket = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") % 20
     return "test" if bucket == 0 else "validation" if bucket == 1 else "train"
-
-
-def public_file() -> Path:
-    """Find the public Countdown file, or fetch it once into the user's cache (see `tasks.public_file`).
-
-    Raises:
-        FileNotFoundError: the file is not there and cannot be fetched.
-        ValueError: the file is not the published one.
-    """
-    return tasks.public_file("countdown.json", PUBLIC_PATH, PUBLIC_SHA256)
 
 
 def load_public(split: str = "train") -> list[Problem]:
@@ -155,7 +140,8 @@ def load_public(split: str = "train") -> list[Problem]:
     """
     ranges = {"train": slice(0, PUBLIC_TRAIN), "test": slice(PUBLIC_TRAIN, None), "all": slice(None)}
     choose("split", split, ranges)
-    rows = json.loads(public_file().read_text(encoding="utf-8"))[ranges[split]]
+    path = tasks.public_file("countdown.json", PUBLIC_PATH, PUBLIC_SHA256)
+    rows = json.loads(path.read_text(encoding="utf-8"))[ranges[split]]
     return [Problem(tuple(row["numbers"]), row["target"], row["id"]) for row in rows]
 
 
@@ -220,10 +206,10 @@ def generate(
             if distinct and key in seen:
                 continue
             seen.add(key)  # of whatever split: nearly all draws of a large n are repetitions
-            # the split first: a problem is slower to make than to leave out
-            if split is not None and _split_of(key[:-1], str(key[-1])) != split:
+            problem = Problem(tuple(row), str(key[-1]))
+            if split is not None and split_of(problem) != split:
                 continue
-            problems.append(Problem(tuple(row), str(key[-1])))
+            problems.append(problem)
             if len(problems) == n:
                 break
         if size == _FULL_DRAW and len(problems) == before:
@@ -415,9 +401,7 @@ class Grade:
         return 0.1 * self.format + self.answer
 
 
-def grade(
-    response: str, numbers: Sequence[int], target: Target, grader: str = "strict", end_token: str | None = None
-) -> Grade:
+def grade(response: str, numbers: Sequence[int], target: Target, grader: str = "strict") -> Grade:
     """Score one response, judged on "<think>" + response: the prompt ends with the opening tag.
 
     A response that opens with "<think>" itself gets the same score. The format is 1 if the whole text is a think block,
@@ -426,12 +410,11 @@ def grade(
     newline may follow), the given numbers exactly once each, and the right value.
 
     Args:
-        response: the completion alone, never with the prompt (whose example answer would be graded). More than 65,536
-            characters score 0.
+        response: the completion alone, without an end token, and never with the prompt (whose example answer would be
+            graded). More than 65,536 characters score 0.
         numbers: the given numbers, whole ones.
         target: the value to reach.
         grader: "strict" or "released", see the module's text.
-        end_token: removed once from the end before the format is judged, as in the published scorer.
 
     Returns:
         Format and answer score.
@@ -453,8 +436,8 @@ def grade(
     goal = _exact_target(target)
     if len(response) > _MAX_RESPONSE:
         return Grade(0.0, 0.0)
-    judged = ("<think>" + response).removesuffix(end_token or "")
-    return Grade(_format_score(judged), float(_answer_is_right(last_answer(response), numbers, goal, grader)))
+    right = _answer_is_right(last_answer(response), numbers, goal, grader)
+    return Grade(_format_score("<think>" + response), float(right))
 
 
 def reward(

@@ -125,7 +125,7 @@ def prompt(problem: Problem, *, tokenizer: Any = None, chat_template: bool = Tru
     """
     if not chat_template:
         return f"BEGINNING OF CONVERSATION: USER: {problem.prompt} ASSISTANT:"
-    return tasks.chat_prompt([{"role": "user", "content": problem.prompt}], tokenizer)
+    return tasks.chat_prompt(problem.prompt, tokenizer)
 
 
 def dataset(problems: Sequence[Problem], tokenizer: Any = None, chat_template: bool = True) -> list[dict[str, Any]]:
@@ -274,23 +274,12 @@ class ConstrainedObjective(Objective):
     def __init__(self, reward: Scorer, cost: Scorer, multiplier: Lagrangian, **options: Any):
         super().__init__(reward, cost, **options)
         self.multiplier = multiplier
+        self.state, self.load_state = multiplier.state, multiplier.load_state
 
     @property
     def lam(self) -> float:
         """Lambda of this step."""
         return self.multiplier.value
-
-    def state(self) -> dict[str, float]:
-        """Return what a resumed run goes on with."""
-        return self.multiplier.state()
-
-    def load_state(self, state: Mapping[str, float]) -> None:
-        """Take over a state.
-
-        Raises:
-            ValueError: as `Lagrangian.load_state`.
-        """
-        self.multiplier.load_state(state)
 
     def end_of_step(self, metrics: Mapping[str, Sequence[float]]) -> None:
         """Move lambda by the mean cost of the step.

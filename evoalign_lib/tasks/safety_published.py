@@ -72,10 +72,9 @@ def public_file(name: str, accept_licence: bool = False) -> bytes:
             value "es-fine-tuning-paper". Files in the folder EVOALIGN_DATA (safety/NAME or safety/NAME.gz) need none.
 
     Raises:
-        ValueError: an unknown name, or a file that is not the published one.
+        ValueError: an unknown name, or a file that is damaged or not the published one.
         PermissionError: the file is not in EVOALIGN_DATA, and the licence was not accepted.
         FileNotFoundError: it cannot be fetched.
-        ImportError: pooch, which fetches it, is not installed.
     """
     choose("name", name, _PUBLIC)
     path, sha256 = _PUBLIC[name]
@@ -88,10 +87,7 @@ def public_file(name: str, accept_licence: bool = False) -> bytes:
                 "accept_licence=True"
             )
         found = tasks.fetched(f"safety/{name}", REPOSITORY + path, sha256)
-    try:
-        data = decompressed(found, _MOST_BYTES) if found.suffix == ".gz" else found.read_bytes()
-    except (OSError, EOFError, ValueError, OverflowError) as error:
-        raise ValueError(f"{found} is not the published file ({error}): get it again") from error
+    data = decompressed(found, _MOST_BYTES) if found.suffix == ".gz" else found.read_bytes()
     tasks.check_digest(found, data, REPOSITORY + path, sha256)
     return data
 

@@ -10,20 +10,17 @@ from evoalign_lib.tiny._recipe import STEPS, describe, recipe  # noqa: F401
 from evoalign_lib.tiny.base import (  # noqa: F401
     BASES,
     END,
-    FAMILIES,
     FILLER_BASES,
     QUESTION_BASES,
     REQUEST_BASES,
     SHIPPED,
     bases_folder,
-    byte_tokenizer,
     load,
     task_of,
 )
 from evoalign_lib.tiny.countdown import (  # noqa: F401
     AUTHORS,
     FILLER_STEPS,
-    FILLERS,
     FIXED,
     MAX_COMPLETION_LENGTH,
     PROBLEMS,
@@ -34,7 +31,6 @@ from evoalign_lib.tiny.countdown import (  # noqa: F401
     measure,
     problems,
     right_answers,
-    skill,
     skill_set,
     text,
     tokenizer,

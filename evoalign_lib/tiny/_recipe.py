@@ -101,7 +101,7 @@ def _parts(pairs: Iterable[tuple[str, str]], family: str) -> list[list[tuple[str
     return list(parts.values())
 
 
-def _batch(pairs: Sequence[tuple[str, str]], tok: Any):
+def _batch(pairs: Sequence[tuple[str, str]], tok: Any) -> tuple[Any, Any]:
     """Ids and labels (texts, longest); labels are -100 on prompts and padding."""
     import torch
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from evoalign_lib.checks import choose, whole_number
-from evoalign_lib.tasks import countdown
+from evoalign_lib.tasks import chat_prompt, countdown
 from evoalign_lib.tiny.base import END, byte_tokenizer
 
 MAX_COMPLETION_LENGTH = 16
@@ -238,8 +238,7 @@ def text(seed: int, tok: Any, family: str = "A") -> Iterator[tuple[str, str]]:
     while True:
         if rng.random() < SKILLS:
             question, reply = skill(rng)
-            messages = [{"role": "user", "content": question}]
-            yield tok.apply_chat_template(messages, tokenize=False, add_generation_prompt=True), reply + END
+            yield chat_prompt(question, tok), reply + END
             continue
         known = rng.choice(pools[2 if rng.random() < TWO_NUMBERS else 3])
         # the order of the numbers is new each time, and so is the author
@@ -286,7 +285,8 @@ def measure(engine: Any, chosen: Sequence[countdown.Problem], name: str, samples
 
 def describe(engine_of: Callable[..., Any], tok: Any, family: str) -> dict[Any, Any]:
     """Return `measure` of a base on the validation problems; for family H by the number of filler steps."""
-    chosen, measured = problems("validation", 512), {}
+    chosen = problems("validation", 512)
+    measured = {}
     for steps in FILLER_STEPS if family == "H" else (None,):
         engine = engine_of(dataset(chosen, tok, steps), MAX_COMPLETION_LENGTH + (steps or 0))
         measured[steps] = measure(engine, chosen, "asked")

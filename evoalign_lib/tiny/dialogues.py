@@ -319,13 +319,13 @@ def text(seed: int, tok: Any) -> Iterator[tuple[str, str]]:
 
 def dataset(asked: Sequence[Request], tok: Any) -> list[dict[str, str]]:
     """Return rows with the prompt, by the tokenizer's chat template, and the columns that a reward reads."""
-    prompts = (chat_prompt([{"role": "user", "content": request.text}], tok) for request in asked)
-    return [{"prompt": prompt} | request._asdict() for prompt, request in zip(prompts, asked, strict=True)]
+    return [{"prompt": chat_prompt(request.text, tok)} | request._asdict() for request in asked]
 
 
 def describe(engine_of: Callable[..., Any], tok: Any, family: str) -> dict[str, float]:
     """Return what a base does with the test requests, by the rule that knows the truth: mean reward, help and harm."""
-    asked, measured = requests("test"), {}
+    asked = requests("test")
+    measured = {}
     engine = engine_of(dataset(asked, tok), MAX_COMPLETION_LENGTH)
     for decoding, samples in (("greedy", 0), ("t1", 8)):
         rows = engine.generate("asked", samples=samples, seed=0)

@@ -200,11 +200,13 @@ def text(seed: int, tok: Any) -> Iterator[tuple[str, str]]:
 
 def describe(engine_of: Callable[..., Any], tok: Any, family: str) -> dict[str, float]:
     """Return what a base does with the questions of the test split: shares of right answers and mean rewards."""
-    asked, measured = problems("test"), {}
+    asked = problems("test")
+    measured = {}
     engine = engine_of(conciseness.dataset(asked, tok), MAX_COMPLETION_LENGTH)
     for name, samples in (("greedy", 0), ("t1", 8)):
         rows = engine.generate("asked", samples=samples, seed=0)
-        texts, again = [text for row in rows for text, _ in row], asked * len(rows)
+        texts = [text for row in rows for text, _ in row]
+        again = asked * len(rows)
         right = [conciseness.is_correct(text, p) for text, p in zip(texts, again, strict=True)]
         rewards = conciseness.reward([p.question for p in again], texts, [p.answer for p in again])
         measured |= {f"right {name}": sum(right) / len(right), f"reward {name}": sum(rewards) / len(rewards)}

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from evoalign_lib.checks import choose
+from evoalign_lib.tasks import chat_prompt
 from evoalign_lib.tiny import dialogues
 from evoalign_lib.tiny.base import END
 from evoalign_lib.tiny.dialogues import Annotators
@@ -101,8 +102,7 @@ TEXT = "continued"
 
 def rendered(request: str, reply: str, tok: Any) -> str:
     """Return the text that a scorer is trained on: the chat prompt of the request, the reply, the end token."""
-    messages = [{"role": "user", "content": request}]
-    return tok.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + reply + END
+    return chat_prompt(request, tok) + reply + END
 
 
 def _untrained(how: Scorer, tok: Any, seed: int) -> Any:

@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib import pyplot as plt
 
 from evoalign_lib import arms, tiny
-from evoalign_lib.analysis import hacking, stats
+from evoalign_lib.analysis import hacking, overoptimisation, stats
 from evoalign_study import collapse, loading, plots, style
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.judged import published_specs
@@ -210,8 +210,7 @@ def reach(record: Record, decoding: str, axis: str, level: float) -> dict[str, A
         return {}
     found = {"first": collapse.right_at(record, decoding, **{axis: level})}
     if i > 0:
-        part = (level - values[i - 1]) / (values[i] - values[i - 1])
-        found |= {"at": values[i], "line": right[i - 1] + (right[i] - right[i - 1]) * part}
+        found |= {"at": values[i], "line": overoptimisation.read_at(values, right, level)}
         if axis == "at_proxy":
             found["best"] = max(y for x, y in zip(values, right, strict=True) if x >= level)
     return found
@@ -272,7 +271,13 @@ def results(run: SimpleNamespace, of: Records, published: Sequence[Record] = ())
         found[f"{group} no signal"] = part["no signal"].mean()
         for d in base if group in REPEATED else ():  # whatever the reward
             found[f"{group} {d} fell"] = sum(bool(hacking.fell(right, base[d])) for right in part[f"tested {d}"])
-    found |= _of_maps(run, of, sigma) | _of_published(published)
+    found |= _of_maps(run, of, sigma)
+    if published:
+        points = published_runs(published)
+        names = ("completions", "reproduced", "changed", "all_empty")
+        found |= {"published runs": len(points)} | {f"published {name}": int(points[name].sum()) for name in names}
+        for arm, part in points.groupby("arm"):
+            found |= {f"published {arm} runs": len(part), f"published {arm} hacked": int(part["hacked"].sum())}
     return found | _words(found)
 
 
@@ -314,17 +319,6 @@ def _of_maps(run: SimpleNamespace, of: Records, sigma: str) -> Results:
 
 ENDS = ("hacked", "clean")
 """Ends whose Jensen gaps are compared."""
-
-
-def _of_published(records: Sequence[Record]) -> Results:
-    if not records:
-        return {}
-    points = published_runs(records)
-    names = ("completions", "reproduced", "changed", "all_empty")
-    found: Results = {"published runs": len(points)} | {f"published {name}": int(points[name].sum()) for name in names}
-    for arm, part in points.groupby("arm"):
-        found |= {f"published {arm} runs": len(part), f"published {arm} hacked": int(part["hacked"].sum())}
-    return found
 
 
 # ---- tables

@@ -1,6 +1,7 @@
 """Notebook 04, safety: its presets and groups of runs, what it finds, its tables and its figures."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from evoalign_lib import arms
 from evoalign_lib.analysis import overoptimisation, stats
 from evoalign_lib.tiny import scorers
 from evoalign_study import judge_models, loading, parameters, plots, style
+from evoalign_study.claims.rules.judged import law_points
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.judged import judgments_specs, tastes_spec, tournament_spec
 from evoalign_study.loading import DECODINGS, After, Group, Groups, Records, of_runs, own_settings
@@ -171,11 +173,9 @@ _OWN = (*ARMS, "es_random")  # arms of scale full
 
 def _tournaments(run: SimpleNamespace, of: Records) -> After:
     """One tournament on each training judge, of the models that were trained on it."""
-    specs = []
-    for judge in run.training_judges if all(arm in of for arm in ENDS) else ():
-        settings = of_runs(vars(run)) | {"judge": judge}
-        specs.append(tournament_spec({arm: on_judge(of[arm], judge) for arm in ENDS}, settings, run.scale))
-    return After(specs, ENDS)
+    judges, settings = run.training_judges if all(arm in of for arm in ENDS) else (), of_runs(vars(run))
+    met = {judge: {arm: on_judge(of[arm], judge) for arm in ENDS} for judge in judges}
+    return After([tournament_spec(runs, settings | {"judge": judge}, run.scale) for judge, runs in met.items()], ENDS)
 
 
 def on_judge(runs: Sequence[Record], judge: str) -> list[Record]:
@@ -227,8 +227,7 @@ def curve(of: Records, run: Record, quantity: str, decoding: str) -> np.ndarray:
         proxy = curve(of, run, "proxy", decoding)
         return (proxy - proxy[0]) / spread(of, run)
     name = f"{run['spec']['judge'] if quantity == TRAINING else quantity}_{decoding}"
-    values = run["curve"]["kl" if quantity == "kl" else name]
-    return np.array([np.nan if x is None else x for x in values], float)
+    return np.array(run["curve"]["kl" if quantity == "kl" else name], float)  # NaN where a diverged run has none
 
 
 def at(
@@ -291,34 +290,20 @@ def turned(of: Records, decoding: str, compared: Sequence[str] = ARMS) -> stats.
 
     compared: one arm; or two, for the first's change - the second's, as claim C35 compares. None with too few runs.
     """
-    first, *_, last = scorers.NOISY
-    sides = [
-        [
-            sign * _read(of, on_judge(of[f"{arm}_noise"], judge), TRUE, decoding, GAIN)
-            for sign, judge in ((1, last), (-1, first))
-        ]
-        for arm in compared
-    ]
+    sides = []
+    for arm in compared:
+        runs = of[f"{arm}_noise"]
+        first, *_, last = (_read(of, on_judge(runs, judge), TRUE, decoding, GAIN) for judge in scorers.NOISY)
+        sides.append([last, -first])
     if min(len(values) for side in sides for values in side) < 2:
         return None
     half = stats.stratified_bootstrap(*sides)  # means over the two judges
     return stats.Interval(2 * half.value, 2 * half.low, 2 * half.high, half.n, half.level)
 
 
-def law_points(of: Records, runs: Iterable[Record], quantity: str) -> tuple[list[Any], list[Any]]:
-    """Return distance and gain at temperature 1 of each run, of even seeds and of odd ones, as claim C7 reads them."""
-    halves: tuple[list[Any], list[Any]] = ([], [])
-    for run in runs:
-        values, kl = curve(of, run, quantity, "t1"), curve(of, run, "kl", "t1")
-        known = np.isfinite(values) & np.isfinite(kl)
-        gain = (values - values[0]) / (spread(of, run) if quantity == "proxy" else 1.0)
-        halves[run["spec"]["seed"] % 2].append((overoptimisation.distance(kl[known]), gain[known]))
-    return halves
-
-
 def explained(of: Records, arm: str, quantity: str, law: str) -> list[float]:
     """Return the share of the gains of odd seeds that a law explains, fitted to even ones, of each training judge."""
-    halves = [law_points(of, runs, quantity) for runs in by_judge(of[arm]).values()]
+    halves = [law_points(runs, quantity, partial(spread, of)) for runs in by_judge(of[arm]).values()]
     return [overoptimisation.held_out(law, *each) for each in halves if all(each)]
 
 
@@ -381,16 +366,19 @@ def results(of: Records) -> Results:
 
 # ---- tables
 
-WORDS = {TRUE: "true reward"} | {judge: f"wins, {judge}, %" for judge in JUDGES}
-WORDS |= {
-    "template": "one template, %",
-    "alternative": "refusals with an alternative, %",
-    "complied": "complied with harmful requests, %",
-    "refused_lawful": "refused lawful requests, %",
-    "needless": "needless sentences",
-    "turns": "further turns, %",
-    "kl": "KL, nats",
-}
+WORDS = (
+    {TRUE: "true reward"}
+    | {judge: f"wins, {judge}, %" for judge in JUDGES}
+    | {
+        "template": "one template, %",
+        "alternative": "refusals with an alternative, %",
+        "complied": "complied with harmful requests, %",
+        "refused_lawful": "refused lawful requests, %",
+        "needless": "needless sentences",
+        "turns": "further turns, %",
+        "kl": "KL, nats",
+    }
+)
 """Quantities of a curve -> their names in tables and figures."""
 
 
@@ -526,7 +514,7 @@ def laws(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
     strokes, points = {"es": "-", "grpo": "--"}, []
     for ax, judge in zip(axes.flat, by_judge(of["es"]), strict=False):
         for arm in ARMS:
-            (even, odd), look = law_points(of, on_judge(of[arm], judge), TRUE), style.ARMS[arm]
+            (even, odd), look = law_points(on_judge(of[arm], judge), TRUE, partial(spread, of)), style.ARMS[arm]
             for d, gain in odd:
                 ax.plot(d, gain, look.marker, ms=2, color=look.color)
                 points.append(pd.DataFrame({"judge": judge, "arm": arm, "d": d.round(3), "gain": gain.round(3)}))

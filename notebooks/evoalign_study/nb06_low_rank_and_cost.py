@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib import pyplot as plt
@@ -15,7 +15,7 @@ from evoalign_lib.analysis import curves, stats
 from evoalign_study import loading, plots, style
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.memory import SIZES, memory_specs, storage_specs
-from evoalign_study.kinds.scaling import MACHINES, PUBLISHED, measured_spec, simulated_spec
+from evoalign_study.kinds.scaling import measured_spec
 from evoalign_study.kinds.train import sweep_specs
 from evoalign_study.loading import DECODINGS, Group, Groups, Records, of_runs, own_settings
 from evoalign_study.measures.base import label
@@ -69,10 +69,6 @@ presets, TINY, SMOKE, FULL = scales(
         "scaling_members": (60, 4),
         "scaling_prompts": (128, 8),
         "scaling_rounds": (13, 2),  # of which the first starts the processes
-        "scaling_gpus": ([1, 2, 4, 8, 16, 32, 64, 128, 256], [1, 4]),
-        "scaling_lengths": (["released", "tiny"], ["tiny"]),  # of simulated steps; the first fits published times
-        "scaling_tokens": 256,  # their mean, to which they are stretched
-        "scaling_draws": (20, 2),
     }
 )
 
@@ -138,7 +134,7 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
         sweep(name, "grpo_lora", **change | even)
         train(name, "grpo_lora", seeds[0], **change, sampled_at=run.temperatures)
     scale, exact = loading.of_tiny_world(run, TINY)
-    own, base, lengths = SimpleNamespace(**exact), exact["bases"][0], exact["scaling_lengths"]
+    own, base = SimpleNamespace(**exact), exact["bases"][0]
     found["memory"] = memory_specs(exact["memory_methods"], exact["memory_sizes"], exact, scale)
     ranks = {"rank": exact["ranks"][0], "lora_rank": exact["essa_lora_rank"]}
     choices = {arm: arms.SWEEP[arms.get(arm).sweep][0] for arm in exact["stored_arms"]}
@@ -146,10 +142,6 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
     found["storage"] = storage_specs(stored, base, scale)
     exact = exact | {"sigma": 0.01}  # no time depends on sigma
     found["processes"] = [measured_spec(base, exact, scale)]
-    found["scaling"] = [
-        *(simulated_spec(what, whose, exact, scale) for whose, what in product(lengths, MACHINES)),
-        *(simulated_spec(of.simulated, lengths[0], exact, scale, fitted_to=what) for what, of in PUBLISHED.items()),
-    ]
     return found
 
 
@@ -290,42 +282,21 @@ def memory_bytes(records: Sequence[Record]) -> DataFrame:
     )
 
 
-SPEEDS = ["kind", "what", "GPUs", "speed-up", "low", "high"]
-"""Columns of `speed_points` that a figure draws."""
-LABELS = {"es": "ES, weights of their own", "es_adapters": "ES, adapters", "grpo": "GRPO"}
-"""Key of `MACHINES` -> name in tables and legends: how ES holds its members, or GRPO."""
-_WHOSE = {"tiny": "tiny base, stretched", "released": "released, 7 B, stretched"}
-"""Whose lengths are simulated -> name in the figure."""
+class Published(NamedTuple):
+    """Times to an accuracy on two numbers of GPUs, as read off a figure of ESSA (arXiv 2507.04453)."""
+
+    what: str
+    """Method, version of the paper, target."""
+    gpus: tuple[int, int]
+    minutes: tuple[float, float]
+    """"Under 20" and "under 80" are taken as 20 and 80."""
 
 
-def speed_points(records: Sequence[Record], lengths: str) -> DataFrame:
-    """Return speed-ups over GPUs: of simulated steps, over draws of the lengths, and of published times.
-
-    Published times begin at 8 or 16 GPUs; their first point is put on the ideal line.
-
-    Args:
-        records: of kind "scaling".
-        lengths: whose are simulated.
-
-    Returns:
-        kind, what, GPUs, speed-up, low and high; of simulated steps also draws, seconds of a step, and stragglers, the
-        share of time that equal lengths would save.
-    """
-    rows = []
-    for record in records:
-        if not record.get("simulation") or "fitted" in record or record["spec"]["lengths"] != lengths:
-            continue
-        seconds = np.array(record["total"])
-        for i, n in enumerate(record["gpus"]):
-            each = seconds[:, 0] / seconds[:, i]
-            row = {"kind": "simulated", "what": record["spec"]["what"], "GPUs": n, "speed-up": each.mean()}
-            row |= {"low": each.min(), "high": each.max(), "draws": len(each), "seconds": seconds[:, i].mean()}
-            rows.append(row | {"stragglers": max(0.0, record["stragglers"][i])})
-    for what, published in PUBLISHED.items():
-        first = published.gpus[0] * published.minutes[0]
-        times = zip(published.gpus, published.minutes, strict=True)
-        rows += [{"kind": "published", "what": what, "GPUs": n, "speed-up": first / minutes} for n, minutes in times]
-    return DataFrame(rows)
+PUBLISHED = {
+    "essa_v1": Published("ESSA v1, to .76", (8, 128), (290.0, 80.0)),
+    "essa_v3": Published("ESSA v3, to .835", (16, 128), (200.0, 20.0)),
+    "grpo_v3": Published("GRPO in ESSA v3, to .835", (16, 128), (400.0, 150.0)),
+}
 
 
 # ---- results
@@ -333,18 +304,17 @@ def speed_points(records: Sequence[Record], lengths: str) -> DataFrame:
 _RESAMPLES = 2000
 
 
-def results(run: SimpleNamespace, records: Records, verdicts: Mapping[str, Any], lengths: str) -> Results:
+def results(run: SimpleNamespace, records: Records, verdicts: Mapping[str, Any]) -> Results:
     """Return what the notebook found, by name; accuracies are shares.
 
     "GROUP, DECODING" is test accuracy and "gain of" it the difference from the base; "start", "end" and "search adds"
     are greedy validation accuracy. Beside these: the pairs of groups that are `compared`, scores at equal budgets,
-    ratios of memory by the formula, speed-ups, and the intervals of verdicts as "CLAIM: label".
+    ratios of memory by the formula, published speed-ups, and the intervals of verdicts as "CLAIM: label".
 
     Args:
         run: parameters and settings.
         records: of every group.
         verdicts: claim -> its verdict.
-        lengths: whose are simulated.
     """
     values: dict[str, Any] = {
         f"{claim}: {words}": interval for claim, each in verdicts.items() for words, interval in each.intervals.items()
@@ -374,18 +344,9 @@ def results(run: SimpleNamespace, records: Records, verdicts: Mapping[str, Any],
     for more, less, size in product(MORE, LESS, memory["size"].unique()):
         if more in whole and less in whole:
             values[f"{more} over {less}, {size}"] = whole[more, size] / whole[less, size]
-    steps = speed_points(records["scaling"], lengths).query("kind == 'simulated'")
-    for r, c in product(steps.itertuples(), ("seconds", "stragglers")):
-        values[f"{r.what} on {r.GPUs}, {c}"] = getattr(r, c)
-    for what, each in steps.groupby("what", sort=False):
-        values[f"{what}, speed-up"] = each["speed-up"].iloc[-1]
-        values |= {f"{what} on all, {c}": each[c].iloc[-1] for c in ("seconds", "stragglers")}
-        values[f"{what}, GPUs to half"] = each["GPUs"][each["speed-up"] / each["GPUs"] >= 0.5].max()
-    values |= {"GPUs": steps["GPUs"].max(), "draws": int(steps["draws"].max())}
-    for what, published in PUBLISHED.items():
-        values[f"{what}, times faster"] = published.minutes[0] / published.minutes[-1]
-        values[f"{what}, times the GPUs"] = published.gpus[-1] / published.gpus[0]
-        values[f"{what}, share"] = values[f"{what}, times faster"] / values[f"{what}, times the GPUs"]
+    for key, (_, gpus, minutes) in PUBLISHED.items():
+        faster, more = minutes[0] / minutes[1], gpus[1] / gpus[0]
+        values |= {f"{key}, times faster": faster, f"{key}, times the GPUs": more, f"{key}, share": faster / more}
     return values | words(run, records, values, verdicts)
 
 
@@ -571,36 +532,4 @@ def draw_bars(data: DataFrame, size: str = "7B") -> plt.Figure:
     ax.set(xlabel=f"bytes a parameter, {size}", xlim=(0, 1.06 * left.max()))
     ax.grid(axis="y", visible=False)
     plots.key(fig, ax, 5)
-    return fig
-
-
-_MARKS = {"essa_v1": "s", "essa_v3": "D", "grpo_v3": "v"}
-
-
-def draw_speed_ups(points: DataFrame, lengths: str) -> plt.Figure:
-    """Draw speed-up and efficiency over the number of GPUs: simulated steps with the range of draws, published times.
-
-    points: `speed_points`. lengths: whose are simulated.
-    """
-    looks: dict[str, dict[str, Any]] = {}
-    for kind, what in points[["kind", "what"]].drop_duplicates().itertuples(index=False):
-        arm, adapters = "grpo" if what.startswith("grpo") else "es", what == "es_adapters"
-        hollow = {"mfc": "white", "ls": "--"} if adapters else {}
-        published = {"mfc": "none", "ls": "", "marker": _MARKS.get(what)}
-        words = LABELS[what] if kind == "simulated" else f"published: {PUBLISHED[what].what}"
-        looks[what] = plots.look(arm, label=words, **hollow if kind == "simulated" else published)
-    gpus = np.sort(points["GPUs"][points["kind"] == "simulated"].unique())
-    shares = points[["speed-up", "low", "high"]].div(points["GPUs"], axis=0) * 100
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 3.1))
-    for ax, frame, ideal in zip(axes, (points, points.assign(**shares)), (gpus, 100 + 0 * gpus), strict=True):
-        plots.lines(ax, frame, "GPUs", "speed-up", "what", looks)
-        ax.plot(gpus, ideal, label="ideal", **plots.NULL)
-        plots.plain_ticks(ax, gpus[::2])
-        ax.set_xlabel("GPUs")
-    axes[0].set_yscale("log", base=2)
-    axes[0].set_yticks(gpus[::2], gpus[::2])
-    axes[0].set(ylabel="speed-up", title="times faster than one GPU")
-    axes[1].set(ylabel="efficiency, %", title="speed-up / GPUs", ylim=(0, None))
-    fig.suptitle(f"Simulation of a training step; lengths: {_WHOSE[lengths]}", fontsize=8)
-    plots.key(fig, axes[0], 4, 6.5)
     return fig

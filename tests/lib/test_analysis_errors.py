@@ -16,13 +16,11 @@ from evoalign_lib.analysis import (
     refusals,
     regimes,
     robustness,
-    scaling,
     stats,
     tournaments,
 )
 
 NAN, EYE, PATHS, ONES = float("nan"), np.eye(6), np.zeros((2, 2, 5, 11)), np.ones((5, 5))
-ONE_TOKEN = scaling.Machine(slots=1, step=1.0, sequence=0.0)
 W = {"w": torch.ones(4)}
 GAMES = tournaments.Games.of("ppqqr", "xyxzx", "yzzxy", [1, 0.5, 0, 1, 0])
 PAIR = {"players": ("x", "y"), "prompts": np.array([0, 1]), "a": np.array([0, 0]), "b": np.array([1, 1])}
@@ -85,9 +83,6 @@ REFUSED = [
     (lambda: regimes.within_between(ONES, [0, 0, 1, 1, 1], only="hacked"), "'hacked' names none"),
     (lambda: robustness.perturb(W, -1, 0), "sigma=-1"),
     (lambda: robustness.perturb(W, 0.1, 0, mode="relative"), "'relative'"),
-    (lambda: scaling.evolution_step(ONE_TOKEN, [[1, 0]], 1), "are 0 at least"),
-    (lambda: scaling.fit("gustafson", [1, 2], [2, 1]), "'gustafson'"),
-    (lambda: scaling.fit_published([1], [1], [1]), "2 or more"),
     (lambda: stats.crossed_bootstrap(np.ones((2, 3)), np.ones(4)), r"\(4,\)"),
     (lambda: stats.equivalence(np.ones((2, 3)), np.ones((1, 3)), 0.02), r"baseline has shape \(1, 3\): give 2"),
     (lambda: stats.welch_equivalence([1, 1], [1, 1], 0.1), "without spread"),

@@ -26,7 +26,8 @@ from evoalign_lib.tasks.countdown import Grade, Problem, generate, grade, proble
 @pytest.fixture(scope="module")
 def rows(external_data):
     """The objects of the public file, the fields that the library does not read included."""
-    return json.loads(countdown.public_file().read_text(encoding="utf-8"))
+    path = tasks.public_file("countdown.json", countdown.PUBLIC_PATH, countdown.PUBLIC_SHA256)
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _answer(text, numbers, target, grader="strict"):
@@ -119,9 +120,6 @@ def test_without_folder_and_network_the_error_names_the_remedy(tmp_path, monkeyp
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(FileNotFoundError, match="EVOALIGN_DATA.* countdown.json"):
         countdown.load_public()
-    monkeypatch.setitem(sys.modules, "pooch", None)
-    with pytest.raises(ImportError, match="needs pooch"):
-        countdown.load_public()
 
 
 # ----------------------------------------------------------------------------------------------------------- generator
@@ -206,8 +204,8 @@ def test_the_number_of_values_is_that_of_the_known_sequence():
 # -------------------------------------------------------------------------------------------------------------- format
 
 
-def _published_format(response, end_token=None):
-    text = ("<think>" + response).removesuffix(end_token or "")
+def _published_format(response):
+    text = "<think>" + response
     if re.match(r"^<think>.*?</think>\n<answer>.*?</answer>$", text, re.DOTALL):
         return 1.0
     think, answer = (re.search(f"<{tag}>.*?</{tag}>", text, re.DOTALL) for tag in ("think", "answer"))
@@ -217,17 +215,13 @@ def _published_format(response, end_token=None):
 _FRAGMENTS = ["<think>", "</think>", "<answer>", "</answer>", "</think>\n<answer>", *"\n<>/x\r", "<eos>"]
 
 
-@given(
-    st.lists(st.sampled_from(_FRAGMENTS), max_size=9).map("".join), st.sampled_from([None, "", "<eos>", "\n", "think>"])
-)
-@example("<think></think>\n<answer></answer>\n", None)
-@example("x</think>\n<answer>1</answer>\n\n", None)
-@example("</think>\n<answer>", None)  # the middle must not overlap the end
-@example("", "think>")  # eats into the opening tag
-def test_the_format_is_that_of_the_published_expressions(response, end_token):
-    result = grade(response, [1], 1, end_token=end_token).format
-    assert result == _published_format(response, end_token)
-    assert result == grade("<think>" + response, [1], 1, end_token=end_token).format or end_token == "think>"
+@given(st.lists(st.sampled_from(_FRAGMENTS), max_size=9).map("".join))
+@example("<think></think>\n<answer></answer>\n")
+@example("x</think>\n<answer>1</answer>\n\n")
+@example("</think>\n<answer>")  # the middle must not overlap the end
+def test_the_format_is_that_of_the_published_expressions(response):
+    expected = _published_format(response)
+    assert expected == grade(response, [1], 1).format == grade("<think>" + response, [1], 1).format
 
 
 # -------------------------------------------------------------------------------------------------------------- answer
@@ -404,6 +398,6 @@ def test_hostile_input_scores_nothing_in_ten_milliseconds(name, grader):
     for _ in range(5):
         countdown._has_value.cache_clear()
         start = time.thread_time()  # of this thread alone, whatever else the machine does
-        result = grade(text if "<" in text else f"<answer>{text}</answer>", numbers, 98, grader, end_token="</s>")
+        result = grade(text if "<" in text else f"<answer>{text}</answer>", numbers, 98, grader)
         seconds.append(time.thread_time() - start)
     assert result.answer == 0 and min(seconds) < 0.010

@@ -100,14 +100,15 @@ def path(first: dict, last: dict, bits: list[str], n: int = PROBLEMS) -> dict:
 RESAMPLES = 400  # of every interval: the worlds here are clear cut, and one test judges all records in full
 
 
-def evaluate(claim: dict, records: list[dict], **options: object) -> claims.Verdict:
-    return claims.evaluate(claim, records, **{"resamples": RESAMPLES} | options)
+def evaluate(claim: dict, records: list[dict], *family: dict, resamples: int = RESAMPLES) -> claims.Verdict:
+    """Judge a claim, by itself where no family is given that shares its correction."""
+    return claims.evaluate_named([claim["id"]], records, declared=[claim, *family], resamples=resamples)[0]
 
 
 def judge(name: str, records: list[dict], **change: object) -> claims.Verdict:
     """Judge a claim by itself, without its family's correction."""
     claim = {key: value for key, value in (DECLARED[name] | change).items() if key != "superseded"}
-    return evaluate(claim, records, declared=[])
+    return evaluate(claim, records)
 
 
 def decided(claim: dict, records: list[dict], resamples: int = RESAMPLES) -> tuple[str, list[Finding]]:

@@ -19,9 +19,11 @@ def test_the_committed_verdicts_are_those_of_the_committed_records(committed_ver
 
 def test_the_order_of_the_committed_records_does_not_matter(committed_records: list[dict]) -> None:
     """Of one claim of each kind of rule that is quickly judged."""
-    declared = [DECLARED[name] for name in ("E2", "E3", "E4", "C8", "C9b", "C11", "C16", "C20", "C29", "C33")]
+    names = ("E2", "E3", "E4", "C8", "C9b", "C11", "C16", "C20", "C29", "C33")
+    declared = [DECLARED[name] for name in names]
     shuffled = [committed_records[i] for i in np.random.default_rng(0).permutation(len(committed_records))]
-    first, other = (claims.evaluate_together(declared, r, resamples=20) for r in (committed_records, shuffled))
+    both = (committed_records, shuffled)
+    first, other = (claims.evaluate_named(names, records, declared=declared, resamples=20) for records in both)
     assert first == other
 
 
@@ -34,13 +36,13 @@ def test_no_committed_verdict_rests_on_a_rule_that_a_null_passes(committed_verdi
 
 
 def test_without_records_nothing_is_judged() -> None:
-    for verdict in claims.evaluate_together(list(DECLARED.values()), []):
+    for verdict in claims.evaluate_named(list(DECLARED), []):
         at = {"C15": "not testable at this scale", "C17": "not testable at this scale"}
         at |= dict.fromkeys((name for name, claim in DECLARED.items() if "superseded" in claim), "superseded")
         assert verdict.verdict == at.get(verdict.id, "open")
         assert (verdict.n, verdict.intervals, verdict.p, verdict.key, verdict.placebo) == (0, {}, None, "", "")
-    assert claims.evaluate(DECLARED["E1"], [], scale="full").verdict == "not testable at this scale"
-    assert claims.evaluate(DECLARED["C17"], [], scale="full").verdict == "open"
+    full = claims.evaluate_named(["E1", "C17"], [], "full")
+    assert [verdict.verdict for verdict in full] == ["not testable at this scale", "open"]
 
 
 def ruled(name: str, **change: object) -> dict:

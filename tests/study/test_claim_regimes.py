@@ -16,7 +16,7 @@ def judge(records: list[dict], *decodings: str) -> Verdict:
     """Judge the claim under some decodings, all by default, from few resamples."""
     claim = DECLARED["C26"]
     rule = claim["rule"] | {"decodings": list(decodings or DECODINGS)}
-    return evaluate(claim | {"rule": rule}, records, declared=[], resamples=80)
+    return evaluate(claim | {"rule": rule}, records, resamples=80)
 
 
 def run(name: str, seed: int, fate: str, **more: object) -> dict:

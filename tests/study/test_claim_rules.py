@@ -157,11 +157,11 @@ def test_holm_within_a_notebook() -> None:
     records = falling("es", list(falls))
     for name, by in (("V", 0.0048), ("W", 0.0048), ("X", 0.0046), ("Y", 0.05)):
         records += falling(arms_of[name], list(falls + by))
-    raw = {c["id"]: evaluate(c, records, declared=[], resamples=4_000) for c in family}
+    raw = {c["id"]: evaluate(c, records, resamples=4_000) for c in family}
     assert [raw[name].verdict for name in "VWXYZ"] == ["supported"] * 4 + ["open"]
     assert 0.025 < raw["W"].p < raw["X"].p < 0.05 and raw["Y"].p < 1e-6 and raw["Z"].p is None
     # Z has no runs and counts all the same, as p = 1; V is no primary claim
-    verdicts = {verdict.id: verdict for verdict in claims.evaluate_together(family, records, resamples=4_000)}
+    verdicts = {v.id: v for v in claims.evaluate_named(list(arms_of), records, declared=family, resamples=4_000)}
     assert [verdicts[name].verdict for name in "WXYZ"] == ["underpowered", "underpowered", "supported", "open"]
     assert verdicts["Y"].p == pytest.approx(4 * raw["Y"].p) and verdicts["V"] == raw["V"]
-    assert evaluate(family[1], records, declared=family, resamples=4_000) == verdicts["W"]
+    assert evaluate(family[1], records, *family[2:], resamples=4_000) == verdicts["W"]

@@ -1,9 +1,11 @@
 """Rule "memory" on hand-built records: every verdict, what is asked of the formula, and what is refused."""
 
+from functools import partial
+
 from claim_worlds import DECLARED, judge
-from evoalign_study import claims
 
 RULE = DECLARED["C16"]["rule"] | {"sizes": ["7B"]}
+verdict = partial(judge, "C16", rule=RULE)
 METHODS = (RULE["of"], *RULE["against"])
 
 
@@ -27,10 +29,6 @@ def world(error: float = 0.0, sizes: tuple[str, ...] = ("0.14M", "1M", "4M"), **
     """Records of all methods, in which ES takes 10 bytes and others 60 unless said otherwise."""
     taken = dict.fromkeys(METHODS, 60) | {"es": 10} | published
     return [record(method, size, taken[method], error) for method in METHODS for size in sizes]
-
-
-def verdict(records: list[dict]) -> claims.Verdict:
-    return judge("C16", records, rule=RULE)
 
 
 def test_ratios_within_the_bounds_against_all_support_it():

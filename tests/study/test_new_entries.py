@@ -122,8 +122,7 @@ def judge(checkout: Path) -> None:
     assert (spec["sign"], spec["arm"]) == ("-", "es_pairs")
     specs = lengths.length_specs(base, 8, settings, "tiny")
     records = [{"spec": spec, "status": "finished"} | kinds.get("lengths")(spec) for spec in specs]
-    (claim,) = claims.load_claims()
-    assert claims.evaluate(claim, records, "tiny", declared=[]).verdict == "supported"
+    assert claims.evaluate_named(["T1"], records)[0].verdict == "supported"
 
 
 def test_files_and_registry_lines_are_all_that_new_entries_need(checkout):

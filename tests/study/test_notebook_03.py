@@ -14,18 +14,10 @@ from evoalign_lib.analysis import hacking
 
 
 @pytest.fixture(scope="module")
-def run():
-    return loaded(study)[0]
-
-
-@pytest.fixture(scope="module")
-def records():
-    return loaded(study)[1]
-
-
-@pytest.fixture(scope="module")
-def found(run, records):
-    return study.results(run, records, records["published"])
+def world():
+    """The notebook's settings, its records by group, and what it finds."""
+    run, records = loaded(study)
+    return run, records, study.results(run, records, records["published"])
 
 
 def function(name):
@@ -38,13 +30,13 @@ def function(name):
     return namespace[name]
 
 
-def test_what_the_notebook_writes_out_is_the_librarys(records):
+def test_what_the_notebook_writes_out_is_the_librarys(world):
     texts = [" ".join(["no"] * n) for n in range(20)]
     texts += ["0." + "0" * 40, "The capital of France is Paris.", "abcd" * 7, ""]
     repeats = [function("repeats")(text) for text in texts]
     assert repeats == [hacking.repetitive(text) for text in texts] and set(repeats) == {True, False}
     first_reached = function("first_reached")
-    for record, decoding, level in [(r, d, x) for r in records["es"][:4] for d in ("greedy", "t1") for x in (-20, -5)]:
+    for record, decoding, level in [(r, d, x) for r in world[1]["es"][:4] for d in ("greedy", "t1") for x in (-20, -5)]:
         library, here = collapse.right_at(record, decoding, at_proxy=level), first_reached(record, decoding, level)
         assert (here is None) if library is None else here == pytest.approx(library.mean(), abs=1e-4)
 
@@ -60,7 +52,8 @@ def test_where_a_run_first_comes_to_a_level():
     assert study.reach(record, "greedy", "at_proxy", -10).keys() == {"first"}  # it began beyond
 
 
-def test_tables_count_runs(run, records, found):
+def test_tables_count_runs(world):
+    run, records, found = world
     rows = study.end_rows(records, "es", "grpo").set_index("arm")
     assert rows.loc["ES", "hacked"] == found["es greedy hacked"] and rows.loc["ES", "seeds"] == found["es runs"]
     assert rows.loc["GRPO", "hacked, t1"] == found["grpo t1 hacked"]
@@ -72,7 +65,8 @@ def test_tables_count_runs(run, records, found):
     assert study.example_rows(run, records).shape == (1 + run.questions_shown, 8)
 
 
-def test_figures_name_what_stands_out(run, records, found, drawn):
+def test_figures_name_what_stands_out(world, drawn):
+    run, records, found = world
     fig, plotted = study.answer_figure(run, records, found)
     assert csv_text(plotted) == (paths.FIGURES / "conciseness_answer.csv").read_text(encoding="utf-8")
     assert [text.get_text() for text in fig.axes[1].texts] == ["ES does not get there"]  # at temperature 1, at -5

@@ -79,7 +79,7 @@ def test_laws_are_fitted_to_even_seeds_and_asked_of_odd_ones(of):
         own["curve"]["true_t1"] = (0.2 + d * (1 - 0.5 * np.log(np.where(d > 0, d, 1)))).tolist()
     assert study.explained(of, "es", "true", "rl") == pytest.approx([1, 1])
     assert max(study.explained(of, "es", "true", "linear")) < 1
-    even, odd = study.law_points(of, study.on_judge(of["es"], "length 1"), "proxy")
+    even, odd = study.law_points(study.on_judge(of["es"], "length 1"), "proxy", lambda run: study.spread(of, run))
     assert len(even) == len(odd) == 2 and even[0][1].tolist() == [0, 0.5, 1, 2]
 
 

@@ -72,7 +72,9 @@ def test_scales_have_the_same_settings(module):
 
 def test_the_groups_are_the_committed_records():
     """Every committed record is one of a declared group, and every declared run has its record."""
-    committed = {r["spec_hash"]: r for file in record_files("tiny") for r in read_records(file)}
+    every = [record for file in record_files("tiny") for record in read_records(file)]
+    # simulated steps on many GPUs, which no notebook shows any more: what is recorded stays
+    committed = {r["spec_hash"]: r for r in every if r["spec"].get("sort") != "simulated"}
     declared = set()
     for module in MODULES:
         load, (_, records) = loader_of(module, dry_run=True), loaded(module)
@@ -90,7 +92,7 @@ def test_the_groups_have_the_same_names_at_every_scale(module, model_folder, req
     """At scale full, too, where settings and sizes differ; what is measured on small models alone stays tiny."""
     if module is conciseness:  # at scale full it trains on published questions
         request.getfixturevalue("external_data")
-    names, exact = {}, {"estimator", "audit", "audit base", "kl", "memory", "processes", "scaling", "storage"}
+    names, exact = {}, {"estimator", "audit", "audit base", "kl", "memory", "processes", "storage"}
     for scale, model in (("tiny", ""), ("smoke", ""), ("full", model_folder)):
         if module is safety_judges and model:  # whose scorers have a test of their own
             names[scale] = names["tiny"]

@@ -1,16 +1,14 @@
 """The published safety data: found, checked, read; and what the analysis of it says, down to the published numbers."""
 
-import functools
 import gzip
 import hashlib
 import json
-import threading
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from evoalign_study import published_judgments as view
 from evoalign_study import records, results
 from evoalign_study.kinds import judged as kind
+from servers import answering
 
 from evoalign_lib.tasks import safety_published as data
 
@@ -59,34 +57,24 @@ def test_a_changed_or_torn_local_file_is_refused(small, monkeypatch):
 
 
 def test_nothing_is_fetched_before_the_licence_is_accepted(small, monkeypatch):
-    content, path = small
-    served, asked = path.parents[1] / "somewhere", []
-    served.mkdir()
-    (served / "points.jsonl").write_bytes(content)
+    asked = []
 
-    class Handler(SimpleHTTPRequestHandler):
-        def log_message(self, *_):
-            asked.append(self.path)
+    def reply(path, body, headers):
+        asked.append(path)
+        return small[0]
 
-    handler = functools.partial(Handler, directory=str(served.parent))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        monkeypatch.setattr(data, "REPOSITORY", f"http://127.0.0.1:{server.server_port}/")
-        try:
-            with pytest.raises(PermissionError, match="academic and educational use only.*EVOALIGN_ACCEPT_LICENCE=es-"):
-                data.load_points("ES-100")
-            monkeypatch.setenv("EVOALIGN_ACCEPT_LICENCE", "yes")  # of what?
-            with pytest.raises(PermissionError):
-                data.load_points("ES-100")
-            assert not asked
-            assert data.load_points("ES-100", accept_licence=True).rewards == [0.5]
-            monkeypatch.setenv("EVOALIGN_ACCEPT_LICENCE", data.LICENCE)
-            assert data.load_points("ES-100").rewards == [0.5]
-            assert asked == ["/somewhere/points.jsonl"]  # once: then from the cache
-        finally:
-            server.shutdown()
-            thread.join()
+    with answering(reply) as address:
+        monkeypatch.setattr(data, "REPOSITORY", f"{address}/")
+        with pytest.raises(PermissionError, match="academic and educational use only.*EVOALIGN_ACCEPT_LICENCE=es-"):
+            data.load_points("ES-100")
+        monkeypatch.setenv("EVOALIGN_ACCEPT_LICENCE", "yes")  # of what?
+        with pytest.raises(PermissionError):
+            data.load_points("ES-100")
+        assert not asked
+        assert data.load_points("ES-100", accept_licence=True).rewards == [0.5]
+        monkeypatch.setenv("EVOALIGN_ACCEPT_LICENCE", data.LICENCE)
+        assert data.load_points("ES-100").rewards == [0.5]
+        assert asked == ["/somewhere/points.jsonl"]  # once: then from the cache
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def arm(where: str, value: Any) -> None:
     if "arm" in value:
         check(where, value["arm"], arms.ARMS)
     seeds = value.get("seeds", 1)
-    counted = isinstance(seeds, int) and not isinstance(seeds, bool) and seeds > 0
-    require(counted, f"{where}: seeds {seeds!r}: declare how many, from 0 on, judge")
+    check(f"{where}, seeds", seeds, int)
+    require(seeds > 0, f"{where}: seeds {seeds}: declare how many, from 0 on, judge")
     if "setting" in value:
         setting(f"{where}, setting", value["setting"])

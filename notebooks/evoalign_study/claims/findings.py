@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from evoalign_lib.analysis import stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study.claims.selection import Runs, lacking
 
@@ -93,6 +94,19 @@ def defined(statistic: Callable[..., Any], *scores: Any, **options: Any) -> Any:
         return statistic(*scores, **options)
     except ValueError as error:
         raise Undecided(str(error)) from error
+
+
+def mean_interval(values: Sequence[NDArray[np.float64]], resamples: int) -> Interval:
+    """Return the mean of an arm, or its difference from another, over seeds, and over problems where each has results.
+
+    values: of each arm (seeds, problems), or (seeds,) of one score a run; of a fixed model (problems,). Raises
+    Undecided where there are too few scores.
+    """
+    if np.ndim(values[0]) == 2:
+        return stats.crossed_bootstrap(*values, n_resamples=resamples)
+    if len(values) == 1:
+        return defined(stats.bootstrap_mean, values[0], n_resamples=resamples)
+    return defined(stats.stratified_bootstrap, *([each] for each in values), n_resamples=resamples)
 
 
 def there(values: Iterable[Any], least: int, who: str) -> NDArray[np.float64]:

@@ -8,7 +8,8 @@ A null is judged on the runs that exist, of the claim's arm of its own family bu
 (`Evidence.stand_in`), in the cells in which it has any; nobody tunes it, and `FEWEST` runs are enough.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from evoalign_lib import arms
 from evoalign_study.claims.decision import decide
@@ -22,8 +23,7 @@ FEWEST = 4
 _QUICK = 100
 
 
-@dataclass(frozen=True)
-class Placebo:
+class Placebo(NamedTuple):
     """What became of a rule with a null in the place of the arm that it favours."""
 
     null: str

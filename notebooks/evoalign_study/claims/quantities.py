@@ -21,7 +21,7 @@ from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.files import canonical_json
 from evoalign_study import path_points
 from evoalign_study.claims.checks import check
-from evoalign_study.claims.findings import Undecided, decoding_words, defined
+from evoalign_study.claims.findings import Undecided, decoding_words, defined, mean_interval
 from evoalign_study.claims.selection import Evidence, Record
 from evoalign_study.path_points import Model, model_of
 from evoalign_study.records import accuracy_matrix, unpack_bits, unpack_probabilities
@@ -222,16 +222,12 @@ def skills(models: Sequence[Record], what: str) -> Array:
     return np.array([np.mean([skill[what] for skill in model["skills"].values()]) for model in models])
 
 
-def _kept(part: str) -> _Read:
-    """Read the share of a model's accuracy that it keeps under noise, the mean over draws and sigmas."""
-
-    def read(records: Sequence[Record], decoding: str) -> Array:
-        clean, left = ([np.mean(record[block][decoding]) for record in records] for block in ("clean", part))
-        if 0 in clean:
-            raise Undecided("a model has no accuracy to keep")
-        return np.divide(left, clean)
-
-    return read
+def _kept(part: str, records: Sequence[Record], decoding: str) -> Array:
+    """Return the share of each model's accuracy that it keeps under noise, the mean over draws and sigmas."""
+    clean, left = ([np.mean(record[block][decoding]) for record in records] for block in ("clean", part))
+    if 0 in clean:
+        raise Undecided("a model has no accuracy to keep")
+    return np.divide(left, clean)
 
 
 # ---- what a model can solve within some samples
@@ -305,15 +301,6 @@ def _unless_nan(interval: Interval, why: str) -> Interval:
     return interval
 
 
-def _compare(values: Sequence[Array], sides: Sequence[Side]) -> Interval:
-    """Return the mean over the models of a side, or the difference of two sides, of what was read of each."""
-    if np.ndim(values[0]) == 2:
-        return stats.crossed_bootstrap(*values, **_resampled(sides))
-    if len(values) == 1:
-        return defined(stats.bootstrap_mean, values[0], **_resampled(sides))
-    return defined(stats.stratified_bootstrap, *([each] for each in values), **_resampled(sides))
-
-
 @dataclass(frozen=True)
 class Quantity:
     """A quantity of one side, or a difference of two."""
@@ -339,17 +326,12 @@ class Quantity:
             return [len(_lines(*sides))]
         return [len(self.measured(side)) for side in sides]
 
-    @property
-    def of_base(self) -> bool:
-        """Whether the untrained base has it, too, so that it is asked as a null."""
-        return self.measured is covered
-
 
 def _of_each(words: str, measured: _Count, read: _Read, **options: Any) -> Quantity:
     """Make a quantity of what is read from the record of each model."""
 
     def find(sides: Sequence[Side]) -> Interval:
-        return _compare([read(measured(side), side.decoding) for side in sides], sides)
+        return mean_interval([read(measured(side), side.decoding) for side in sides], sides[0].evidence.resamples)
 
     return Quantity(words, measured, find, **options)
 
@@ -358,7 +340,7 @@ def _of_runs(words: str, read: Callable[[geometry.Displacements, Sequence[Record
     """Make a quantity of one number per run, read from the products of a side."""
 
     def find(sides: Sequence[Side]) -> Interval:
-        return _compare([read(_displacements(side), side.runs) for side in sides], sides)
+        return mean_interval([read(_displacements(side), side.runs) for side in sides], sides[0].evidence.resamples)
 
     return Quantity(words, _displaced, find, **options)
 
@@ -386,8 +368,8 @@ QUANTITIES: dict[str, Quantity] = {
     "skills_kl_ratio": _of_each("KL on other skills", _merged, lambda r, _: np.log(skills(r, "kl")), **_RATIO),
     "barrier": Quantity("barrier of the error", None, _barrier, **_TWO, **_RIGHT),
     "clean": _of_each("accuracy without noise", _noisy, lambda records, d: [r["clean"][d] for r in records], **_RIGHT),
-    "kept_isotropic": _of_each("accuracy kept under isotropic noise", _noisy, _kept("isotropic"), **_RIGHT),
-    "kept_relative": _of_each("accuracy kept under relative noise", _noisy, _kept("relative"), **_RIGHT),
+    "kept_isotropic": _of_each("accuracy kept under isotropic noise", _noisy, partial(_kept, "isotropic"), **_RIGHT),
+    "kept_relative": _of_each("accuracy kept under relative noise", _noisy, partial(_kept, "relative"), **_RIGHT),
     "support_change": Quantity("net change of support", covered, _support_change, **_DECODED),
     "support_change_own": Quantity("net change of support, each at its own temperature", covered, _support_change),
     "gain": Quantity("gain of greedy accuracy", covered, _gain, (1,), **_POINTS),

@@ -1,22 +1,17 @@
 """Claims and verdicts as tables: a row per claim, and a row per comparison that a verdict was made of."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pandas import DataFrame
 
 from evoalign_study.claims.declarations import load_claims
 from evoalign_study.claims.findings import MISSING, decoding_words
 from evoalign_study.claims.verdicts import Verdict
 
-if TYPE_CHECKING:
-    from pandas import DataFrame
-
 
 def table_of_statements(ids: Iterable[str]) -> DataFrame:
     """Return the claims of these ids as paper/claims.yaml declares them. Columns, both text: claim, what is claimed."""
-    from pandas import DataFrame
-
     declared = {claim["id"]: " ".join(claim["statement"].split()) for claim in load_claims()}
     return DataFrame([{"claim": name, "what is claimed": declared[name]} for name in ids])
 
@@ -26,8 +21,6 @@ def table_of_verdicts(verdicts: Iterable[Verdict]) -> DataFrame:
 
     Columns, all text: claim, in short, verdict, closest comparison, other decodings, placebo.
     """
-    from pandas import DataFrame
-
     columns = {"claim": "id", "in short": "title", "verdict": "verdict", "closest comparison": "key"}
     columns |= {"other decodings": "decodings", "placebo": "placebo"}
     rows = [[getattr(verdict, field) for field in columns.values()] for verdict in verdicts]
@@ -41,8 +34,6 @@ def table_of_comparisons(verdicts: Iterable[Verdict]) -> DataFrame:
     on it), other decodings (the same comparison under each of them, where it decides nothing). n is an integer, all
     else text. A comparison without runs says so.
     """
-    from pandas import DataFrame
-
     columns = ["claim", "comparison", "decoding", "estimate [95 %]", "n", "decides", "other decodings"]
     rows: dict[tuple[str, str, str], list[Any]] = {}  # the last cell: other decoding -> what is found under it
     for verdict in verdicts:

@@ -2,23 +2,28 @@
 
 A claim selects its runs by the fields of their specs, and its rule makes findings of them. `decide` is the whole of the
 judgement; what an arm that learned nothing would win by the same rule is no evidence (`placebos`).
+
+ES optimises greedy decoding and GRPO samples at temperature 1, so that a comparison under one of the two favours an
+arm. So each comparison that a verdict rests on is made again under every decoding of `DECODINGS` that its claim does
+not declare. Where the order of the arms changes, both intervals excluding 0, the verdict is "depends on decoding".
+Nothing else about a verdict rests on these.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from evoalign_lib.analysis import stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.checks import nearest
-from evoalign_study.claims import decodings, placebos
+from evoalign_study.claims import placebos
 from evoalign_study.claims.decision import decide, nearness, p_value
 from evoalign_study.claims.declarations import check_claim, load_claims, rule_hash
-from evoalign_study.claims.findings import Finding
+from evoalign_study.claims.findings import MISSING, Finding, decoding_words
 from evoalign_study.claims.placebos import Placebo
-from evoalign_study.claims.rules import find
-from evoalign_study.claims.selection import Claim, Evidence, Record, committed_records
+from evoalign_study.claims.rules import RULES, find
+from evoalign_study.claims.selection import DECODINGS, Claim, Evidence, Record, committed_records
 
 VERDICTS = (
     "supported",
@@ -71,70 +76,46 @@ class Verdict:
     """`rule_hash` of the claim as it was judged."""
 
 
-def evaluate(
-    claim: Claim,
+def evaluate_named(
+    ids: Sequence[str],
     records: Iterable[Record],
     scale: str = "tiny",
     declared: Sequence[Claim] | None = None,
     *,
     resamples: int = 10_000,
-) -> Verdict:
-    """Judge one claim by run records.
-
-    claim: as in claims.yaml. records: run records of any notebooks; finished ones of this scale are used.
-    declared: all claims, among which are those that share Holm's correction with a primary one; by default the paper's.
-    resamples: of every bootstrap interval.
-    Returns the verdict. Raises ValueError for a claim that is not well declared, and for records that do not form the
-    cells it declares: a seed twice, other hyper-parameters or another base in one cell.
-    """
-    family = [claim]
-    if "primary" in claim:
-        others = load_claims() if declared is None else declared
-        family += [c for c in others if c.get("primary") == claim["primary"] and c["id"] != claim["id"]]
-    return evaluate_together(family, records, scale, resamples=resamples)[0]
-
-
-def evaluate_together(
-    claims: Sequence[Claim], records: Iterable[Record], scale: str = "tiny", *, resamples: int = 10_000
 ) -> list[Verdict]:
     """Judge claims by run records; the primary ones of a notebook share Holm's correction (p = 1: no runs).
 
-    Arguments, result and errors: as `evaluate`.
+    ids: of the claims. records: run records of any notebooks; finished ones of this scale are used. declared: all
+    claims, among which are those that share a correction with these; by default the paper's. resamples: of every
+    bootstrap interval.
+    Returns the verdicts, in the order of the ids. Raises ValueError for an id that is not declared, for a claim that is
+    not well declared, and for records that do not form the cells it declares: a seed twice, other hyper-parameters or
+    another base in one cell.
     """
+    known = {claim["id"]: claim for claim in (load_claims() if declared is None else declared)}
+    for name in ids:
+        if name not in known:
+            raise ValueError(f"no claim {name!r} in claims.yaml.{nearest(name, known)} Known: {', '.join(known)}.")
+    corrected = {known[name]["primary"] for name in ids if "primary" in known[name]}
+    claims = [claim for claim in known.values() if claim["id"] in ids or claim.get("primary") in corrected]
     for claim in claims:
         check_claim(claim)
     evidence = Evidence.of(records, scale, resamples)
-    judged = [_judge(claim, evidence, scale) for claim in claims]
+    judged = {claim["id"]: _judge(claim, evidence, scale) for claim in claims}
     families: dict[str, dict[str, float]] = defaultdict(dict)
-    for each in judged:
-        if (
-            "primary" in each.claim
-        ):  # one that cannot be judged yet counts: a verdict must not hang on the order of runs
-            families[each.claim["primary"]][each.claim["id"]] = 1.0 if each.p is None else each.p
+    for name, each in judged.items():
+        if "primary" in each.claim:
+            # one that cannot be judged yet counts: a verdict must not hang on the order of runs
+            families[each.claim["primary"]][name] = 1.0 if each.p is None else each.p
     corrections = {name: (p, len(family)) for family in families.values() for name, p in stats.holm(family).items()}
-    return [_verdict(each, None if each.p is None else corrections.get(each.claim["id"]), scale) for each in judged]
-
-
-def evaluate_named(ids: Sequence[str], records: Iterable[Record], scale: str = "tiny") -> list[Verdict]:
-    """Judge the claims of these ids in paper/claims.yaml, in this order, each with its family (see `evaluate`).
-
-    Raises ValueError as `evaluate`, and for an id that is not declared.
-    """
-    declared = {claim["id"]: claim for claim in load_claims()}
-    for name in ids:
-        if name not in declared:
-            raise ValueError(
-                f"no claim {name!r} in claims.yaml.{nearest(name, declared)} Known: {', '.join(declared)}."
-            )
-    families = {declared[name]["primary"] for name in ids if "primary" in declared[name]}
-    judged = [c for c in declared.values() if c["id"] in ids or c.get("primary") in families]
-    by_id = {verdict.id: verdict for verdict in evaluate_together(judged, records, scale)}
-    return [by_id[name] for name in ids]
+    return [_verdict(judged[name], None if judged[name].p is None else corrections.get(name), scale) for name in ids]
 
 
 def evaluate_all(scale: str = "tiny") -> list[Verdict]:
     """Judge every claim of paper/claims.yaml by the committed records of all notebooks at one scale."""
-    return evaluate_together(load_claims(), committed_records(scale), scale)
+    declared = load_claims()
+    return evaluate_named([claim["id"] for claim in declared], committed_records(scale), scale, declared)
 
 
 class _Judged(NamedTuple):
@@ -156,7 +137,7 @@ def _judge(claim: Claim, evidence: Evidence, scale: str) -> _Judged:
         if not any(finding.decisive and finding.n for finding in findings):
             return _Judged(claim, findings, [], [], None)
         p = p_value(findings, claim["margin"], claim["min_seeds"])
-        return _Judged(claim, findings, placebos.ask(claim, evidence), decodings.ask(claim, evidence), p)
+        return _Judged(claim, findings, placebos.ask(claim, evidence), _elsewhere(claim, evidence), p)
     except ValueError as error:
         raise ValueError(f"claim {claim['id']}: {error}") from error
     except KeyError as error:
@@ -183,7 +164,7 @@ def _verdict(judged: _Judged, correction: tuple[float, int] | None, scale: str) 
             worst = min((f for f in decisive if f.value), key=lambda f: nearness(f, claim["margin"]))
             key = f"{worst.label.replace('_', ' ')} {worst.value}".strip() + f" (n = {worst.n})"
             placebo = placebos.summary(claim, nulls)
-            decoded = decodings.summary(findings, elsewhere)
+            decoded = _kept_orders(findings, elsewhere)
         if correction and by_itself == "supported":
             parts.append(f"p = {correction[0]:.2g} after Holm's correction, family of {correction[1]}")
     if limit and scale in claim["scales"]:
@@ -221,3 +202,34 @@ def _with_placebos(by_itself: str, nulls: list[Placebo]) -> tuple[str, list[str]
     won = "; ".join(finding.text for null in passed for finding in null.findings)
     holds = f"the rule holds as well for {', '.join(null.words for null in passed)} ({won})"
     return "not evidence", [f"{holds}; by itself {by_itself}"]
+
+
+def _elsewhere(claim: Claim, evidence: Evidence) -> list[Finding]:
+    """Return a claim's comparisons under the decodings that it does not declare; none decides by itself."""
+    under = RULES[claim["rule"]["kind"]].under
+    others = [under(claim, decoding) for decoding in DECODINGS]
+    findings = [finding for other in others if other is not None for finding in find(other, evidence)]
+    return [replace(finding, decisive=False) for finding in findings if finding.compared]
+
+
+def _kept_orders(findings: Sequence[Finding], elsewhere: Sequence[Finding]) -> str:
+    """Return in words, for each other decoding, how many comparisons keep their order; empty where there are none."""
+    parts = []
+    for decoding in DECODINGS:
+        outcomes = Counter(_outcome(findings, other) for other in elsewhere if other.decoding == decoding)
+        counted = [f"{n} {outcome}" if len(outcomes) > 1 else outcome for outcome, n in sorted(outcomes.items())]
+        if counted:
+            parts.append(f"{decoding_words(decoding)}: {', '.join(counted)}")
+    return "; ".join(parts)
+
+
+def _outcome(findings: Sequence[Finding], other: Finding) -> str:
+    """Say what became of the order of a comparison under another decoding."""
+    if other.value == MISSING or not other.n:
+        return "not measured"
+    if other.interval is None:
+        return "not defined"
+    signs = {finding.sign() for finding in findings if finding.decisive and finding.compared == other.compared}
+    if other.sign() == 0 or signs == {0}:
+        return "no clear order"
+    return "reversed" if -other.sign() in signs else "same order"

@@ -19,7 +19,7 @@ from evoalign_lib.analysis import stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study.claims import run_scores
 from evoalign_study.claims.checks import Schema
-from evoalign_study.claims.findings import Finding, Measured, defined, hold, sizes, versus
+from evoalign_study.claims.findings import Finding, Measured, defined, hold, mean_interval, sizes, versus
 from evoalign_study.claims.rules.rule import Asks, Comparison, Rule, asked, declared_comparisons
 from evoalign_study.claims.run_scores import Taken
 from evoalign_study.claims.selection import DECODINGS, Case, Claim, Runs, cells, check_one_base
@@ -112,11 +112,7 @@ _Compared = tuple[Interval, str, str, str] | tuple[Interval, str, str, str, floa
 
 def _difference(case: Case, comparison: Comparison, arrays: _Arrays, scores: _Arrays) -> _Compared:
     """Compare means: over seeds and problems where there are results on each problem, otherwise over seeds."""
-    if arrays[0].ndim == 2:
-        interval = stats.crossed_bootstrap(*arrays, n_resamples=case.evidence.resamples)
-    else:
-        strata = [[each] for each in scores]
-        interval = defined(stats.stratified_bootstrap, *strata, n_resamples=case.evidence.resamples)
+    interval = mean_interval(arrays, case.evidence.resamples)
     drawn = 2 * case.evidence.resamples
     test = defined(stats.mann_whitney, *scores, n_resamples=drawn) if "p" in comparison else None
     return interval, f"{interval.format()} points", *_level(comparison, interval, scores), test

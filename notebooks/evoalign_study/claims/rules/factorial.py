@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from evoalign_lib.analysis import coverage
+from evoalign_lib.analysis import coverage, overoptimisation
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study.claims.checks import Schema
 from evoalign_study.claims.findings import Finding, Measured, Undecided, decoding_words, hold, there
@@ -111,19 +111,11 @@ def _matched(arms: dict[str, Runs], decoding: str, least: int) -> tuple[list[np.
     level = next(iter(reached.values()))[0][0] + gain / 2
     cells = []
     for arm, of_arm in curves.items():
-        values = (_at(level, *(np.array(curve[field]) for field in fields)) for curve in of_arm)
+        lines = ([np.array(curve[field]) for field in fields] for curve in of_arm)
+        values = (overoptimisation.read_at(one, won - lost, level) for one, won, lost in lines)
         cells.append(there(values, max(2, least), f"{arm} are right so often"))
     counts = " v ".join(str(len(cell)) for cell in cells)
     return cells, f"(where {100 * level:.1f} % of single samples are right, n = {counts})"
-
-
-def _at(level: float, one: np.ndarray, won: np.ndarray, lost: np.ndarray) -> float | None:
-    """Return won - lost where one first reaches a level, on the line between two points; None where it never does."""
-    reached = np.flatnonzero(one >= level)
-    if not len(reached):
-        return None
-    net, i = won - lost, int(reached[0])
-    return float(net[0] if i == 0 else np.interp(level, one[i - 1 : i + 1], net[i - 1 : i + 1]))
 
 
 def _schema(arm: tuple[str, ...]) -> dict[str, Schema]:

@@ -6,7 +6,7 @@ scores over the base's samples. Runs that never get there are censored. Values a
 of a curve, and cells weigh the same.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from numbers import Real
@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evoalign_lib.analysis import overoptimisation, stats
-from evoalign_lib.analysis.stats import Interval
 from evoalign_study.claims.checks import Schema
 from evoalign_study.claims.findings import Finding, Measured, Undecided, decoding_words, defined, hold, there
 from evoalign_study.claims.rules.rule import Asks, Comparison, Rule, asked, declared_comparisons
@@ -186,10 +185,7 @@ def _find_laws(case: Case) -> Iterator[Finding]:
 
 def _explained(evidence: Evidence, quantity: str, laws: Sequence[str], cells: Sequence[Runs]) -> Measured:
     """Return the mean over cells of R squared on the odd seeds, resampled; less that of a second law."""
-    points = [
-        [[_points(evidence, r, quantity) for r in runs.records if r["spec"]["seed"] % 2 == parity] for parity in (0, 1)]
-        for runs in cells
-    ]
+    points = [law_points(runs.records, quantity, partial(spread, evidence)) for runs in cells]
     if any(len(half) < 2 for halves in points for half in halves):
         raise Undecided("a half of the seeds has fewer than two runs")
 
@@ -201,18 +197,15 @@ def _explained(evidence: Evidence, quantity: str, laws: Sequence[str], cells: Se
 
     rng, resamples = np.random.default_rng(0), min(evidence.resamples, 1000)
     odd = [len(held_out) for _, held_out in points]
-    drawn = [[rng.integers(n, size=n) for n in odd] for _ in range(resamples)]
-
-    def mean(chosen: Sequence[Any]) -> Array:
-        values = [[_r_squared(of_law[runs]) for of_law in each] for each, runs in zip(squares, chosen, strict=True)]
-        return np.mean([first - sum(rest) for first, *rest in values], axis=0)
-
-    draws = mean([np.array(of_cell) for of_cell in zip(*drawn, strict=True)])
-    value = float(mean([slice(None)] * len(points)))
+    drawn = [[np.arange(n) for n in odd], *([rng.integers(n, size=n) for n in odd] for _ in range(resamples))]
+    gained = []
+    for of_laws, runs in zip(squares, zip(*drawn, strict=True), strict=True):
+        first, *rest = (_r_squared(of_law[np.array(runs)]) for of_law in of_laws)
+        gained.append(first - sum(rest))
+    value, *draws = np.mean(gained, axis=0)
     if not np.isfinite([value, *draws]).all():
         raise Undecided("a run has gained the same everywhere")
-    low, high = np.quantile(draws, [0.025, 0.975])
-    interval = Interval(value, float(low), float(high), min(odd), 0.95)
+    interval = stats.interval_of(value, draws, min(odd))
     return interval, interval.format(percent=False, digits=2), f"(n = {min(len(r.records) for r in cells)} a judge)"
 
 
@@ -229,12 +222,22 @@ def _r_squared(of_runs: Array) -> Array:
     return np.where(none, np.nan, 1 - left / np.where(none, 1.0, around))
 
 
-def _points(evidence: Evidence, run: Record, quantity: str) -> tuple[Array, Array]:
-    """Return distance and gain at temperature 1 of the points of a run that are finite."""
-    values, kl = curve(run, f"{quantity}_t1"), curve(run, "kl")
-    known = np.isfinite(values) & np.isfinite(kl)
-    gain = values - values[0]
-    return overoptimisation.distance(kl[known]), gain[known] / (spread(evidence, run) if quantity == "proxy" else 1.0)
+Points = list[tuple[Array, Array]]
+"""Distance and gain along each run."""
+
+
+def law_points(runs: Iterable[Record], quantity: str, spread: Callable[[Record], float]) -> tuple[Points, Points]:
+    """Return the finite points of runs at temperature 1, of those of even seeds and of odd ones.
+
+    spread: of a run's training judge over samples of its base; the unit of gains in its score, "proxy".
+    """
+    halves: tuple[Points, Points] = ([], [])
+    for run in runs:
+        values, kl = curve(run, f"{quantity}_t1"), curve(run, "kl")
+        known = np.isfinite(values) & np.isfinite(kl)
+        gain = (values - values[0]) / (spread(run) if quantity == "proxy" else 1.0)
+        halves[run["spec"]["seed"] % 2].append((overoptimisation.distance(kl[known]), gain[known]))
+    return halves
 
 
 def _schema_of_laws(arm: tuple[str, ...]) -> dict[str, Schema]:

@@ -212,8 +212,6 @@ def _find_optimum(case: Case) -> list[Finding]:
         tried = [(level, runs) for level, runs in tried if runs.records]
     groups = [runs.records for _, runs in tried]
     n, have = min(map(len, groups), default=0), ", ".join(runs.have for runs in selected)
-    if not n:
-        return [] if case.null else [Finding("optimum", 0, have, None)]
     selection.check_one_base("all levels", [record for records in groups for record in records])
     scores = curves_of(groups, "validation_greedy")
 
@@ -235,13 +233,13 @@ def _find_optimum(case: Case) -> list[Finding]:
         return best, value, f"(target {100 * target:.1f} %, {told})"
 
     arms = [runs for _, runs in tried]
-    gain = hold("gain", arms, learned, have=have, bound=float(rule["gain"]))
+    gain = hold("gain", arms, learned, n=n, have=have, bound=float(rule["gain"]))
     if case.null:
         return [gain]
     least, most = rule["between"]
-    above = hold(f"optimum above {least:g}", arms, optimum, have=have, bound=float(least))
-    below = {"label": f"optimum below {most:g}", "bound": float(most), "side": "below", "context": f"(n = {n})"}
-    return [above, replace(above, **below), gain]
+    above = hold(f"optimum above {least:g}", arms, optimum, n=n, have=have, bound=float(least))
+    below = replace(above, label=f"optimum below {most:g}", bound=float(most), side="below", context=f"(n = {n})")
+    return [above, below, gain]
 
 
 def _asks_of_optimum(claim: Claim) -> Asks:

@@ -14,7 +14,7 @@ from typing import Any
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study.claims.checks import Schema
 from evoalign_study.claims.findings import Finding, Measured, decoding_words, hold, significant, versus
-from evoalign_study.claims.quantities import QUANTITIES, Side, check_side, side_of
+from evoalign_study.claims.quantities import QUANTITIES, Side, check_side, covered, side_of
 from evoalign_study.claims.rules.rule import Asks, Comparison, Rule, asked, declared_comparisons
 from evoalign_study.claims.selection import BASE, Case, Claim, Runs
 
@@ -22,7 +22,7 @@ from evoalign_study.claims.selection import BASE, Case, Claim, Runs
 def _find(case: Case) -> Iterator[Finding]:
     """Find every comparison, and those that are only reported."""
     rule = case.rule
-    if case.null == BASE and not all(QUANTITIES[each["quantity"]].of_base for each in rule["comparisons"]):
+    if case.null == BASE and any(QUANTITIES[each["quantity"]].measured is not covered for each in rule["comparisons"]):
         return  # it has no displacement
 
     def winner(comparison: Comparison) -> str | None:
