@@ -48,7 +48,7 @@ def two_clusters(dissimilarity: ArrayLike) -> NDArray[np.int64]:
     members = list(np.eye(len(matrix), dtype=np.int64))  # of each run, then of each merge: 1 for the runs that it has
     for one, other in merges:
         members.append(members[one] + members[other])
-    # the last merge joins two clusters. fcluster cuts at a height, and ties hide there; to_tree takes ten times as long
+    # the last merge joins the two clusters. fcluster cuts at a height, where ties hide; to_tree takes ten times as long
     labels = members[merges[-1][1]]
     return labels if labels[0] == 0 else 1 - labels
 
