@@ -620,4 +620,4 @@ def _table(hits: int, n: int, other_hits: int, other_n: int) -> list[list[int]]:
 
 
 def _rate(hits: int, n: int) -> None:
-    require(n >= 1 and 0 <= hits <= n, f"{hits} hits of {n} runs are no rate: pass 0 <= hits <= n and at least one run")
+    require(n >= 1 and 0 <= hits <= n, f"{hits} hits of {n} runs is not a rate: pass 0 <= hits <= n and n >= 1")

@@ -141,7 +141,7 @@ def reach_name(group: str) -> str:
     return f"reach of {group}"
 
 
-# ---- what is asked of every group
+# ---- quantities measured in every group
 
 
 class Measured(NamedTuple):

@@ -85,7 +85,7 @@ def _train(
     settings |= training.reports(spec, lasting) | {"disable_tqdm": True, "logging_steps": 1} | _device(spec)
     args = grpo.config(spec["arm"], output_dir=str(place), **settings)
     reward = grpo.random_reward(spec["seed"]) if arm.reward == "random" else measures.get(spec["task"]).reward(spec)
-    written = None  # what writes the completions instead of the model itself
+    written = None  # who writes the completions instead of the model itself
     if arm.rollouts != "own":
         own = spec["arm"], spec["seed"], spec["sigma"], spec["num_generations"]
         written = rollouts.PerturbedRollouts(engine, *own, take)
