@@ -167,7 +167,7 @@ def estimate_barrier(
 
 
 def upper_bound(estimate: BarrierEstimate) -> float:
-    """Return the one-sided 95 % upper bound of a barrier; below a margin such as 0.02, it shows that there is none.
+    """Return the one-sided 95 % upper bound of a barrier; below a margin such as 0.02, it shows equivalence to 0.
 
     It is not corrected for noise. For across="curve" it is the largest of the pointwise 95 % bounds of the mean curve,
     and needs no correction for many points: the barrier is below a margin only if every point is (an intersection-union

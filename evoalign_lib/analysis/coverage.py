@@ -244,7 +244,7 @@ def support(before: ArrayLike, after: ArrayLike) -> Support:
 
 
 def threshold(samples: int, zeta: float = 0.05) -> float:
-    """Return the upper bound, with confidence 1 - zeta, of the probability of an answer that no sample showed.
+    """Return an upper bound, with confidence 1 - zeta, on the probability of an answer that no sample gave.
 
     It is eps = -ln(zeta) / samples, slightly more than the exact 1 - zeta^(1 / samples).
 

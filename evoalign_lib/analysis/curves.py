@@ -171,7 +171,7 @@ def largest_drawdown(curves: ArrayLike) -> NDArray[np.float64]:
     curves: (..., points). Returns (...,). Raises ValueError for no points and values that are not finite.
     """
     scores = array("scores", curves)
-    # rounded, since equal drops between different scores differ in their last bits, which breaks ties in rank tests
+    # rounded: equal drops between different scores differ in their last bits, which would break ties in rank tests
     return (np.maximum.accumulate(scores, axis=-1) - scores).max(axis=-1).round(9)
 
 

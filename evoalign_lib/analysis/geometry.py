@@ -397,7 +397,9 @@ class SizeNull(NamedTuple):
 
 
 def size_null(entries: ArrayLike, level: float = 0.95, draws: int = 2000, seed: int = 0) -> SizeNull:
-    """Return how far a random direction's shares lie from the size shares by chance: |D_l|^2 is chi^2 with d_l degrees.
+    """Return how far a random direction's shares lie from the size shares by chance.
+
+    Its |D_l|^2 has a chi^2 distribution with d_l degrees of freedom.
 
     entries: (groups,) d_l. level: share of random directions that stay below. Raises ValueError as `gini` does.
     """

@@ -150,7 +150,7 @@ class Trees(NamedTuple):
 
     ids: Tensor  # int64 (rows, length): the prompt, then the inner nodes of its tree, then padding
     positions: Tensor  # int64 (rows, length)
-    mask: Tensor  # float32 (rows, 1, length, length): 0 where a token may attend to another, those of its own prefix
+    mask: Tensor  # float32 (rows, 1, length, length): 0 where a token may attend to another, which is in its prefix
     edges: tuple[Tensor, Tensor, Tensor]  # for every node: row, position of the parent, the node's token
     paths: Tensor  # int64 (completions, longest): the edges of each completion, padded with the number of edges
     rewards: Tensor  # float64 (completions,)
@@ -190,7 +190,7 @@ def flat(layout: noise.Layout, arrays: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def pack(enumeration: Enumeration, rewards: np.ndarray) -> list[Trees]:
-    """Return the completions with a reward as prefix trees, batched into one forward pass each, for `expected`.
+    """Return the completions whose reward is not 0 as prefix trees, batched by forward pass, for `expected`.
 
     rewards: (completions,). Raises ValueError unless they are one finite number per completion.
     """

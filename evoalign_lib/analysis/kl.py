@@ -89,7 +89,7 @@ def kl_policy_ref_tokens(log_policy: ArrayLike, log_ref: ArrayLike, mask: ArrayL
 
 
 def kl_policy_ref_sequences(log_policy: ArrayLike, log_ref: ArrayLike, mask: ArrayLike | None = None) -> Estimates:
-    """Estimate KL(policy || ref) from each sequence's ratio, which is not the sum of the tokens' estimates.
+    """Estimate KL(policy || ref) from the ratio of each whole sequence, instead of summing its tokens' estimates.
 
     Args:
         log_policy, log_ref, mask: (..., tokens), as for `kl_policy_ref_tokens`.

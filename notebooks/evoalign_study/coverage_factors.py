@@ -90,7 +90,7 @@ def cells(run: SimpleNamespace, records: Records, declared: Mapping[str, Any], s
     few = run.own_seeds[:4]  # enough, since no verdict uses these runs
     rate = {"learning_rate": made["grpo_perturbed"].settings["learning_rate"]}
     slower = dict(on_own_seeds(grpo, run).settings) | rate
-    # seeds that no claim counts
+    # seeds that no claim uses
     made[SLOWER] = made["grpo_perturbed"]._replace(arm="grpo", seeds=[seed + 8 for seed in few], settings=slower)
     plain = on_own_seeds(declared["sft"]._replace(arm=PLAIN), run)
     made[PLAIN] = plain._replace(seeds=few, settings=dict(plain.settings) | {"sigma": run.perturbed_sigma})
