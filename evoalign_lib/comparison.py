@@ -261,7 +261,7 @@ def figure(comparison: Comparison) -> Figure:
 
     drawing.use()
     rows = comparison.frame("layer")
-    x, every = np.arange(len(rows)), -(-len(rows) // _MANY)  # with many layers, only every k-th gets a tick
+    x, every = np.arange(len(rows)), -(-len(rows) // _MANY)  # of many layers only every k-th is named, other groups all
     named = [not name.startswith("layer ") or int(name.split()[1]) % every == 0 for name in rows["layer"]]
     fig, (left, right) = plt.subplots(1, 2, figsize=(drawing.PAGE, 2.5))
     sizes = "share of the entries, $d_l/d$"

@@ -45,7 +45,7 @@ def two_clusters(dissimilarity: ArrayLike) -> NDArray[np.int64]:
     matrix = _square(dissimilarity)
     pairs = scipy.spatial.distance.squareform(matrix, checks=False)
     merges = scipy.cluster.hierarchy.linkage(pairs, "average")[:, :2].astype(int).tolist()
-    members = list(np.eye(len(matrix), dtype=np.int64))  # of each run, then of each merge: 1 for its runs
+    members = list(np.eye(len(matrix), dtype=np.int64))  # of each run, then of each merge: 1 for the runs that it has
     for one, other in merges:
         members.append(members[one] + members[other])
     # the last merge joins the two clusters. fcluster cuts at a height, where ties hide; to_tree takes ten times as long
