@@ -106,9 +106,9 @@ def estimate_barrier(
 
     The correction: problems are resampled, for all points and pairs together so that points stay correlated, and each
     resample's deviation from the measured curve is taken as noise. It is added to a path of known height: the measured
-    curve, raised by `NEAR` standard deviations at each point and capped at its sup. The expected sup of this noisy path
-    over its known height is the bias that is subtracted. Points near the sup then compete for it as on a flat path,
-    points far below do not. Chernozhukov, Lee and Rosen select points in the same way.
+    curve, raised by `NEAR` standard deviations at each point and capped at its sup. The excess of this path's expected
+    sup over the known height is subtracted as bias. Points near the sup then compete for it as on a flat path, points
+    far below do not. Chernozhukov, Lee and Rosen select points in the same way.
 
     In 1,000 simulated single paths of 25 points on 100 problems, four heights were estimated: 0, a quadratic bump of 20
     percentage points, a narrow one of 5 (about twice a point's standard deviation) and a narrow one of 20. The raw
