@@ -1,7 +1,7 @@
-"""`evoalign compare`: two models trained from one base, their weights read against the nulls of `analysis.geometry`.
+"""`evoalign compare`: compare the weights of two models trained from one base with the nulls of `analysis.geometry`.
 
-It takes folders, adapters and ledgers of any size (see `weights`), prints a table, and says in sentences what a random
-direction, or any ES with the same settings, would show as well.
+It takes folders, adapters and ledgers of any size (see `weights`), prints a table, and says in sentences which of the
+numbers a random direction, or any ES with the same settings, would show as well.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-_SIZE = "#D9D9D9"  # of what needs no training: shares of sizes, bands of random directions
+_SIZE = "#D9D9D9"  # colour of the nulls: shares of sizes, bands of random directions
 _LOOKS = (("a", "#0A332C", "o", -0.14), ("b", "#7CB9BF", "s", 0.14))  # end, colour, marker, shift
-_MANY = 12  # layers whose ticks still stand side by side
-_LEAST_SHARE = 0.05  # of the entries: a cast that hides fewer is not worth a sentence
+_MANY = 12  # most layers whose tick labels fit side by side
+_LEAST_SHARE = 0.05  # of the entries: if rounding hides fewer, no sentence mentions it
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The norm that an ES run has whatever was rewarded."""
+    """The norm that an ES run has under any reward."""
 
     norm: float
-    """weight units"""
+    """the expected norm, weight units"""
     formula: str
-    """how it was computed"""
+    """the formula it was computed with"""
     settings: str
-    """with what"""
+    """the settings in the formula"""
     d: float
-    """independent coordinates, which set the spread"""
+    """number of independent coordinates, which determines the spread"""
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Two ends of training from one base, measured."""
+    """Measurements of two models trained from one base."""
 
     sources: tuple[str, str, str]
-    """base, A and B, as they were named"""
+    """base, A and B, as the user named them"""
     tensors: geometry.Displacements
-    """sums of each tensor"""
+    """sums for each tensor"""
     expected: tuple[Expected | None, Expected | None]
-    """of A and B: the norm of ES, where its settings are known"""
+    """norm of ES expected for A and for B, if their settings are known"""
     dtypes: tuple[frozenset[str], frozenset[str]]
-    """in which A and B are stored"""
+    """dtypes in which A and B are stored"""
     shared_noise: bool
-    """whether both are ES runs with one run key, so that they drew the same noise"""
+    """whether both are ES runs with the same run key, so that they drew the same noise"""
 
     def table(self) -> DataFrame:
-        """Return the quantities of both ends as text, a row each."""
+        """Return the quantities of A and B as text, one row per quantity."""
         import pandas as pd
 
         layers, d = self.tensors.by("layer"), self.tensors.by("all")
@@ -89,9 +89,9 @@ class Comparison:
         return [geometry.total_variation(share, layers.size_shares) for share in layers.shares.T]
 
     def frame(self, key: str | None = None) -> DataFrame:
-        """Return one row per group of `Displacements.by`, or per tensor: what the figure shows, and more.
+        """Return one row per group of `Displacements.by`, or per tensor: the data of the figure, and more.
 
-        Norms are in weight units; shares and unchanged entries are fractions; cosine_std is that of random directions.
+        Norms are in weight units; shares and unchanged entries are fractions; cosine_std is for random directions.
         """
         import pandas as pd
 
@@ -108,7 +108,7 @@ class Comparison:
         return pd.DataFrame(columns)
 
     def sentences(self) -> list[str]:
-        """Return what the numbers say and, before all, what they do not."""
+        """Return sentences on what the numbers show and, above all, what they do not show."""
         said = []
         for k, end in enumerate("AB"):
             if not self.tensors.by("all").norms[0, k]:
@@ -164,13 +164,13 @@ class Comparison:
         return f"The cosine {value} lies {where} the band of a random direction, ±{band}: {what}"
 
     def _cosine(self) -> tuple[str, str]:
-        """Return the cosine and its band under random directions, with two significant digits of the band."""
+        """Return the cosine and its band for random directions, to two significant digits of the band."""
         found = geometry.cosine(self.tensors)
         digits = max(1, 1 - int(np.floor(np.log10(found.band())))) if found.band() > 0 else 1
         return f"{found.value:.{digits}f}", f"{found.band():.{digits}f}"
 
     def text(self) -> str:
-        """Return table, cosine and sentences for a terminal."""
+        """Return the table, the cosine and the sentences as text for a terminal."""
         caption = "base {}\nA    {}\nB    {}".format(*self.sources)
         parts, found = [f"{caption}\n\n{self.table().to_string(index=False)}"], geometry.cosine(self.tensors)
         if not np.isnan(found.value):
@@ -180,14 +180,14 @@ class Comparison:
 
 
 def compare(base: str | os.PathLike[str], a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
-    """Measure how two models moved from their base.
+    """Measure how far and where two models moved from their base.
 
     Args:
-        base, a, b: what `weights` opens; base is also that of adapters and ledgers.
+        base, a, b: anything that `weights` opens; base is also the base of adapters and ledgers.
 
     Raises:
-        ValueError: what cannot be opened, or other names or shapes. All but a ledger of another base is found before
-            anything is read.
+        ValueError: a model that cannot be opened, or names or shapes that differ. All but a ledger of another base is
+            detected before any weights are read.
     """
     start, ends = weights(base), [weights(end, base) for end in (a, b)]
     geometry.check_same(start, *ends)
@@ -202,16 +202,16 @@ def compare(base: str | os.PathLike[str], a: str | os.PathLike[str], b: str | os
 
 
 def _expected(end: StateDict) -> Expected | None:
-    """Return the norm that the coefficients of a ledger let expect; None for what is no ledger or did not move."""
+    """Return the norm expected from the coefficients of a ledger; None without a ledger, or if nothing moved."""
     run = end.run
     if run is None:
         return None
     settings, updates = run.settings, [c for _, c in ledger.updates(run, len(run.steps))]
-    moving = sum(len(c) > 0 for c in updates)  # with a decay those of tied populations are there, and empty
+    moving = sum(len(c) > 0 for c in updates)  # with a decay, tied populations are included as empty updates
     if not moving:
         return None
     decay = settings["anchor_decay"]
-    # of a step's noise each later update leaves a share of 1 - lambda
+    # each later update keeps a share of 1 - lambda of a step's noise
     coefficients = [c * (1 - decay) ** later for later, c in enumerate(reversed(updates))] if decay else updates
     d = sum(int(np.prod(shape)) for shape in end.shapes.values())
     plain = {"antithetic": False, "fitness_shaping": update_rules.SHAPINGS[0], "alpha_schedule": "constant"}
@@ -228,19 +228,19 @@ WRITTEN = ("compare.png", "compare.pdf", "compare.csv", "tensors.csv")
 
 
 def write(comparison: Comparison, out: str | os.PathLike[str]) -> list[Path]:
-    """Write the files WRITTEN into a folder: a figure twice, a row per layer, a row per tensor.
+    """Write the files WRITTEN into a folder: the figure in two formats, a table by layer and a table by tensor.
 
-    Files of these names are replaced.
+    Existing files of these names are replaced.
 
     Args:
-        comparison: what is written.
-        out: the folder, made where it is missing.
+        comparison: the comparison to write.
+        out: the folder, created if it is missing.
 
     Returns:
-        Their paths.
+        The paths of the files.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: the files cannot be written.
     """
     from matplotlib import pyplot as plt
 
@@ -256,12 +256,12 @@ def write(comparison: Comparison, out: str | os.PathLike[str]) -> list[Path]:
 
 
 def figure(comparison: Comparison) -> Figure:
-    """Draw the shares of layers beside those of their sizes, and cosines by layer in the band of random directions."""
+    """Draw the shares of layers next to their size shares, and cosines by layer in the band of random directions."""
     from matplotlib import pyplot as plt
 
     drawing.use()
     rows = comparison.frame("layer")
-    x, every = np.arange(len(rows)), -(-len(rows) // _MANY)  # of many layers every k-th is named, and the others
+    x, every = np.arange(len(rows)), -(-len(rows) // _MANY)  # of many layers only every k-th is named, other groups all
     named = [not name.startswith("layer ") or int(name.split()[1]) % every == 0 for name in rows["layer"]]
     fig, (left, right) = plt.subplots(1, 2, figsize=(drawing.PAGE, 2.5))
     sizes = "share of the entries, $d_l/d$"
@@ -275,7 +275,7 @@ def figure(comparison: Comparison) -> Figure:
     right.plot(x, rows["cosine"], color="black", marker="D", ls="", label="cosine of A and B")
     right.axhline(0, color="black", lw=0.6)
     right.set(ylabel="cosine of the displacements")
-    if reach.notna().any():  # bands of small and large layers differ by orders of magnitude
+    if reach.notna().any():  # the bands of small and large layers differ by orders of magnitude
         right.set_yscale("symlog", linthresh=float(reach.min()))
     for ax in (left, right):
         ax.set_xticks(x[named], rows["layer"][named].str.removeprefix("layer "), rotation=90 if every > 1 else 0)

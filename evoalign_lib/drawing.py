@@ -1,4 +1,4 @@
-"""The look of every figure, in the notebooks and in `evoalign compare`: sizes, fonts, pictures of the same bytes."""
+"""The style of every figure, in the notebooks and in `evoalign compare`: sizes, fonts, and reproducible PNG bytes."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ def use() -> None:
 
 
 def png(fig: Figure, dpi: int, optimize: bool = True) -> bytes:
-    """Return a figure as PNG, of its whole size and in full colour; the same figure gives the same bytes.
+    """Return a figure as PNG, at full size and in full colour; the same figure gives the same bytes.
 
     Args:
         fig: the figure.
         dpi: pixels per inch.
-        optimize: pack it as small as possible, which takes as long as drawing it.
+        optimize: compress it as much as possible, which takes as long as drawing it.
     """
     return packed(picture(fig, dpi), dpi, optimize)
 
 
 def picture(fig: Figure, dpi: int) -> PIL.Image.Image:
-    """Return a figure as a picture in full colour, of `dpi` pixels per inch."""
+    """Return a figure as a full-colour picture at `dpi` pixels per inch."""
     from PIL import Image
 
     drawn = BytesIO()
-    fig.savefig(drawn, format="png", dpi=dpi, pil_kwargs={"compress_level": 1})  # read at once, and not kept
+    fig.savefig(drawn, format="png", dpi=dpi, pil_kwargs={"compress_level": 1})  # read right away, not kept
     return Image.open(drawn).convert("RGB")
 
 
 def packed(drawn: PIL.Image.Image, dpi: int, optimize: bool) -> bytes:
-    """Return a picture as PNG, packed as `png` says."""
+    """Return a picture as PNG, compressed as in `png`."""
     file = BytesIO()
     drawn.save(file, "png", optimize=optimize, dpi=(dpi, dpi))
     return file.getvalue()
 
 
-# "DejaVu Sans" is shipped with matplotlib, so that every machine draws the same letters; fonttype 42, TrueType, keeps
-# text in the PDF searchable, and journals refuse type 3
+# "DejaVu Sans" comes with matplotlib, so every machine draws the same letters; fonttype 42 (TrueType) keeps text in
+# PDFs searchable, and journals reject type 3
 _RC: dict[str, Any] = json.loads(Path(__file__).with_name("figure_style.json").read_text(encoding="utf-8"))

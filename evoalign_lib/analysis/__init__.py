@@ -1,1 +1,1 @@
-"""Pure functions on arrays, counts, state dicts and records: statistics, curves, KL, hacking, the gradient, weights."""
+"""Pure functions on arrays, counts, state dicts and records: statistics, curves, KL, hacking, gradients, weights."""

@@ -1,15 +1,15 @@
-"""What several runs from one start have in common, told from the noise of each by products of their displacements.
+"""The signal that several runs from one start share, separated from each run's noise by products of displacements.
 
-Say D_i = signal + noise_i: the signal is the expected displacement of an arm, its noise differs from run to run. For an
-ES with few members nearly all of |D|^2 is noise, so that any two of its runs, and a run of it and one of another arm,
-are close to orthogonal, whether they learn the same or not. Noises of independent runs are independent, so the product
-of two different runs has the product of their signals as its mean: products of all pairs, the Gram matrix that
-`geometry.measure` sums up, give norms and cosines of signals without bias. `corrected_cosine` divides the mean product
-of two groups by the norms of their signals so estimated: Spearman's correction for attenuation (1904, "The proof and
-measurement of association between two things").
+Write D_i = signal + noise_i: the signal is the expected displacement of an arm, and the noise differs from run to run.
+For ES with a small population, nearly all of |D|^2 is noise, so two of its runs, or one of its runs and a run of
+another arm, are close to orthogonal whether or not they learn the same thing. The noise of independent runs is
+independent, so the product of two different runs has the product of their signals as its mean: the products of all
+pairs, the Gram matrix that `geometry.measure` returns, give norms and cosines of signals without bias.
+`corrected_cosine` divides the mean product of two groups by the norms of their signals, estimated in this way:
+Spearman's correction for attenuation (1904, "The proof and measurement of association between two things").
 
 Functions take a (K, K) Gram matrix, of the model (`Displacements.total`) or of a layer (`Displacements.gram[l]`), in
-weight units squared. Ratios that are not defined, such as those of a signal that is estimated as 0 or less, are NaN.
+weight units squared. Undefined ratios, such as those of a signal estimated as 0 or less, are NaN.
 """
 
 import math
@@ -34,21 +34,21 @@ class Signal(NamedTuple):
     square: Interval
     """|signal|^2, weight units squared: the mean product of two different runs; unbiased, so it may be negative"""
     share: Interval
-    """of a run's squared norm: signal / mean |D|^2"""
+    """share of the signal in a run's squared norm: |signal|^2 / mean |D|^2"""
     mean_norm: float
-    """|mean of the runs|, weight units, noise / K included"""
+    """norm of the mean of the runs, weight units; its square still contains noise / K"""
     run_cosine: float
-    """mean cosine of two different runs: the ceiling of a cosine between single runs of two groups"""
+    """mean cosine of two different runs: the ceiling for a cosine between single runs of two groups"""
 
 
 def signal(gram: ArrayLike, runs: Sequence[int] | None = None) -> Signal:
-    """Estimate what runs have in common: their expected displacement, the rest being noise that differs per run.
+    """Estimate what runs share, their expected displacement; the rest is noise that differs from run to run.
 
-    Intervals are jackknife over runs (see `corrected_cosine`).
+    Intervals are jackknife intervals over runs (see `corrected_cosine`).
 
     gram: (K, K) products of displacements, of the model or of a group (`Displacements.total`, `.gram[l]`), weight units
-    squared. runs: rows that form the group, at least 2, which share nothing but start and settings; None: all.
-    Raises ValueError for another matrix, fewer than 2 runs, a run named twice.
+    squared. runs: rows of the group, at least 2 runs that share only their start and settings; None: all.
+    Raises ValueError for a matrix that is not square, fewer than 2 runs, or a run named twice.
     """
     g = _gram(gram)
     rows = _group(g, runs, "runs")
@@ -62,37 +62,37 @@ def signal(gram: ArrayLike, runs: Sequence[int] | None = None) -> Signal:
 
 
 class Corrected(NamedTuple):
-    """The cosine of two groups' signals, with what it is made of."""
+    """The cosine of two groups' signals, and the quantities it is computed from."""
 
     value: Interval
-    """corrected for attenuation; NaN unless both signals are estimated above 0; it may exceed 1 by chance"""
+    """corrected for attenuation; NaN unless both signals are estimated above 0; may exceed 1 by chance"""
     cross: Interval
-    """mean product of a run of one group and a run of the other, weight units squared; 0 if signals are orthogonal"""
+    """mean product of one run from each group, weight units squared; 0 if the signals are orthogonal"""
     signals: tuple[Interval, Interval]
     """|signal|^2 of each group, weight units squared"""
     run_cosine: float
-    """mean cosine of a run of one group and a run of the other, not corrected"""
+    """mean cosine of one run from each group, not corrected"""
     mean_cosine: float
     """cosine of the groups' means, not corrected"""
 
 
 def corrected_cosine(gram: ArrayLike, a: Sequence[int], b: Sequence[int]) -> Corrected:
-    """Estimate the cosine of two groups' signals, free of the noise of their runs.
+    """Estimate the cosine between the signals of two groups of runs, without the runs' noise.
 
-    It is mean(a_i . b_j) / sqrt(mean over i != k of a_i . a_k, times the same of b): each mean is unbiased. Intervals
-    are jackknife over runs, one group's at a time, with Student's quantile for the smaller group. A bootstrap would
-    draw some run twice, and the product of a run with itself is its whole squared norm, noise included; leaving runs
-    out keeps products of different runs only. The intervals err on the wide side: with 4 to 16 runs and signals
-    of 2 to 70 % of the noise a nominal 95 % held the cosine in 98 % or more of 400 simulated pairs of groups (150 where
-    the signal was 2 %). Where a signal cannot be told from 0 (its own interval reaches 0), the ratio can be anything,
-    and its interval is NaN.
+    The estimate is mean(a_i . b_j) / sqrt(mean over i != k of a_i . a_k, times the same for b); each mean is unbiased.
+    Intervals come from a jackknife that leaves out one run of either group at a time, with Student's quantile for the
+    smaller group. A bootstrap would draw some runs twice, and a run's product with itself is its whole squared norm,
+    noise included; the jackknife uses products of different runs only. The intervals err on the wide side: with 4 to 16
+    runs and signals of 2 to 70 % of the noise, nominal 95 % intervals covered the cosine in at least 98 % of 400
+    simulated pairs of groups (150 where the signal was 2 %). Where a signal cannot be told from 0 (its own interval
+    reaches 0), the ratio could be anything, and its interval is NaN.
 
     Args:
         gram: (K, K) products of all runs of both groups, weight units squared.
-        a, b: rows of each group, at least 2; no run in both.
+        a, b: rows of each group, at least 2 each; no run in both.
 
     Raises:
-        ValueError: another matrix, a group of fewer than 2 runs, or a run in both.
+        ValueError: a matrix that is not square, a group of fewer than 2 runs, or a run in both groups.
 
     Source:
         Spearman 1904; Miller 1974, "The jackknife: a review".
@@ -100,7 +100,7 @@ def corrected_cosine(gram: ArrayLike, a: Sequence[int], b: Sequence[int]) -> Cor
     g = _gram(gram)
     rows_a, rows_b = _group(g, a, "a"), _group(g, b, "b")
     shared = sorted(set(rows_a.tolist()) & set(rows_b.tolist()))
-    require(not shared, f"runs {shared} are in both groups: a product with itself is no product of two runs")
+    require(not shared, f"runs {shared} are in both groups: pass disjoint groups, since a run's square includes noise")
 
     groups = [rows_a, rows_b]
     signals = tuple(_jackknife(partial(_off_diagonal, g), [rows]) for rows in groups)
@@ -112,20 +112,20 @@ def corrected_cosine(gram: ArrayLike, a: Sequence[int], b: Sequence[int]) -> Cor
 
 
 class CountPoint(NamedTuple):
-    """The cosine of the means of k runs of each group."""
+    """The cosine between the means of k runs of each group."""
 
     k: int
     """runs per group"""
     cosine: float
-    """of the means, averaged over random subsets of k runs"""
+    """cosine of the means, averaged over random subsets of k runs"""
     predicted: float
-    """what signal and noise, estimated from all runs, let expect of `cosine`"""
+    """the `cosine` expected from the signal and noise that all runs together give"""
 
 
 def cosine_by_count(gram: ArrayLike, a: Sequence[int], b: Sequence[int], draws: int = 200) -> list[CountPoint]:
-    """Return the cosine of two groups' means for k = 1, 2, ... runs: it grows with k if the groups share a signal.
+    """Return the cosine of two groups' means for k = 1, 2, ... runs; it grows with k if the groups share a signal.
 
-    gram, a, b: as for `corrected_cosine`, whose errors it raises. draws: random subsets per k.
+    gram, a, b: as for `corrected_cosine`, with the same errors. draws: random subsets per k.
     """
     g = _gram(gram)
     rows_a, rows_b = _group(g, a, "a"), _group(g, b, "b")
@@ -147,20 +147,20 @@ def cosine_by_count(gram: ArrayLike, a: Sequence[int], b: Sequence[int], draws: 
 
 def _gram(gram: ArrayLike) -> Vector:
     g = array("gram", gram, 2)
-    require(g.shape[0] == g.shape[1], f"gram has the shape {g.shape}: give the (K, K) products of K displacements")
+    require(g.shape[0] == g.shape[1], f"gram has the shape {g.shape}: pass the (K, K) products of K displacements")
     return g
 
 
 def _group(gram: Vector, runs: Sequence[int] | None, name: str) -> NDArray[np.int64]:
     rows = np.arange(len(gram)) if runs is None else np.asarray(runs, np.int64)
-    wanted = f"give 2 or more different runs, which tell signal from noise, of 0 to {len(gram) - 1}"
+    wanted = f"pass at least 2 different runs from 0 to {len(gram) - 1}, to separate signal from noise"
     fit = len(rows) > 1 and len(set(rows.tolist())) == len(rows) and 0 <= min(rows) and max(rows) < len(gram)
     require(fit, f"{name} is {rows.tolist()}: {wanted}")
     return rows
 
 
 def _off_diagonal(gram: Vector, rows: NDArray) -> float:
-    """Mean product of two different runs; NaN for a single one."""
+    """Return the mean product of two different runs; NaN for a single run."""
     k, chosen = len(rows), gram[np.ix_(rows, rows)]
     return float((chosen.sum() - np.trace(chosen)) / (k * (k - 1))) if k > 1 else math.nan
 
@@ -179,13 +179,13 @@ def _square_of_mean(gram: Vector, rows: NDArray) -> float:
 
 
 def _cosine(square: Callable[[Vector, NDArray], float], gram: Vector, a: NDArray, b: NDArray) -> float:
-    """Return the mean product of two groups over the root of their squares; NaN unless both are above 0."""
+    """Return the mean product of two groups over the square root of their squares' product; NaN unless both are > 0."""
     one, other = square(gram, a), square(gram, b)
     return _mean(gram, a, b) / math.sqrt(one * other) if one > 0 and other > 0 else math.nan
 
 
 def _jackknife(statistic: Callable[..., float], groups: Sequence[NDArray]) -> Interval:
-    """Return a statistic of independent groups of runs with its delete-one jackknife interval."""
+    """Return a statistic of independent groups of runs, with its delete-one jackknife interval."""
     value, variance, fewest = statistic(*groups), 0.0, min(map(len, groups))
     for chosen, k in enumerate(map(len, groups)):
         left = [[np.delete(rows, i) if g == chosen else rows for g, rows in enumerate(groups)] for i in range(k)]

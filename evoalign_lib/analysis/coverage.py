@@ -1,12 +1,12 @@
-"""Which problems a model can solve at all: pass@k, cover@tau, support kept, won and lost, and its null from chance.
+"""Which problems a model can solve at all: pass@k, cover@tau, and support kept, won and lost, with its null by chance.
 
-A problem's probability is the chance that one sample is right. At k samples it is solved with pass@k, and two models
-solve it independently of one another, given the problem. The support of a model is the set of problems it solves; four
-numbers say how training changes it, `Support`. At finite k a problem of probability near 1/k is won or lost by chance:
-give `null_nscr` beside every NSCR. A ratio without a denominator is NaN, never 0.
+A problem's probability is the chance that one sample is right. With k samples the problem is solved with probability
+pass@k, and given the problem, two models solve it independently of one another. A model's support is the set of
+problems it solves; the four numbers of `Support` say how training changes it. At finite k, a problem with a probability
+near 1/k is won or lost by chance: report `null_nscr` with every NSCR. A ratio whose denominator is 0 is NaN, never 0.
 
 Probabilities may be exact, by enumeration, or shares of right answers. A share put into 1 - (1 - p)^k is biased
-downward, most for rare right answers: where counts are known, take `estimate_pass_at`.
+downward, most of all for rare right answers: where counts are known, use `estimate_pass_at`.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ from evoalign_lib.analysis.stats import Interval, interval_of, ratio
 from evoalign_lib.checks import require, whole_number
 
 SOLVED_WITHIN = 256
-"""Samples within which a problem counts as solved where this project compares the support of models."""
+"""Samples within which this project counts a problem as solved when it compares the support of models."""
 _CHUNK = 256
 _SLACK = 1e-9  # relative: a value that differs from a threshold by rounding counts as equal
 _ROUNDING = 1e-6  # by which a float32 sum of probabilities may exceed 1
@@ -33,9 +33,9 @@ _Group = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class Support:
-    """Problems by who solves them, before and after training: counts, or expected counts.
+    """Problems solved before training, after it, both times or never: counts, or expected counts.
 
-    Undefined ratios are NaN. Source: arXiv 2507.14843, P, E, S and Out.
+    Undefined ratios are NaN. Source: P, E, S and Out of arXiv 2507.14843.
     """
 
     kept: float
@@ -45,7 +45,7 @@ class Support:
     lost: float
     """S, shrinkage: solved only before."""
     out: float
-    """Out of support: solved by neither."""
+    """Out of support: solved neither before nor after."""
 
     @property
     def total(self) -> float:
@@ -54,64 +54,64 @@ class Support:
 
     @property
     def srr(self) -> float:
-        """Support retention rate, P / (P + S): what stays of the support before."""
+        """Support retention rate, P / (P + S): the share of the old support that is kept."""
         return float(ratio(self.kept, self.kept + self.lost))
 
     @property
     def ndr(self) -> float:
-        """Net discovery rate, E / (P + E): what is new in the support after."""
+        """Net discovery rate, E / (P + E): the share of the new support that was won."""
         return float(ratio(self.won, self.kept + self.won))
 
     @property
     def sds(self) -> float:
-        """Support dynamic score, the harmonic mean of SRR and NDR; NaN where one of them is."""
+        """Support dynamic score, the harmonic mean of SRR and NDR; NaN if either is NaN."""
         both = self.kept * self.won
         return float(ratio(2 * both, self.kept**2 + 2 * both + self.won * self.lost))
 
     @property
     def nscr(self) -> float:
-        """Net support change rate, (E - S) / (P + E + S): above 0 the support grows, below it shrinks."""
+        """Net support change rate, (E - S) / (P + E + S): positive if the support grows, negative if it shrinks."""
         return float(ratio(self.won - self.lost, self.kept + self.won + self.lost))
 
 
 class Null(NamedTuple):
-    """What two independent sets of samples of one model would show as a change of its support."""
+    """The change of support that two independent sets of samples of one and the same model would show."""
 
     support: Support
     """Expected counts; their NSCR is 0."""
     sd: float
-    """Standard deviation of the NSCR of counts, over simulated pairs of sets in which a problem is solved."""
+    """Standard deviation of the NSCR of counts, over simulated pairs of sets in which some problem is solved."""
     low: float
-    """Lower end of the range of the NSCR over such pairs."""
+    """Lower end of the 95 % range of the NSCR over such pairs."""
     high: float
     """Upper end of that range."""
 
 
 def pass_at(probabilities: ArrayLike, k: int | Sequence[int]) -> NDArray[np.float64]:
-    """Return the chance that at least one of k independent samples is right, 1 - (1 - p)^k, exact for tiny p, too.
+    """Return the chance that at least one of k independent samples is right, 1 - (1 - p)^k; accurate for tiny p, too.
 
-    probabilities: (...), of one sample. k: at least 1; one number, or several.
+    probabilities: (...), that one sample is right. k: at least 1; one number, or several.
     Returns (...), for several k (..., len(k)).
-    Raises ValueError for probabilities outside [0, 1] and for a k that is no whole number of at least 1.
+    Raises ValueError for probabilities outside [0, 1] and for a k that is not a whole number of at least 1.
 
     >>> pass_at([0.0, 0.5, 1.0], [1, 2]).tolist()
     [[0.0, 0.0], [0.5, 0.75], [1.0, 1.0]]
     """
     p, ks = _probabilities(probabilities, "probabilities"), _ks(k)
-    with np.errstate(divide="ignore"):  # log 0, of what is always right
+    with np.errstate(divide="ignore"):  # log 0, for p = 1
         return -np.expm1(np.multiply.outer(np.log1p(-p), ks))
 
 
 def estimate_pass_at(right: ArrayLike, samples: ArrayLike, k: int | Sequence[int]) -> NDArray[np.float64]:
     """Return the unbiased estimate of pass@k from counts, 1 - C(n - c, k) / C(n, k).
 
-    It is the share of the sets of k of the n samples that hold a right one. At k = 1 it is c / n, at k = n whether any
-    sample is right.
+    It is the share of all subsets of k of the n samples that contain a right one. At k = 1 it is c / n; at k = n it is
+    whether any sample is right.
 
-    right: (...), right samples c of each problem. samples: n of each, of a shape that broadcasts with that of right,
-    such as one number. k: at least 1 and at most n; one number, or several.
+    right: (...), number c of right samples of each problem. samples: number n of samples of each problem, of a shape
+    that broadcasts with that of right, such as a single number. k: from 1 to n; one number, or several.
     Returns (...), for several k (..., len(k)).
-    Raises ValueError for counts that are no whole numbers or do not fit, and for k > n.
+    Raises ValueError for counts that are not whole numbers or do not fit, and for k > n.
     Source: Chen et al. 2021 (arXiv 2107.03374), equation 1.
 
     >>> estimate_pass_at([0, 1, 4], 4, [1, 2, 4]).round(3).tolist()
@@ -123,34 +123,34 @@ def estimate_pass_at(right: ArrayLike, samples: ArrayLike, k: int | Sequence[int
 def variance_of_pass_at(right: ArrayLike, samples: ArrayLike, k: int | Sequence[int]) -> NDArray[np.float64]:
     """Return an unbiased estimate of the variance of `estimate_pass_at` over new samples of the same problems.
 
-    With F_j = C(n - c, j) / C(n, j), an unbiased estimate of (1 - p)^j, it is F_k^2 - F_2k: the square of the estimate
-    less the unbiased estimate, from disjoint sets of k, of the square of its mean. It is never negative. The estimates
-    are U-statistics. For a mean over fixed problems add the variances and divide by the squared number of problems.
+    With F_j = C(n - c, j) / C(n, j), an unbiased estimate of (1 - p)^j, it is F_k^2 - F_2k: the squared estimate minus
+    an unbiased estimate, from disjoint sets of k, of its squared mean. It is never negative. The estimates are
+    U-statistics. For a mean over fixed problems, add the variances and divide by the squared number of problems.
 
     right, samples, k: as in `estimate_pass_at`.
-    Returns (...), for several k (..., len(k)); NaN where 2k > n, where no two sets of k are disjoint.
-    Raises ValueError as `estimate_pass_at`.
+    Returns (...), for several k (..., len(k)); NaN where 2k > n, since no two sets of k are disjoint then.
+    Raises ValueError as `estimate_pass_at` does.
 
     >>> variance_of_pass_at([0, 2, 4], 4, [1, 3]).round(3).tolist()
     [[0.0, nan], [0.083, nan], [0.0, nan]]
     """
     c, n, ks = _counted(right, samples, k)
     once, twice = _log_all_wrong(c, n, ks), _log_all_wrong(c, n, 2 * ks)
-    never = np.isneginf(once)  # every set of k holds a right sample: F_k is 0
-    logs = twice - 2 * np.where(never, 0.0, once)  # log F_2k / F_k^2, never above 0 but for rounding
+    never = np.isneginf(once)  # every set of k contains a right sample: F_k is 0
+    logs = twice - 2 * np.where(never, 0.0, once)  # log F_2k / F_k^2, above 0 only by rounding
     return -np.exp(2 * once) * np.expm1(np.minimum(logs, 0.0)) + 0.0
 
 
 def crossing(ks: ArrayLike, first: ArrayLike, second: ArrayLike) -> float:
-    """Return the k at which a curve is overtaken by another, their difference being linear in log k between points.
+    """Return the k at which the second curve overtakes the first; their difference is interpolated linearly in log k.
 
-    The first curve must start above: points at which both are equal are passed over at the start. It is overtaken where
-    the second is strictly above for the first time; one that is touched, or reached at the last point, is not.
+    The first curve must start above the second; points at the start where both are equal are skipped. It is overtaken
+    where the second is strictly above it for the first time, not where they only touch or meet at the last point.
 
     ks: (points,), positive and rising. first, second: (points,).
-    Returns a k between ks[0] and ks[-1]; NaN if the first curve is never overtaken, and if it does not start above:
-    compare the first points to tell the two apart.
-    Raises ValueError for other shapes, ks that do not rise, and values that are not finite.
+    Returns a k between ks[0] and ks[-1]; NaN if the first curve is never overtaken, or does not start above: compare
+    the first points to tell the two cases apart.
+    Raises ValueError for wrong shapes, ks that do not rise, and values that are not finite.
 
     >>> round(crossing([1, 4, 16], [0.5, 0.6, 0.7], [0.4, 0.5, 0.8]), 3)
     8.0
@@ -158,7 +158,7 @@ def crossing(ks: ArrayLike, first: ArrayLike, second: ArrayLike) -> float:
     x, one, two = array("ks", ks, 1), array("a curve", first, 1), array("a curve", second, 1)
     require(x[0] > 0 and (np.diff(x) > 0).all(), f"ks {x.tolist()} must be positive and rise: sort the points by k")
     same = one.shape == two.shape == x.shape
-    require(same, f"curves of {len(one)} and {len(two)} points for {len(x)} ks: give one of both for each")
+    require(same, f"curves of {len(one)} and {len(two)} points for {len(x)} ks: pass one point of each curve per k")
     gap, logs = one - two, np.log(x)
     below = np.flatnonzero(gap < 0)
     if not len(below) or not (gap[: below[0]] > 0).any():
@@ -169,25 +169,25 @@ def crossing(ks: ArrayLike, first: ArrayLike, second: ArrayLike) -> float:
 
 
 def overtaken(base: ArrayLike, runs: ArrayLike, ks: Sequence[int], *, n_resamples: int = 2000) -> Interval:
-    """Return from how many samples on a base solves more than the runs from it do in the mean.
+    """Return the number of samples beyond which a base solves more than the runs trained from it do on average.
 
     Args:
-        base: (problems,), probabilities of one sample.
-        runs: (runs, problems).
-        ks: samples at which the two are compared, rising; between them the crossing is interpolated (`crossing`).
-        n_resamples: of runs, and of problems in common for base and runs.
+        base: (problems,), probabilities that one sample is right.
+        runs: (runs, problems), the same.
+        ks: samples at which the two are compared, rising; the crossing is interpolated between them (`crossing`).
+        n_resamples: resamples of runs, and of the problems that base and runs share.
 
     Returns:
-        The crossing, in samples: infinite where the base is not ahead up to the last of ks, minus infinite where it is
+        The crossing, in samples: infinite if the base is not ahead by the last of ks, minus infinite if it is ahead
         from the first on; ends are quantiles without interpolation, NaN for a single run.
 
     Raises:
-        ValueError: other shapes, probabilities outside [0, 1], ks below 1.
+        ValueError: wrong shapes, probabilities outside [0, 1], ks below 1.
     """
     own = pass_at(_probabilities(runs, "runs", 2), ks)
     before = pass_at(_probabilities(base, "base", 1), ks)
     n, problems = own.shape[:2]
-    require(problems == len(before), f"runs have {problems} problems and the base {len(before)}: give the same ones.")
+    require(problems == len(before), f"runs have {problems} problems and the base {len(before)}: pass the same ones.")
 
     def crossed(mean: NDArray[np.float64], of_base: NDArray[np.float64]) -> float:
         k = crossing(ks, mean, of_base)
@@ -206,12 +206,12 @@ def overtaken(base: ArrayLike, runs: ArrayLike, ks: Sequence[int], *, n_resample
 
 
 def cover_at(probabilities: ArrayLike, tau: float | Sequence[float]) -> NDArray[np.float64]:
-    """Return cover@tau, the share of problems that a sample solves with a probability of at least tau.
+    """Return cover@tau, the share of problems that one sample solves with a probability of at least tau.
 
-    Means of pass@k follow from it: they are the integral over tau of k (1 - tau)^(k - 1) cover@tau.
+    It determines the mean pass@k, which is the integral over tau of k (1 - tau)^(k - 1) cover@tau.
 
     probabilities: (..., problems). tau: in [0, 1]; one number, or several.
-    Returns (...), for several tau (..., len(tau)). A probability below tau by rounding counts as tau.
+    Returns (...), for several tau (..., len(tau)). A probability that is below tau only by rounding counts as tau.
     Raises ValueError for no problems, and for probabilities or tau outside [0, 1].
     Source: arXiv 2510.08325.
 
@@ -223,50 +223,50 @@ def cover_at(probabilities: ArrayLike, tau: float | Sequence[float]) -> NDArray[
 
 
 def own_temperature(solved: Mapping[str, float]) -> str:
-    """Return the temperature at which most is solved, the first of equals. solved: temperature -> share or number."""
+    """Return the temperature that solves most, the first if several do. solved: temperature -> share or number."""
     return max(solved, key=lambda temperature: solved[temperature])
 
 
 def support(before: ArrayLike, after: ArrayLike) -> Support:
-    """Return which problems are solved before and after training: counts, or expected counts.
+    """Count the problems solved before and after training, or compute the expected counts.
 
     before, after: (problems,), the same problems in the same order: whether each is solved, as booleans; or the
-    probability of it, such as pass@k, where the two are independent given the problem.
-    Returns sums over problems of products; with booleans, counts.
+    probability that it is, such as pass@k, the two being independent given the problem.
+    Returns sums of products over problems, which are counts if the inputs are booleans.
     Raises ValueError for shapes that differ and values outside [0, 1].
 
     >>> support([True, True, False, False], [True, False, True, False])
     Support(kept=1.0, won=1.0, lost=1.0, out=1.0)
     """
     b, a = _probabilities(before, "before", 1), _probabilities(after, "after", 1)
-    require(b.shape == a.shape, f"before has shape {b.shape}, after {a.shape}: give the same problems in one order")
+    require(b.shape == a.shape, f"before has shape {b.shape}, after {a.shape}: pass the same problems in one order")
     return Support(float(b @ a), float((1 - b) @ a), float(b @ (1 - a)), float((1 - b) @ (1 - a)))
 
 
 def threshold(samples: int, zeta: float = 0.05) -> float:
-    """Return the probability below which an answer stays that was not seen in some samples, with confidence 1 - zeta.
+    """Return an upper bound, with confidence 1 - zeta, on the probability of an answer that no sample gave.
 
-    It is eps = -ln(zeta) / samples, a little more than the exact 1 - zeta^(1 / samples).
+    It is eps = -ln(zeta) / samples, slightly more than the exact 1 - zeta^(1 / samples).
 
-    Raises ValueError for no samples and a zeta that is not between 0 and 1. Source: arXiv 2507.14843.
+    Raises ValueError for no samples, or a zeta that is not between 0 and 1. Source: arXiv 2507.14843.
 
     >>> round(threshold(8192), 6)
     0.000366
     """
-    require(0 < zeta < 1, f"zeta={zeta!r} must lie between 0 and 1, such as 0.05")
+    require(0 < zeta < 1, f"zeta={zeta!r} must be between 0 and 1, such as 0.05")
     return -log(zeta) / whole_number("samples", samples)
 
 
 def null_nscr(probabilities: ArrayLike, k: int, *, n_resamples: int = 10_000) -> Null:
-    """Return the change of support between two independent sets of k samples of one model: what chance alone shows.
+    """Return the change of support that chance alone causes between two independent sets of k samples of one model.
 
-    With q = pass@k of a problem the expected counts are P = sum q^2 and E = S = sum q (1 - q). The spread is that of
-    counts of single sets of samples; an NSCR of expected counts, as in `support_change`, has no such spread.
+    With q the pass@k of a problem, the expected counts are P = sum q^2 and E = S = sum q (1 - q). The spread is that of
+    counts from single sets of samples; an NSCR of expected counts, as in `support_change`, has no such spread.
 
-    probabilities: (problems,), of one sample; or of being solved, with k = 1. As shares of few samples they hold zeros
-    and ones that never flip, and the spread comes out too small.
-    Returns the null. Where no problem can be solved its NSCR, spread and range are NaN.
-    Raises ValueError for another shape, probabilities outside [0, 1], and a k below 1.
+    probabilities: (problems,), that one sample is right; or of being solved, with k = 1. Shares of few samples contain
+    zeros and ones, which never flip, so they make the spread too small.
+    Returns the null. If no problem can be solved, its NSCR, spread and range are NaN.
+    Raises ValueError for another shape, probabilities outside [0, 1], or a k below 1.
 
     >>> null_nscr([1.0, 0.5, 0.5, 0.0], 1).support
     Support(kept=1.5, won=0.5, lost=0.5, out=1.5)
@@ -281,23 +281,23 @@ def null_nscr(probabilities: ArrayLike, k: int, *, n_resamples: int = 10_000) ->
 
 
 def null_of_halves(right: ArrayLike, samples: int, *, n_resamples: int = 10_000) -> Null:
-    """Return the change of support between two halves of the samples of one model, from counts alone.
+    """Return the change of support between two halves of one model's samples, from counts alone.
 
-    The samples are dealt into halves at random, again and again. A problem is solved in a half that holds a right
-    sample. No share of right samples is taken for a probability, so that the expected counts are unbiased; those of
-    `null_nscr` from shares are not, since a problem without a right sample never flips there.
+    The samples are split into random halves many times. A half solves a problem if it contains a right sample. Shares
+    of right samples are never used as probabilities, so the expected counts are unbiased; those that `null_nscr`
+    computes from shares are not, since a problem without a right sample never flips there.
 
-    right: (problems,), right samples of each problem. samples: of each problem, at least 2; of an odd number one is
-    left out of every deal.
-    Returns the null for sets of samples // 2. Where no problem is solved its NSCR, spread and range are NaN.
-    Raises ValueError for another shape, fewer samples, and counts that do not fit.
+    right: (problems,), number of right samples of each problem. samples: number of samples of each problem, at least 2;
+    if it is odd, every split leaves one out.
+    Returns the null for sets of samples // 2. If no problem is solved, its NSCR, spread and range are NaN.
+    Raises ValueError for another shape, fewer samples, or counts that do not fit.
 
     >>> null_of_halves([4, 1, 0], 4).support
     Support(kept=1.0, won=0.5, lost=0.5, out=1.0)
     """
     half = whole_number("samples", samples, least=2, why="halves are compared") // 2
     c, n, _ = _counted(right, samples, 2 * half)
-    require(c.ndim == 1, f"right has shape {c.shape}: give the counts of one model, (problems,)")
+    require(c.ndim == 1, f"right has shape {c.shape}: pass the counts of one model, (problems,)")
     one, any_of_both = estimate_pass_at(c, n, half), estimate_pass_at(c, n, 2 * half)
     won = float((any_of_both - one).sum())
     expected = Support(float((2 * one - any_of_both).sum()), won, won, float((1 - any_of_both).sum()))
@@ -312,26 +312,26 @@ def null_of_halves(right: ArrayLike, samples: int, *, n_resamples: int = 10_000)
 def support_change(
     base: ArrayLike, runs: ArrayLike, k: int, baseline: ArrayLike | None = None, *, n_resamples: int = 10_000
 ) -> Interval:
-    """Return the mean over runs of the NSCR against their base, or its difference from other runs, with an interval.
+    """Return the mean NSCR of runs against their base, or its difference from other runs, with an interval.
 
-    The NSCR of a run is that of its expected counts at k samples. Runs and problems are resampled independently of one
-    another, as in `stats.crossed_bootstrap`, whose remarks on coverage hold here; problems in common, for both groups
-    and the base.
+    A run's NSCR is that of its expected counts at k samples. Runs and problems are resampled independently of one
+    another, as in `stats.crossed_bootstrap`, whose remarks on coverage apply; both groups and the base share each
+    resample of the problems.
 
     Args:
-        base: (problems,), probabilities of one sample.
-        runs: (runs, problems).
-        k: samples of each. For counts give `estimate_pass_at(right, samples, k)` of base and runs and k = 1 here: the
-            expected counts are then unbiased.
+        base: (problems,), probabilities that one sample is right.
+        runs: (runs, problems), the same.
+        k: samples of each. If you have counts, pass `estimate_pass_at(right, samples, k)` of base and runs, with k = 1
+            here: the expected counts are then unbiased.
         baseline: (other runs, problems), from the same base, or None.
-        n_resamples: of the bootstrap.
+        n_resamples: resamples of the bootstrap.
 
     Returns:
-        The interval; n is the number of runs, of the smaller group if there are two. Ends are NaN where a resample has
-        an NSCR that is undefined.
+        The interval; n is the number of runs, of the smaller group if there are two. Ends are NaN if the NSCR of any
+        resample is undefined.
 
     Raises:
-        ValueError: other shapes, probabilities outside [0, 1], and a k below 1.
+        ValueError: wrong shapes, probabilities outside [0, 1], or a k below 1.
 
     Source:
         arXiv 2507.14843 (NSCR); Owen, Annals of Applied Statistics 2007 (bootstrap).
@@ -347,32 +347,32 @@ def support_change(
 
 
 class Effects(NamedTuple):
-    """What two factors of two levels each do to a quantity, with intervals."""
+    """The effects of two factors with two levels each on a quantity, with intervals."""
 
     rows: Interval
-    """The second row - the first, the mean over columns."""
+    """Second row minus first, averaged over columns."""
     columns: Interval
-    """The second column - the first, the mean over rows."""
+    """Second column minus first, averaged over rows."""
     interaction: Interval
-    """What the second column adds in the second row - what it adds in the first."""
+    """Second column minus first in the second row, minus the same in the first row."""
     larger: Interval
-    """The size of the effect of rows - that of columns, both without their sign."""
+    """Absolute effect of rows minus absolute effect of columns."""
 
 
 def effects(
     cells: Sequence[Sequence[ArrayLike]], base: ArrayLike | None = None, k: int = 1, *, n_resamples: int = 10_000
 ) -> Effects:
-    """Return the effects of two factors on the net change of support within k samples, or on pass@k.
+    """Return the effects of two factors on the net support change rate within k samples, or on pass@k.
 
     Args:
-        cells: two rows of two cells, each (runs, problems), probabilities of one sample, or 0 and 1; as many runs as
-            there are in each, the same problems in all.
+        cells: two rows of two cells, each (runs, problems): probabilities that one sample is right, or 0 and 1. Cells
+            may have different numbers of runs, but need the same problems.
         base: (problems,), for the NSCR against it; None: the quantity is pass@k.
-        k: samples, of the base too.
-        n_resamples: runs are resampled in each cell by itself, problems in common for all and the base.
+        k: samples of the runs and of the base.
+        n_resamples: resamples; each cell's runs are resampled separately, the problems jointly for all cells and base.
 
     Returns:
-        The effects; n is the number of runs of the smallest cell. Ends are NaN where an NSCR is undefined.
+        The effects; n is the number of runs in the smallest cell. Ends are NaN where an NSCR is undefined.
 
     Raises:
         ValueError: cells that are not two rows of two, other shapes, probabilities outside [0, 1], a k below 1.
@@ -388,14 +388,14 @@ def effects(
         else:
             groups.append(_net_and_reached(base, name, runs, k))
     problems = {net.shape[1] for net, _ in groups}
-    require(len(problems) == 1, f"cells have {sorted(problems)} problems: give the same ones in all.")
+    require(len(problems) == 1, f"cells have {sorted(problems)} problems: pass the same problems in all cells.")
     return _effects(_means(groups, n_resamples), min(len(net) for net, _ in groups))
 
 
 def effects_of_runs(cells: Sequence[Sequence[ArrayLike]], *, n_resamples: int = 10_000) -> Effects:
     """Return the effects of two factors on one number per run, with intervals over the runs of each cell.
 
-    cells: two rows of two cells, each (runs,), finite, two runs or more. Raises ValueError for anything else.
+    cells: two rows of two cells, each (runs,), finite, at least two runs. Raises ValueError for anything else.
 
     >>> effects_of_runs([[[0.0, 0.0], [1.0, 1.0]], [[0.0, 0.0], [3.0, 3.0]]]).columns.value
     2.0
@@ -407,14 +407,14 @@ def effects_of_runs(cells: Sequence[Sequence[ArrayLike]], *, n_resamples: int = 
 
 
 def _four(cells: Sequence[Sequence[ArrayLike]]) -> dict[str, ArrayLike]:
-    """Return the cells of two rows and two columns, row by row, by what they are called."""
+    """Return name -> cell of two rows and two columns, row by row."""
     sizes = [len(row) for row in cells]
-    require(sizes == [2, 2], f"cells have rows of {sizes} cells: give two rows of two.")
+    require(sizes == [2, 2], f"cells have rows of {sizes} cells: pass two rows of two.")
     return {f"runs of row {i}, column {j}": cell for i, row in enumerate(cells) for j, cell in enumerate(row)}
 
 
 def _effects(means: NDArray[np.float64], n: int) -> Effects:
-    """Return effects from the means of four cells, (1 + resamples, 4): first those measured."""
+    """Return effects from the means of four cells, (1 + resamples, 4), the measured means first."""
     a, b, c, d = means.T
     rows, columns = (c + d - a - b) / 2, (b + d - a - c) / 2
     contrasts = rows, columns, d - c - b + a, np.abs(rows) - np.abs(columns)
@@ -422,12 +422,12 @@ def _effects(means: NDArray[np.float64], n: int) -> Effects:
 
 
 def accuracy_bins(probabilities: ArrayLike, edges: ArrayLike | None = None) -> NDArray[np.int64]:
-    """Return how many problems have each accuracy: 0, between two edges (the upper one included), and 1.
+    """Count the problems by accuracy: exactly 0, between two edges (the upper one included), and exactly 1.
 
-    probabilities: (..., problems), accuracies of single samples. edges: (edges,), rising from 0 to 1; by default in
-    tenths, which gives the 12 bins {0}, (0, .1], ..., (.8, .9], (.9, 1), {1}.
+    probabilities: (..., problems), accuracies of single samples. edges: (edges,), rising from 0 to 1; tenths by
+    default, which gives the 12 bins {0}, (0, .1], ..., (.8, .9], (.9, 1), {1}.
     Returns (..., edges + 1) counts. Accuracies of exactly 0 and 1 have bins of their own.
-    Raises ValueError for no problems, probabilities outside [0, 1], and edges that do not rise from 0 to 1.
+    Raises ValueError for no problems, probabilities outside [0, 1], or edges that do not rise from 0 to 1.
     Source: the bins of arXiv 2608.12679.
 
     >>> accuracy_bins([0.0, 0.25, 0.5, 0.51, 1.0, 1.0], [0, 0.5, 1]).tolist()
@@ -443,14 +443,14 @@ def accuracy_bins(probabilities: ArrayLike, edges: ArrayLike | None = None) -> N
 
 
 def answer_entropy(counts: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the Shannon entropy of the distinct final answers to each problem, nats, as counted and corrected.
+    """Return the Shannon entropy of the distinct final answers to each problem, nats, uncorrected and corrected.
 
-    counts: (..., answers), how many samples gave each answer; fill up shorter rows with 0. Samples without an answer
-    are left out, or counted as one answer, by whoever counts.
-    Returns two arrays (...), NaN for a problem without samples: the entropy of the shares of the answers, too low where
-    samples are few; and the same plus (distinct answers - 1) / (2 samples), after Miller and Madow: nearer, and still
-    too low where most answers were not seen.
-    Raises ValueError for no answers and for counts that are no whole numbers or negative.
+    counts: (..., answers), how many samples gave each answer; pad shorter rows with 0. The caller decides whether
+    samples without an answer are left out or counted as one answer.
+    Returns two arrays (...), NaN for a problem without samples: the entropy of the answers' shares, which is too low
+    for few samples; and the same plus (distinct answers - 1) / (2 samples), after Miller and Madow, which is closer but
+    still too low if most answers were never seen.
+    Raises ValueError for no answers, and for counts that are negative or not whole numbers.
     Source: Miller, Note on the bias of information estimates, 1955.
 
     >>> [round(float(value), 4) for value in answer_entropy([2, 2, 0])]
@@ -464,9 +464,9 @@ def answer_entropy(counts: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.f
 
 
 def vote(answers: Iterable[Hashable | None]) -> Hashable | None:
-    """Return the most frequent answer (self-consistency); of several, the one that was seen first.
+    """Return the most frequent answer (self-consistency); if several are, the one seen first.
 
-    answers: final answers of samples in their order, None for a sample without one. None wins only if no sample has an
+    answers: final answers of samples in order, None for a sample without one. None wins only if no sample has an
     answer.
     Raises ValueError for no samples. Source: Wang et al. 2022 (arXiv 2203.11171).
 
@@ -474,7 +474,7 @@ def vote(answers: Iterable[Hashable | None]) -> Hashable | None:
     '7'
     """
     given = list(answers)
-    require(given, "no answers: a vote needs at least one sample")
+    require(given, "no answers: pass those of at least one sample")
     ballots = Counter(answer for answer in given if answer is not None)
     return ballots.most_common(1)[0][0] if ballots else None
 
@@ -482,28 +482,28 @@ def vote(answers: Iterable[Hashable | None]) -> Hashable | None:
 def effective_samples(weights: ArrayLike) -> NDArray[np.float64]:
     """Return the effective sample size of importance weights, (sum w)^2 / sum w^2: from 1 to the number of samples.
 
-    weights: (..., samples), not negative, of any scale.
+    weights: (..., samples), not negative, on any scale.
     Returns (...); NaN where all weights are 0.
-    Raises ValueError for no samples and for weights that are negative or not finite.
+    Raises ValueError for no samples, and for weights that are negative or not finite.
     Source: Kish, Survey Sampling, 1965.
 
     >>> float(effective_samples([1.0, 1.0, 0.0]))
     2.0
     """
-    # a common factor drops out: without it, squares of tiny or huge weights would leave the range of floats
-    w = array("weights", weights, low=0, why="for logarithms, give their exponentials")
+    # a common factor cancels: dividing by the largest weight keeps the squares of tiny or huge weights finite
+    w = array("weights", weights, low=0, why="if these are logarithms, pass their exponentials")
     w = np.nan_to_num(ratio(w, w.max(axis=-1, keepdims=True)))
     return ratio(w.sum(axis=-1) ** 2, (w**2).sum(axis=-1))
 
 
 def _null(expected: Support, pair: Callable[..., Any], n_resamples: int, always: int = 0) -> Null:
-    """Return a null from pairs of sets of solved problems, (n, problems) twice; so many more are solved in all."""
+    """Return a null from pairs of sets of solved problems, (n, problems) each; `always` more are solved in all."""
     rng, drawn = np.random.default_rng(0), []
     for start in range(0, whole_number("n_resamples", n_resamples), _CHUNK):
         one, two = pair(rng, min(_CHUNK, n_resamples - start))
         drawn.append(ratio(two.sum(1) - one.sum(1), (one | two).sum(1) + always))
     found = np.concatenate(drawn)
-    found = found[~np.isnan(found)]  # without pairs of sets in which nothing is solved
+    found = found[~np.isnan(found)]  # drop pairs of sets in which nothing is solved
     interval = interval_of(0.0, found, len(found))
     return Null(expected, float(found.std()) if len(found) else nan, interval.low, interval.high)
 
@@ -511,7 +511,7 @@ def _null(expected: Support, pair: Callable[..., Any], n_resamples: int, always:
 def _means(groups: Sequence[_Group], n_resamples: int) -> NDArray[np.float64]:
     """Return the mean over runs of net / reached, (1 + n_resamples, groups): as measured, then crossed resamples.
 
-    groups: net and reached of each, (runs, problems). Runs are resampled in each group by itself, problems in common.
+    groups: net and reached of each, (runs, problems). Runs are resampled within each group, problems jointly for all.
     """
     means = [[ratio(net.sum(1), reached.sum(1)).mean() for net, reached in groups]]
     runs, problems = tuple(len(net) for net, _ in groups), groups[0][0].shape[1]
@@ -525,22 +525,22 @@ def _means(groups: Sequence[_Group], n_resamples: int) -> NDArray[np.float64]:
 
 
 def _net_and_reached(base: ArrayLike, name: str, runs: ArrayLike, k: int) -> _Group:
-    """Return the expected E - S and P + E + S of each run and problem, both (runs, problems)."""
+    """Return the expected E - S and P + E + S for each run and problem, both (runs, problems)."""
     before = pass_at(_probabilities(base, "base", 1), whole_number("k", k))
     after = pass_at(_probabilities(runs, name, 2), k)
-    wanted = f"give (runs, {len(before)}), the same problems in the same order"
+    wanted = f"pass (runs, {len(before)}), the same problems in the same order"
     require(after.shape[1] == len(before), f"{name} have shape {after.shape} and the base {before.shape}: {wanted}")
     return after - before, after + before - after * before
 
 
 def _log_all_wrong(right: NDArray[np.int64], samples: NDArray[np.int64], ks: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return (..., *ks.shape), log of the chance that k of n samples, drawn without replacement, are all wrong.
+    """Return (..., *ks.shape), the log of the chance that k of n samples, drawn without replacement, are all wrong.
 
     -inf where fewer than k are wrong; NaN for k > n.
     """
     found = np.full((*right.shape, *ks.shape), nan)
     for n in np.unique(samples):
-        # C(n - c, k) / C(n, k) is the product of 1 - k / i over i = n - c + 1 .. n: a table for every c at once
+        # C(n - c, k) / C(n, k) is the product of 1 - k / i over i = n - c + 1 .. n: one table serves every c
         i = np.arange(n, 0, -1)
         with np.errstate(divide="ignore"):  # log 0
             steps = np.log(np.maximum(i - ks[..., None], 0) / i)
@@ -554,24 +554,24 @@ def _log_all_wrong(right: NDArray[np.int64], samples: NDArray[np.int64], ks: NDA
 def _counted(
     right: ArrayLike, samples: ArrayLike, k: int | Sequence[int]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return counts of right answers and of samples, of the same shape, and ks."""
+    """Return the counts of right answers and of samples, broadcast to one shape, and the ks."""
     c = array("right", right, low=0, whole=True).astype(np.int64)
     n = array("samples", samples, low=1, whole=True).astype(np.int64)
-    c, n = np.broadcast_arrays(c, n)  # names the two shapes that do not fit
+    c, n = np.broadcast_arrays(c, n)  # its error names two shapes that do not fit
     ks = _ks(k)
-    require((c <= n).all(), "more answers are right than there are samples: give right <= samples")
+    require((c <= n).all(), "more answers are right than there are samples: pass right <= samples")
     most = ks.max()
-    require(most <= n.min(), f"k={most} is more than the {n.min()} samples of a problem: draw more, or take less")
+    require(most <= n.min(), f"k={most} is more than the {n.min()} samples of a problem: draw more, or lower k")
     return c, n, ks
 
 
 def _ks(k: int | Sequence[int]) -> NDArray[np.int64]:
-    """Return one whole number of at least 1, or several."""
-    require(np.ndim(k) < 2 and np.size(k), f"k={k!r} must be a whole number, or a sequence of some")
+    """Return k as an array: one whole number of at least 1, or several."""
+    require(np.ndim(k) < 2 and np.size(k), f"k={k!r} must be a whole number, or a sequence of whole numbers")
     return np.array([whole_number("k", value) for value in np.ravel(k).tolist()]).reshape(np.shape(k))
 
 
 def _probabilities(values: ArrayLike, name: str, *ndim: int) -> NDArray[np.float64]:
-    """Return values in [0, 1], not empty."""
+    """Return values in [0, 1], at least one."""
     given = array(name, values, *ndim, low=0, high=1 + _ROUNDING, why="shares, not counts")
     return np.minimum(given, 1.0)

@@ -1,7 +1,7 @@
 """Measures of whole curves (budget to a target, score at a budget or a matched mean, drawdown) and of whole sweeps.
 
-A curve is a pair (x, score): x is the budget spent so far (completions, tokens, FLOPs, core-seconds) and rises. A run
-that never reaches a target is censored at the end of its budget: it stays in every count and is never dropped.
+A curve is a pair (x, score), where x is the budget spent so far (completions, tokens, FLOPs, core-seconds) and rises. A
+run that never reaches a target is censored at the end of its budget: it stays in every count and is never dropped.
 """
 
 from collections.abc import Sequence
@@ -23,24 +23,24 @@ class ToTarget(NamedTuple):
     """The budget at which each run of an arm first reached a target."""
 
     x: NDArray[np.float64]
-    """(runs,), in the unit of the curves; the end of the budget where a run never reached the target."""
+    """(runs,), in the unit of x; the end of the budget if a run never reached the target."""
     reached: NDArray[np.bool_]
-    """(runs,), whether the run reached the target; False is censored."""
+    """(runs,), whether the run reached the target; False means censored."""
 
 
 def completions_to_target(curves: Sequence[Curve], target: float) -> ToTarget:
-    """Return when runs first reached a target score: the first evaluated point at or above it.
+    """Return the budget at which each run first reached a target score: its first evaluated point at or above it.
 
-    curves: (x, score) of each run, both (points,), with any axis of budget as x. target: in the unit of the scores.
-    Raises ValueError for no runs, shapes that differ, x that does not rise or is negative, values that are not finite.
+    curves: (x, score) of each run, both (points,), with x any measure of budget. target: in the unit of the scores.
+    Raises ValueError for no runs, shapes that differ, x that is negative or does not rise, values that are not finite.
     """
-    require(curves, "no curves: a budget to a target needs at least one run")
-    require(np.isfinite(target), f"target {target} is not a score: give a finite one")
+    require(curves, "no curves: pass those of at least one run")
+    require(np.isfinite(target), f"target {target} is not a score: pass a finite number")
     ends, reached = [], []
     for run, (budget, score) in enumerate(curves):
         x, y = array(f"x of curve {run}", budget, 1, low=0), array(f"scores of curve {run}", score, 1)
-        require(x.shape == y.shape, f"curve {run} has {len(x)} x and {len(y)} scores: give one for each point")
-        require((np.diff(x) > 0).all(), f"curve {run}: x must rise: leave out points that were not measured")
+        require(x.shape == y.shape, f"curve {run} has {len(x)} x and {len(y)} scores: pass one of each per point")
+        require((np.diff(x) > 0).all(), f"curve {run}: x does not rise: leave out points that were not measured")
         above = np.flatnonzero(y >= target)
         reached.append(len(above) > 0)
         ends.append(x[above[0]] if reached[-1] else x[-1])
@@ -50,34 +50,34 @@ def completions_to_target(curves: Sequence[Curve], target: float) -> ToTarget:
 def median_to_target(found: ToTarget) -> Interval:
     """Return the Kaplan-Meier median budget to a target, with the interval of Brookmeyer and Crowley (log-log scale).
 
-    The median is the first x by which half of the runs have reached the target, infinite if that never happens; low and
-    high say what is known then. Where no run reaches the target there is no interval (NaN).
+    The median is the first x by which half of the runs have reached the target. It is infinite if that never happens,
+    and low and high say what is known then. If no run reaches the target there is no interval (NaN).
     Raises ValueError for fewer than 2 runs.
     Source: Brookmeyer and Crowley, Biometrics 1982 (statsmodels' SurvfuncRight).
     """
     from statsmodels.duration.survfunc import SurvfuncRight
 
     n = len(found.x)
-    require(n > 1, f"{n} run has no interval of its median: train more seeds")
+    require(n > 1, f"{n} run gives no interval of the median: train more seeds")
     if not found.reached.any():
         return Interval(inf, nan, nan, n)
     curve = SurvfuncRight(found.x, found.reached.astype(int))
-    # statsmodels takes the logarithm of rounded products, and its own quantile compares them with one half exactly
+    # statsmodels computes products by rounded logarithms, and its own quantile compares them with exactly one half
     half = np.flatnonzero(curve.surv_prob <= 0.5 + 1e-9)
     median = float(curve.surv_times[half[0]]) if len(half) else inf
     with np.errstate(divide="ignore", invalid="ignore"):  # log 0, where the last run has reached the target
         low, high = curve.quantile_ci(0.5, alpha=1 - 0.95)
     if np.isnan(low):
-        # no step is undecided: one went from surely above one half to surely below, or all stay surely above
+        # no step of the curve has one half in its interval: it jumps over one half, or stays above it throughout
         low, high = (median, median) if len(half) else (found.x.max(), inf)
     return Interval(median, float(low), float(high), n)
 
 
 def score_at(x: ArrayLike, score: ArrayLike, budget: float) -> float:
-    """Return a curve's score at a budget, interpolated over the logarithm of what was spent.
+    """Return a curve's score at a budget, interpolated over log x.
 
     x, score: (points,); a first point at x = 0, which has no logarithm, is left out. budget: in the unit of x.
-    Raises ValueError for a budget outside the curve, which is not extended.
+    Raises ValueError for a budget outside the curve; nothing is extrapolated.
 
     >>> round(score_at([0, 100, 10_000], [0.1, 0.2, 0.4], 1000), 3)
     0.3
@@ -90,9 +90,9 @@ def score_at(x: ArrayLike, score: ArrayLike, budget: float) -> float:
 
 
 def spent_until(x: ArrayLike, score: ArrayLike, target: float) -> float:
-    """Return what a run had spent when its score first came to a target, read between points in the logarithm of x.
+    """Return what a run had spent when its score first reached a target, interpolated between points over log x.
 
-    All that it spent, if it never did. A first point at x = 0, which has no logarithm, counts as 1.
+    If it never did, return all that it spent. A first point at x = 0, which has no logarithm, counts as 1.
 
     x, score: (points,), x rising; target: in the unit of the scores.
 
@@ -109,11 +109,11 @@ def spent_until(x: ArrayLike, score: ArrayLike, target: float) -> float:
 
 
 def minimum(levels: ArrayLike, needed: Sequence[ArrayLike]) -> float:
-    """Return the level at which a quadratic over the logarithm of levels has its minimum, within the levels tried.
+    """Return the level at which a quadratic fit over log levels has its minimum, within the levels tried.
 
-    At an edge, where the parabola has no minimum inside.
+    If the parabola has no minimum inside, return the edge at which it is lower.
 
-    levels: (k,) of a setting, three at least, above 0. needed: k arrays, what the runs of each level needed, above 0.
+    levels: (k,) values of a setting, at least three, above 0. needed: k arrays, what each level's runs needed, above 0.
 
     >>> round(minimum([8, 16, 32, 64], [[4], [2], [2], [4]]), 1)
     22.6
@@ -122,14 +122,14 @@ def minimum(levels: ArrayLike, needed: Sequence[ArrayLike]) -> float:
 
 
 def minimum_interval(levels: ArrayLike, needed: Sequence[ArrayLike], n_resamples: int = 10_000) -> Interval:
-    """Return `minimum` with its interval, by a bootstrap of the runs of each level; n is the smallest number of runs.
+    """Return `minimum` with a bootstrap interval over the runs of each level; n is the smallest number of runs.
 
     levels, needed: as for `minimum`.
     """
     rng, logs = np.random.default_rng(0), [np.log2(np.asarray(each, np.float64)) for each in needed]
     x = np.log2(np.repeat(np.asarray(levels, np.float64), list(map(len, logs))))
     design = np.vander(x, 3)
-    scale = np.sqrt((design * design).sum(0))  # as np.polyfit, which would factorise the design anew in each resample
+    scale = np.sqrt((design * design).sum(0))  # as in np.polyfit, which would build the design again in each resample
     design = design / scale
     drawn = ([each[rng.integers(0, len(each), size=len(each))] for each in logs] for _ in range(n_resamples))
     value, *draws = (
@@ -140,7 +140,7 @@ def minimum_interval(levels: ArrayLike, needed: Sequence[ArrayLike], n_resamples
 
 
 def _vertex(coefficients: NDArray[np.float64], x: NDArray[np.float64]) -> float:
-    """Return where a parabola over binary logarithms x has its minimum within them."""
+    """Return where a parabola over binary logarithms x has its minimum within their range."""
     (a, b, c), ends = coefficients, (x.min(), x.max())
     inside = -b / (2 * a) if a > 0 else inf
     if ends[0] <= inside <= ends[1]:
@@ -151,27 +151,27 @@ def _vertex(coefficients: NDArray[np.float64], x: NDArray[np.float64]) -> float:
 def scores_at_mean(matrix: ArrayLike, target: float) -> tuple[int, NDArray[np.float64]]:
     """Return the first point at which an arm's mean over seeds reaches a target, and the scores (seeds,) there.
 
-    Spread shrinks by itself near a ceiling: two arms' spreads are compared where their means are the same.
+    Spread shrinks near a ceiling in any case, so compare the spreads of two arms where their means are equal.
 
     matrix: (seeds, points), scores of runs evaluated at the same points. target: in the unit of the scores.
-    Raises ValueError for another shape, values that are not finite, and a target that the mean never reaches.
+    Raises ValueError for another shape, values that are not finite, or a target that the mean never reaches.
     """
     curves = array("scores", matrix, 2)
     mean = curves.mean(axis=0)
     above = np.flatnonzero(mean >= target)
-    require(len(above), f"the arm's mean never reaches {target}: its largest is {mean.max():.4g}, choose no more")
+    require(len(above), f"the arm's mean never reaches {target}: its largest is {mean.max():.4g}. Lower the target.")
     return int(above[0]), curves[:, above[0]]
 
 
 def largest_drawdown(curves: ArrayLike) -> NDArray[np.float64]:
-    """Return the largest fall of curves below their running maximum, in the unit of the scores; 0 if they never fall.
+    """Return the largest drop of curves below their running maximum, in the unit of the scores; 0 if they never drop.
 
-    It grows with the number of points and the noise of their evaluation: compare arms evaluated alike.
+    It grows with the number of points and the noise of their evaluation: compare only arms evaluated alike.
 
     curves: (..., points). Returns (...,). Raises ValueError for no points and values that are not finite.
     """
     scores = array("scores", curves)
-    # rounded: equal falls between other scores differ in their last bits, and rank tests would tell them apart
+    # rounded: equal drops between different scores differ in their last bits, which would break ties in rank tests
     return (np.maximum.accumulate(scores, axis=-1) - scores).max(axis=-1).round(9)
 
 
@@ -179,7 +179,7 @@ def expected_maximum(scores: ArrayLike) -> NDArray[np.float64]:
     """Return the expected best of k configurations drawn from a sweep without replacement, for k = 1..n.
 
     Dodge et al. draw with replacement, which underestimates the expectation and, at k = n, the sweep's best. Without
-    replacement every k is unbiased (Tang et al.): k = 1 is the mean, k = n the best of the sweep.
+    replacement every k is unbiased (Tang et al.): k = 1 gives the mean, k = n the best of the sweep.
 
     scores: (n,), validation scores of the configurations of one sweep. Returns (n,).
     Raises ValueError for another shape and values that are not finite.
@@ -192,23 +192,23 @@ def expected_maximum(scores: ArrayLike) -> NDArray[np.float64]:
 
 
 def cost_at_equal_score(other: Sequence[Curve], own: Curve, start: float, *, n_resamples: int = 2000) -> Interval:
-    """Return what another arm's models cost over what an arm's do, where their mean scores are equal.
+    """Return the ratio of another arm's cost to this arm's cost at equal mean score.
 
     The other arm's cost at a score is read from the line through the means of its groups, such as runs of growing
-    length; it begins at the untrained model, which costs nothing. Where a mean score falls, the best before it stands.
+    length; it begins at the untrained model, which costs nothing. Where a mean score falls, the best so far holds.
 
     Args:
-        other: groups in their order, each (scores, costs) of its models, (models,) each.
+        other: groups in order, each (scores, costs) of its models, (models,) each.
         own: scores and costs of the arm's models, (models,) each.
         start: score of the untrained model.
 
     Returns:
-        The ratio of mean costs with a percentile interval over models, resampled in every group of both arms; n is the
-        smallest number of models. NaN where the line does not reach the score, or a cost is 0; its ends are NaN where
-        that is so in a resample.
+        The ratio of mean costs with a percentile interval over models, resampled within every group of both arms; n is
+        the smallest number of models. NaN if the line does not reach the score or a cost is 0; the ends are NaN if that
+        happens in any resample.
 
     Raises:
-        ValueError: an empty group, and values that are not finite.
+        ValueError: an empty group, or values that are not finite.
     """
     groups = [tuple(array("scores or costs", values, 1) for values in group) for group in (*other, own)]
     rng = np.random.default_rng(0)

@@ -1,18 +1,18 @@
-"""How well one ES step estimates a gradient, where the gradient can be computed.
+"""How well one ES step estimates a gradient that can be computed exactly.
 
-The objective is the expected answer of a model that samples at temperature 1, J = mean over prompts x of
+The objective is the expected reward of a model that samples at temperature 1, J = mean over prompts x of
 sum_y p(y | x) R(y). On problems small enough to enumerate the completions y, J and g = dJ/dtheta are exact up to the
 probability that the enumeration leaves out. Let s_n = eps_n . g be a member's projection and rho the correlation of
 fitness and s over a population. The step alpha/N sum_n z_n eps_n then has step . g = alpha rho std(s): for any fitness,
 
     cosine(step, g) = rho sqrt(N/d) * [std(s) / |g|] * [alpha sqrt(d/N) / |step|],
 
-d being the number of weights and both brackets close to 1 (the first within 1/sqrt(2N), since s / |g| is standard
-normal). The cosine is small at every N that is used; what the rest of the step does is a matter of measurement:
-`decompose` splits the step, and `evoalign_study.kinds.exact` measures the reward along both parts.
+where d is the number of weights and both brackets are close to 1 (the first within 1/sqrt(2N), since s / |g| is
+standard normal). The cosine is small for every N in use. What the rest of the step does has to be measured: `decompose`
+splits the step, and `evoalign_study.kinds.exact` measures the reward along both parts.
 
-Greedy decoding, which ES uses for its fitness, climbs an objective of its own: the greedy reward is a step function of
-the weights, and the population smooths it over sigma. Nothing says that its gradient is g.
+Greedy decoding, which ES uses for its fitness, has a different objective: the greedy reward is a step function of the
+weights, which the population smooths over sigma. Its gradient need not be g.
 """
 
 import math
@@ -30,7 +30,7 @@ from evoalign_lib.analysis.arrays import array
 from evoalign_lib.checks import require, whole_number
 
 _ROWS = 1024  # prefixes per forward pass of the enumeration
-_MASK_ELEMENTS = 1 << 18  # of the attention mask of one forward pass over trees; 1 MB stays in the cache of a core
+_MASK_ELEMENTS = 1 << 18  # in the attention mask of one forward pass over trees; 1 MB stays in the cache of a core
 
 
 # ---- enumeration
@@ -43,19 +43,19 @@ class Enumeration:
     prompts: list[list[int]]
     """token ids"""
     prompt: np.ndarray
-    """int64 (completions,), which prompt each completes"""
+    """int64 (completions,), index of the prompt that each completes"""
     tokens: np.ndarray
-    """int32 (completions, longest), ids up to and with the end token, then -1"""
+    """int32 (completions, longest), ids up to and including the end token, then -1"""
     log_probability: np.ndarray
     """float64 (completions,), natural logarithm, at temperature 1 and the weights of the enumeration"""
     covered: np.ndarray
-    """float64 (prompts,), the probability of a prompt's completions taken together"""
+    """float64 (prompts,), total probability of each prompt's completions"""
 
     def __len__(self) -> int:
         return len(self.prompt)
 
     def completions(self) -> list[list[int]]:
-        """The token ids of each completion, without padding."""
+        """Return the token ids of each completion, without padding."""
         lengths = (self.tokens >= 0).sum(1)
         return [row[:n].tolist() for row, n in zip(self.tokens, lengths, strict=True)]
 
@@ -69,21 +69,21 @@ def enumerate_completions(
     max_new_tokens: int,
     min_probability: float = 1e-7,
 ) -> Enumeration:
-    """Find the completions that sampling at temperature 1 can give, by expanding the tree of their prefixes.
+    """Enumerate the completions that sampling at temperature 1 can produce, by expanding their prefix tree.
 
-    The tree is expanded breadth first in blocks of prefixes; with more prefixes than a block holds, one block's whole
-    offspring precedes the next block, which bounds the memory. As in the engines, a completion ends with an end token,
-    or without one at max_new_tokens.
+    The tree is expanded breadth first in blocks of prefixes. If there are more prefixes than fit into a block, all
+    descendants of one block come before the next block, which bounds the memory. As in the engines, a completion ends
+    with an end token, or without one at max_new_tokens.
 
     Args:
         model: a Hugging Face decoder-only model.
         prompts_ids: (prompts) token ids of each prompt.
         eos_ids: ids that end a completion.
-        max_new_tokens: tokens per completion, at most.
+        max_new_tokens: largest number of tokens per completion.
         min_probability: prefixes, and so completions, less probable than this are left out; 0 keeps everything.
 
     Returns:
-        The completions. A reward in [0, b] has its expectation within b * (1 - covered) of the sum over them.
+        The completions. The expectation of a reward in [0, b] lies within b * (1 - covered) of the sum over them.
 
     Raises:
         ValueError: no prompt, an empty prompt, or a number out of range.
@@ -91,19 +91,19 @@ def enumerate_completions(
     from transformers import DynamicCache
 
     prompts = [list(map(int, ids)) for ids in prompts_ids]
-    require(prompts and all(prompts), f"every prompt needs a token at least, got {len(prompts)} prompts: {prompts[:3]}")
+    require(prompts and all(prompts), f"every prompt needs a token or more, got {len(prompts)} prompts: {prompts[:3]}")
     whole_number("max_new_tokens", max_new_tokens)
-    require(0 <= min_probability < 1, f"min_probability must lie in [0, 1), got {min_probability}")
+    require(0 <= min_probability < 1, f"min_probability={min_probability} must be at least 0 and below 1")
     threshold = math.log(min_probability) if min_probability else -math.inf
     ends = torch.tensor(sorted(eos_ids))
     width = max(map(len, prompts))
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
-    # a padded position is masked, so any id will do
+    # padding is masked, so any id will do
     ids = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts])
 
     found = []
-    # blocks of prefixes to expand: prompt, new tokens and log-probability of each, and where the keys and values of all
-    # but the last token are: the cache of the parents' block and the parents' rows in it
+    # blocks of prefixes to expand: prompt, new tokens and log-probability of each, and the location of the keys and
+    # values of all but the last token: the cache of the parents' block and the parents' rows in it
     root = torch.empty(len(prompts), 0, dtype=torch.int64), torch.zeros(len(prompts), dtype=torch.float64)
     blocks = [(torch.arange(len(prompts)), *root, None, None)]
     while blocks:
@@ -146,25 +146,26 @@ def enumerate_completions(
 
 
 class Trees(NamedTuple):
-    """Completions of a few prompts as prefix trees, each packed behind its prompt into one row of one forward pass."""
+    """Completions of a few prompts as prefix trees, each packed after its prompt into one row of a forward pass."""
 
     ids: Tensor  # int64 (rows, length): the prompt, then the inner nodes of its tree, then padding
     positions: Tensor  # int64 (rows, length)
-    mask: Tensor  # float32 (rows, 1, length, length): 0 where a token sees another one (its own prefix)
-    edges: tuple[Tensor, Tensor, Tensor]  # of all nodes: row, position of the parent, the node's token
-    paths: Tensor  # int64 (completions, longest): the edges of each completion, then their number
+    mask: Tensor  # float32 (rows, 1, length, length): 0 where a token may attend to another, which is in its prefix
+    edges: tuple[Tensor, Tensor, Tensor]  # for every node: row, position of the parent, the node's token
+    paths: Tensor  # int64 (completions, longest): the edges of each completion, padded with the number of edges
     rewards: Tensor  # float64 (completions,)
 
 
 def expected_reward_gradient(model: Any, enumeration: Enumeration, rewards: np.ndarray) -> dict[str, np.ndarray]:
-    """Gradient of `expected_reward` with respect to the model's weights, by backpropagation through the whole sum.
+    """Return the gradient of the expected reward with respect to the model's weights, by backpropagation.
 
     Args:
-        model, enumeration, rewards: as for `expected_reward`, whose errors it raises.
+        model: a Hugging Face decoder-only model.
+        enumeration, rewards: as for `pack`, with the same errors.
 
     Returns:
         Canonical Hugging Face name (tied weights once) -> float32 array of the parameter's shape, reward units per
-        weight unit. `Layout.views` of a buffer makes a flat vector of it, see `flat`.
+        weight unit. `flat` turns it into one vector.
     """
     parameters = dict(model.named_parameters())
     total = {name: torch.zeros_like(p) for name, p in parameters.items()}
@@ -176,7 +177,7 @@ def expected_reward_gradient(model: Any, enumeration: Enumeration, rewards: np.n
 
 
 def flat(layout: noise.Layout, arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """Arrays by parameter name, such as a gradient, as one float32 (layout.size,) vector with 0 in the padding.
+    """Return arrays by parameter name, such as a gradient, as one float32 (layout.size,) vector with 0 in the padding.
 
     >>> layout = noise.Layout.from_shapes([("weight", (2, 2))])
     >>> flat(layout, {"weight": np.array([[1, 2], [3, 4]])})[:6]
@@ -189,12 +190,12 @@ def flat(layout: noise.Layout, arrays: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def pack(enumeration: Enumeration, rewards: np.ndarray) -> list[Trees]:
-    """Return the rewarded completions as prefix trees, in batches of one forward pass each, for `expected`.
+    """Return the completions whose reward is not 0 as prefix trees, batched by forward pass, for `expected`.
 
-    rewards: (completions,). Raises ValueError where they are not one finite number per completion.
+    rewards: (completions,). Raises ValueError unless they are one finite number per completion.
     """
     rewards, n = array("rewards", rewards, 1), len(enumeration)
-    require(len(rewards) == n, f"{len(rewards)} rewards for {n} completions: give one for each")
+    require(len(rewards) == n, f"{len(rewards)} rewards for {n} completions: pass one for each")
     trees: dict[int, _Tree] = {}
     for i in np.flatnonzero(rewards):
         prompt, ids = int(enumeration.prompt[i]), enumeration.tokens[i]
@@ -202,7 +203,7 @@ def pack(enumeration: Enumeration, rewards: np.ndarray) -> list[Trees]:
         tree.add(ids[ids >= 0].tolist(), float(rewards[i]))
     batches: list[list[_Tree]] = []
     for tree in sorted(trees.values(), key=lambda tree: len(tree.ids)):
-        # trees come in ascending length: this one would set the length of the batch
+        # trees come in ascending length, so this one would set the length of the batch
         if not batches or (len(batches[-1]) + 1) * len(tree.ids) ** 2 > _MASK_ELEMENTS:
             batches.append([])
         batches[-1].append(tree)
@@ -210,13 +211,13 @@ def pack(enumeration: Enumeration, rewards: np.ndarray) -> list[Trees]:
 
 
 class _Tree:
-    """The prefix tree of one prompt's completions, grown one completion at a time."""
+    """The prefix tree of one prompt's completions, built one completion at a time."""
 
     def __init__(self, prompt: list[int]):
-        self.ids = list(prompt)  # prompt, then the inner nodes: those whose logits are needed
+        self.ids = list(prompt)  # the prompt, then the inner nodes, whose logits are needed
         self.parents = list(range(-1, len(prompt) - 1))  # slot of each slot's predecessor
-        self.slots = {(): len(prompt) - 1}  # prefix of completions -> slot of its last token
-        self.edges: dict[tuple[int, ...], int] = {}  # prefix -> number of the edge that ends it
+        self.slots = {(): len(prompt) - 1}  # prefix of a completion -> slot of its last token
+        self.edges: dict[tuple[int, ...], int] = {}  # prefix -> number of its last edge
         self.paths: list[list[int]] = []
         self.rewards: list[float] = []
 
@@ -259,9 +260,9 @@ def _pad(batch: list[_Tree]) -> Trees:
 
 
 def _value(model: Any, trees: Trees) -> Tensor:
-    """Sum over the completions of p R, float64."""
+    """Return the sum of p R over the completions, float64."""
     row, slot, token = trees.edges
-    first = int(slot.min())  # the slots before are prompt, and nothing branches there
+    first = int(slot.min())  # earlier slots are prompt tokens, where nothing branches
     logits = model(
         input_ids=trees.ids,
         attention_mask=trees.mask,
@@ -275,7 +276,7 @@ def _value(model: Any, trees: Trees) -> Tensor:
 
 @torch.inference_mode()
 def expected(model: Any, packed: list[Trees], prompts: int) -> float:
-    """Return the expected reward of a model over this number of prompts, from completions that `pack` has arranged."""
+    """Return the expected reward of a model over this number of prompts, from completions that `pack` arranged."""
     return sum(_value(model, trees).item() for trees in packed) / prompts
 
 
@@ -283,13 +284,13 @@ def expected(model: Any, packed: list[Trees], prompts: int) -> float:
 
 
 def step(layout: noise.Layout, keys: np.ndarray, z: np.ndarray, alpha: float) -> np.ndarray:
-    """The displacement of one ES step, alpha/N sum_n z_n eps_n.
+    """Return the displacement of one ES step, alpha/N sum_n z_n eps_n.
 
     Args:
-        layout: the parameters.
+        layout: the layout of the parameters.
         keys: uint64 (members,), member keys.
         z: (members,) standardised fitness.
-        alpha: step size with 1/sigma digested, weight units.
+        alpha: step size that includes the factor 1/sigma, weight units.
 
     Returns:
         float32 (layout.size,), weight units, 0 in the padding.
@@ -300,13 +301,16 @@ def step(layout: noise.Layout, keys: np.ndarray, z: np.ndarray, alpha: float) ->
 
 
 def projections(layout: noise.Layout, keys: np.ndarray, direction: np.ndarray) -> np.ndarray:
-    """eps_n . direction for each member: keys uint64 (members,), direction (layout.size,); float64 (members,)."""
+    """Return eps_n . direction for each member, float64 (members,).
+
+    keys: uint64 (members,). direction: (layout.size,).
+    """
     direction = direction.astype(np.float64)
     return np.array([noise.noise_vector(layout, int(key)) @ direction for key in keys])
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    """Cosine of the angle between two vectors, in float64; NaN if one of them is 0.
+    """Return the cosine of two vectors, computed in float64; NaN if either is 0.
 
     >>> cosine(np.array([3.0, 4.0]), np.array([1.0, 0.0]))
     0.6
@@ -324,7 +328,7 @@ def decompose(step: np.ndarray, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         g: (size,), not 0.
 
     Returns:
-        The aligned and the orthogonal part, float64 (size,) each; their sum is the step.
+        The parts along and across the direction, float64 (size,) each; their sum is the step.
 
     Raises:
         ValueError: g is 0.
@@ -334,14 +338,14 @@ def decompose(step: np.ndarray, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     step, g = step.astype(np.float64), g.astype(np.float64)
     norm = np.linalg.norm(g)
-    require(norm, "the direction is 0 everywhere: there is nothing to project on")
+    require(norm, "the direction is 0 everywhere: pass one with a positive norm to project on")
     unit = g / norm
     aligned = (step @ unit) * unit
     return aligned, step - aligned
 
 
 def fitness_correlation(fitness: np.ndarray, projections: np.ndarray) -> float:
-    """rho, Pearson's correlation over a population of fitness with eps . g; NaN if the population is tied.
+    """Return rho, Pearson's correlation of fitness and eps . g over a population; NaN if the population is tied.
 
     Args:
         fitness: (members,) reward units.
@@ -350,6 +354,6 @@ def fitness_correlation(fitness: np.ndarray, projections: np.ndarray) -> float:
     >>> fitness_correlation(np.array([1.0, 2.0, 4.0]), np.array([10.0, 20.0, 40.0]))
     1.0
     """
-    # z is what the step is made of: a tie is decided once, and by the same rule
+    # the step is made of the same z, so ties are decided by the same rule
     z, s = update_rules.standardise(fitness), update_rules.standardise(projections)
     return float(np.clip(z @ s / len(z), -1, 1)) if z.any() and s.any() else math.nan

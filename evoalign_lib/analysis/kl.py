@@ -1,6 +1,6 @@
-"""KL divergence of a policy from a reference: three estimators, the exact value, and each one's gradient as a loss.
+"""KL divergence of a policy from a reference: three estimators, the exact value, and the gradients of each as a loss.
 
-Everything here is KL(policy || ref) = E[log policy(x) - log ref(x)] for x drawn from the policy, in nats. With
+The divergence is always KL(policy || ref) = E[log policy(x) - log ref(x)] for x drawn from the policy, in nats. With
 r = ref(x) / policy(x), the estimators of J. Schulman, "Approximating KL Divergence" (2020), are
 
     k1 = -log r              unbiased, of either sign
@@ -9,18 +9,18 @@ r = ref(x) / policy(x), the estimators of J. Schulman, "Approximating KL Diverge
 
 Tokens and sequences. A token's KL is that of the next token's distribution, given the tokens before it; the KL of a
 sequence is the expected sum of its tokens' KL. The ratio of a sequence is the product of its tokens' ratios, so k1 of
-the sequence is the sum of its tokens' k1. For k3 that does not hold: k3 of the sequence's ratio
-(`kl_policy_ref_sequences`) and the sum of the tokens' k3 (`kl_policy_ref_tokens(...).k3.sum(-1)`) both estimate the KL
-without bias, and the first has the tail of a product of many ratios. The sum of the tokens' exact KL at the sampled
-prefixes replaces each log ratio by its expectation given the prefix (Rao-Blackwell, token by token): it is unbiased,
-too, and usually, not always, varies less than k1.
+the sequence is the sum of its tokens' k1. This is not so for k3: k3 of the sequence's ratio (`kl_policy_ref_sequences`)
+and the sum of the tokens' k3 (`kl_policy_ref_tokens(...).k3.sum(-1)`) both estimate the KL without bias, but the first
+has the heavy tail of a product of many ratios. The sum of the tokens' exact KL at the sampled prefixes replaces each
+log ratio by its expectation given the prefix (Rao-Blackwell, token by token): it is also unbiased, and usually, but not
+always, varies less than k1.
 
 Losses. With S = grad log policy(x), and the sample x held fixed as in any training step, the gradients of k1, k2 and k3
-are S, log(policy/ref) S and (1 - r) S. Expected over the policy they are 0, the gradient of KL(policy || ref), and the
-gradient of KL(ref || policy): the value of k3 is unbiased, its gradient belongs to another divergence. k3 times the
-ratio policy / old policy of an importance-weighted loss (TRL's use_bias_correction_kl) has the gradient of k2, sample
-by sample, where the two policies are equal. For sequences all this holds given the prefixes; `parameter_gradients` says
-what a sum over tokens leaves out.
+are S, log(policy/ref) S and (1 - r) S. Their expectations over the policy are 0, the gradient of KL(policy || ref), and
+the gradient of KL(ref || policy): k3 is unbiased as a value, but its gradient is that of another divergence. k3 times
+the ratio policy / old policy of an importance-weighted loss (TRL's use_bias_correction_kl) has, sample by sample, the
+gradient of k2 where the two policies are equal. For sequences all this holds given the prefixes; `parameter_gradients`
+explains what a sum over tokens leaves out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from evoalign_lib.checks import require
 
 ESTIMATORS = ("k1", "k2", "k3")
 
-_ELEMENTS = 1 << 22  # of the logits of one forward pass; 32 MB each for half a dozen float64 tensors
+_ELEMENTS = 1 << 22  # in the logits of one forward pass; 32 MB each for half a dozen float64 tensors
 
 
 class Estimates(NamedTuple):
@@ -50,31 +50,31 @@ class Estimates(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What two models say of sampled completions: (rows, tokens) tensors on the CPU, 0 outside the mask."""
+    """Log-probabilities and KL of sampled completions: (rows, tokens) tensors on the CPU, 0 outside the mask."""
 
     log_policy: Tensor
-    """float64, log-probability of each token, nats"""
+    """float64, log-probability of each token under the policy, nats"""
     log_ref: Tensor
     """float64, the same under the reference"""
     exact: Tensor
     """float64, KL(policy || ref) over the vocabulary at each token's prefix, nats per token"""
     mask: Tensor
-    """bool: a token of the completion, the end token included"""
+    """bool, whether a position is a token of the completion, the end token included"""
 
 
 # ---- estimators
 
 
 def kl_policy_ref_tokens(log_policy: ArrayLike, log_ref: ArrayLike, mask: ArrayLike | None = None) -> Estimates:
-    """Estimate KL(policy || ref) from each token of samples of the policy.
+    """Estimate KL(policy || ref) from each token that the policy sampled.
 
     Args:
         log_policy: log-probabilities of the sampled tokens under the policy, nats, any shape; gradients pass through.
         log_ref: the same under the reference.
-        mask: tokens that count, of the same shape; None: all do. Values outside it may be anything, NaN included.
+        mask: which tokens count, of the same shape; None: all. Values outside it may be anything, including NaN.
 
     Returns:
-        Estimates of that shape, float64, nats per token, 0 outside the mask.
+        Estimates of the same shape, float64, nats per token, 0 outside the mask.
 
     >>> policy, reference = torch.tensor([[0.5, 0.5], [0.25, 1.0]]).double().log()
     >>> k1, k2, k3 = kl_policy_ref_tokens(policy, reference)
@@ -84,12 +84,12 @@ def kl_policy_ref_tokens(log_policy: ArrayLike, log_ref: ArrayLike, mask: ArrayL
     difference = torch.as_tensor(log_policy).double() - torch.as_tensor(log_ref).double()
     if mask is not None:
         difference = torch.where(torch.as_tensor(mask).bool(), difference, 0.0)
-    # expm1: r - 1 of a ratio near 1, without the rounding of r
+    # expm1 gives r - 1 without rounding r, which matters for ratios near 1
     return Estimates(difference, difference**2 / 2, torch.expm1(-difference) + difference)
 
 
 def kl_policy_ref_sequences(log_policy: ArrayLike, log_ref: ArrayLike, mask: ArrayLike | None = None) -> Estimates:
-    """Estimate KL(policy || ref) from each sequence: the estimators of the sequence's ratio, not sums over tokens.
+    """Estimate KL(policy || ref) from the ratio of each whole sequence, instead of summing its tokens' estimates.
 
     Args:
         log_policy, log_ref, mask: (..., tokens), as for `kl_policy_ref_tokens`.
@@ -102,15 +102,16 @@ def kl_policy_ref_sequences(log_policy: ArrayLike, log_ref: ArrayLike, mask: Arr
 
 
 def exact_kl_policy_ref_tokens(policy_logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return KL(policy || ref) over the whole vocabulary, at each position.
+    """Return the exact KL(policy || ref) over the whole vocabulary, at each position.
 
     Args:
         policy_logits: (..., vocabulary), of any floating dtype; gradients pass through.
-        ref_logits: the same of the reference.
-        temperature: of the sampling; both logits are divided by it.
+        ref_logits: the same for the reference.
+        temperature: sampling temperature, by which both logits are divided.
 
     Returns:
-        float64 (...), nats per token. Infinite where the policy has a token that the reference rules out.
+        float64 (...), nats per token. Infinite where the policy gives probability to a token that the reference
+        excludes.
 
     Raises:
         ValueError: logits of different shapes, or a temperature that is not positive (see `check_sampling`).
@@ -124,12 +125,12 @@ def exact_kl_policy_ref_tokens(policy_logits: Tensor, ref_logits: Tensor, temper
 
 
 def check_sampling(temperature: float) -> None:
-    """Refuse a temperature at which KL(policy || ref) is not the finite number that is measured here.
+    """Check that KL(policy || ref) can be measured at a temperature.
 
     Raises:
-        ValueError: a temperature that is not positive, as that of greedy decoding.
+        ValueError: a temperature that is not positive and finite, such as 0 for greedy decoding.
     """
-    why = "greedy decoding (0) puts all probability on one token, which makes the KL 0 or infinite. Measure on samples."
+    why = "greedy decoding (0) puts all probability on one token, so the KL is 0 or infinite. Measure it on samples."
     require(0 < temperature < math.inf, f"temperature={temperature!r} must be positive and finite: {why}")
 
 
@@ -143,10 +144,10 @@ def gaussian_exact(mean: float) -> dict[str, float]:
     m^2, m^4/2 + m^6/4 and exp(m^2) - 1 - m^2.
 
     Args:
-        mean: m of the reference, not 0. Schulman's cases are 0.1 and 1.
+        mean: mean m of the reference, not 0. Schulman's cases are 0.1 and 1.
 
     Returns:
-        "kl", nats; then "k1_bias", "k1_std", "k2_bias", ..., multiples of it as in Schulman's tables.
+        "kl", nats; then "k1_bias", "k1_std", "k2_bias", ... as multiples of the KL, as in Schulman's tables.
 
     Raises:
         ValueError: a mean of 0, where the KL is 0, or one that is not finite.
@@ -171,15 +172,15 @@ def loss_gradients(policy_logits: Tensor, ref_logits: Tensor) -> dict[str, Tenso
     """Return the expected gradients of k2 and k3 as losses, for a policy softmax(logits) and a token drawn from it.
 
     The loss is differentiated with the token held fixed, then averaged over the policy: E[f(x) grad log policy(x)] =
-    p (f - E f), with f = log(policy/ref) and 1 - r. With f = 1, of k1, it is 0.
+    p (f - E f), with f = log(policy/ref) for k2 and 1 - r for k3. For k1, f = 1 and the gradient is 0.
 
     Args:
         policy_logits: (..., vocabulary), finite.
-        ref_logits: the same of the reference.
+        ref_logits: the same for the reference.
 
     Returns:
-        Gradients with respect to the policy's logits, float64 (..., vocabulary), nats: "k2", which is that of
-        KL(policy || ref), and "k3", which is that of KL(ref || policy), p - ref.
+        Gradients with respect to the policy's logits, float64 (..., vocabulary), nats: "k2", the gradient of
+        KL(policy || ref), and "k3", the gradient of KL(ref || policy), which is p - ref.
 
     Raises:
         ValueError: logits of different shapes.
@@ -197,31 +198,31 @@ def parameter_gradients(policy: Any, reference: Any, samples: Samples) -> dict[s
     """Return the gradients of KL(policy || ref) and of the estimators as losses, for all weights of the policy.
 
     Losses are sums over the tokens of a sequence, averaged over sequences, at temperature 1. (TRL divides by a number
-    of tokens; where that is one number for the batch, only the gradient's length changes.) There are two true
-    gradients. With s_t the prefix of token t and KL_t its exact KL,
+    of tokens; if it is the same for the whole batch, only the gradient's length changes.) There are two true gradients.
+    With s_t the prefix of token t and KL_t its exact KL,
 
         token      E[sum_t grad KL_t(s_t)]: each token's KL, the prefixes held fixed where they were sampled;
         sequence   token + E[sum_t (KL_t+1 + KL_t+2 + ...) grad log policy(token t | s_t)]: grad KL of the sequence.
 
     The second term is what a policy gains by moving towards prefixes after which it differs less from the reference. A
-    sum over tokens of k1, k2 or k3 misses it, with each token's ratio or without. (k2 of the sequence's ratio has it:
-    its expected gradient is the second one.) It is estimated here with the mean of the other rows as baseline.
+    sum over tokens of k1, k2 or k3 misses it, with or without each token's ratio. (k2 of the sequence's ratio includes
+    it: its expected gradient is "sequence".) It is estimated here with the mean of the other rows as baseline.
 
     Args:
         policy: a Hugging Face decoder-only model; its weights and their `grad` do not change.
-        reference: another one, of the same vocabulary.
-        samples: of the policy, at temperature 1.
+        reference: another such model, with the same vocabulary.
+        samples: completions that the policy sampled at temperature 1.
 
     Returns:
         float32 (weights,) vectors, nats per weight unit, in the order of `policy.parameters()`: "token" and "sequence";
-        "k2" and "k3", expected over each token given its prefix (that of k1 is 0); "k1_sampled", "k2_sampled" and
+        "k2" and "k3", the expectation over each token given its prefix (0 for k1); "k1_sampled", "k2_sampled" and
         "k3_sampled", for the sampled tokens. All are averages over the given rows.
 
     Raises:
-        ValueError: two vocabularies, or no token at all.
+        ValueError: different vocabularies, or no token at all.
     """
     n = len(samples.mask)
-    require(samples.mask.any(), f"none of the {n} completions has a token: there is no gradient.")
+    require(samples.mask.any(), f"none of the {n} completions has a token: pass some that are not empty.")
     parameters = list(policy.parameters())
     with _evaluation(policy, reference):
         logits = _logits(policy, samples)
@@ -260,12 +261,12 @@ class Samples(NamedTuple):
     prompt_mask: Tensor
     """(rows, width), 1 at the prompt's tokens."""
     ids: Tensor
-    """(rows, tokens) of the completions, up to and with the end token, padded on the right."""
+    """(rows, tokens) of the completions, up to and including the end token, padded on the right."""
     mask: Tensor
-    """bool (rows, tokens), of the completions."""
+    """bool (rows, tokens), True at the completions' tokens."""
 
     def take(self, rows: slice) -> Samples:
-        """Return some of the rows, as wide as the longest of their completions."""
+        """Return some of the rows, trimmed to their longest completion."""
         longest = int(self.mask[rows].sum(1).max())
         parts = (self.ids[rows, :longest], self.mask[rows, :longest])
         return Samples(self.prompt_ids[rows], self.prompt_mask[rows], *parts)
@@ -274,14 +275,14 @@ class Samples(NamedTuple):
 def samples(
     prompt_ids: ArrayLike, prompt_mask: ArrayLike, completion_ids: Sequence[Sequence[int]], eos_ids: Collection[int]
 ) -> Samples:
-    """Return completions of prompts, checked, as the functions here take them.
+    """Check completions of prompts and return them in the form that this module's functions take.
 
     Args:
         prompt_ids: (rows, width) ids, padded on the left, as `Prompts.ids`.
         prompt_mask: (rows, width) 1 at the prompt's tokens, 0 at padding.
-        completion_ids: (rows) ids of each completion. What follows the first end token is left out, so padded rows are
-            fine; a completion that was cut off has no end token, an empty one no tokens.
-        eos_ids: ids that end a completion; the end token counts.
+        completion_ids: (rows) ids of each completion. Anything after the first end token is dropped, so rows may be
+            padded; a completion that was cut off has no end token, an empty one no tokens.
+        eos_ids: ids that end a completion; the end token is part of it.
 
     Raises:
         ValueError: arrays that do not fit together, or prompts that are not padded on the left.
@@ -289,11 +290,11 @@ def samples(
     prompt_ids, prompt_mask = torch.as_tensor(prompt_ids).cpu(), torch.as_tensor(prompt_mask).long().cpu()
     shapes = f"{tuple(prompt_ids.shape)} and {tuple(prompt_mask.shape)}"
     same = prompt_ids.ndim == 2 and prompt_ids.shape == prompt_mask.shape
-    require(same, f"prompt_ids and prompt_mask must be two arrays of one shape (rows, width), got {shapes}.")
+    require(same, f"prompt_ids and prompt_mask must have the same shape (rows, width), got {shapes}.")
     n, prompts = len(completion_ids), len(prompt_ids)
-    require(n == prompts, f"{n} completions do not fit {prompts} prompts: give each completion its prompt.")
+    require(n == prompts, f"{n} completions do not fit {prompts} prompts: pass one prompt per completion.")
     left = (prompt_mask[:, -1:] == 1).all() and (prompt_mask.diff(dim=1) >= 0).all()
-    require(left, "every prompt must be padded on the left and hold at least one token: look at prompt_mask.")
+    require(left, "every prompt must be padded on the left and have at least one token: check prompt_mask.")
     ends = frozenset(eos_ids)
     kept = [_until_end(ids, ends) for ids in completion_ids]
     lengths = torch.tensor([len(ids) for ids in kept], dtype=torch.int64)
@@ -306,19 +307,19 @@ def samples(
 def compare(policy: Any, reference: Any, samples: Samples, temperature: float = 1.0) -> Comparison:
     """Return log-probabilities of sampled completions under two models, and the exact KL at every token.
 
-    Each model does one forward pass, in blocks of rows where the logits are large, in evaluation mode: without dropout.
+    Each model does one forward pass, in blocks of rows if the logits are large, in evaluation mode (no dropout).
 
     Args:
         policy: the Hugging Face decoder-only model that sampled the completions.
-        reference: another one, of the same vocabulary.
-        samples: of the policy.
-        temperature: of the sampling, which must be without top-k, top-p and min-p: they make the KL infinite.
+        reference: another such model, with the same vocabulary.
+        samples: completions that the policy sampled.
+        temperature: sampling temperature; sampling must not use top-k, top-p or min-p, which make the KL infinite.
 
     Returns:
         The comparison, as wide as the longest completion.
 
     Raises:
-        ValueError: two vocabularies, or a temperature that is not positive.
+        ValueError: different vocabularies, or a temperature that is not positive.
     """
     check_sampling(temperature)
     exact, log_policy, log_ref = (torch.zeros(samples.mask.shape, dtype=torch.float64) for _ in range(3))
@@ -334,16 +335,18 @@ def compare(policy: Any, reference: Any, samples: Samples, temperature: float = 
 
 
 def log_probabilities(model: Any, samples: Samples, temperatures: Sequence[float] = (1.0,)) -> Tensor:
-    """Return how likely a model is to write given completions, at several temperatures by one forward pass each.
+    """Return the log-probabilities of given completions under a model, at several temperatures.
+
+    One forward pass over the completions serves all temperatures.
 
     Args:
         model: a Hugging Face decoder-only model.
-        samples: of any model. Of a completion with an end token the result is the probability that just this is
-            sampled, and nothing behind it.
-        temperatures: of the sampling, without top-k, top-p or min-p.
+        samples: completions from any model. For a completion with an end token, the probability is that of sampling
+            exactly this completion.
+        temperatures: sampling temperatures, without top-k, top-p or min-p.
 
     Returns:
-        float64 (temperatures, rows), on the CPU: the sum of the log-probabilities of a completion's tokens, nats.
+        float64 (temperatures, rows), on the CPU: the sum of the log-probabilities of each completion's tokens, nats.
 
     Raises:
         ValueError: a temperature that is not positive.
@@ -364,17 +367,17 @@ def log_probabilities(model: Any, samples: Samples, temperatures: Sequence[float
 
 
 def measure(found: Comparison) -> dict[str, float | int | None]:
-    """Return what completions that the policy sampled say of KL(policy || ref), for a record.
+    """Return mean estimates of KL(policy || ref) from completions that the policy sampled, for a record.
 
     Args:
-        found: by `compare`.
+        found: the result of `compare`.
 
     Returns:
-        "tokens" and "sequences", their numbers; "k1_nats_per_token", ..., "exact_nats_per_token", means over all tokens
-        together; "k1_nats_per_sequence", ..., means over sequences of the estimators of the sequence's ratio, and
+        "tokens" and "sequences", their numbers; "k1_nats_per_token", ..., "exact_nats_per_token", means over all
+        tokens; "k1_nats_per_sequence", ..., means over sequences of the estimators of the sequence's ratio, and
         "exact_nats_per_sequence", of the sum of the tokens' exact KL. (The sum of the tokens' k3 is k3_nats_per_token *
-        tokens / sequences.) None where there is nothing to average, and where the mean is not finite, as for a diverged
-        policy: JSON has no such numbers.
+        tokens / sequences.) None if there is nothing to average, or if the mean is not finite, as for a diverged
+        policy, since JSON has no such numbers.
     """
     tokens, sequences = int(found.mask.sum()), len(found.mask)
 
@@ -393,11 +396,11 @@ def measure(found: Comparison) -> dict[str, float | int | None]:
 def estimator_errors(comparison: Comparison) -> dict[str, float]:
     """Return bias and standard deviation of the estimators of KL(policy || ref) on sampled completions, nats.
 
-    Biases are taken against the exact KL at the same prefixes, so their only noise is that of the sampled tokens.
+    Biases are relative to the exact KL at the same prefixes, so their only noise is that of the sampled tokens.
     Standard deviations are over tokens or sequences and include the differences between prefixes and prompts.
 
     Args:
-        comparison: of at least two completions.
+        comparison: comparison of at least two completions.
 
     Returns:
         "exact_token_mean" and "_std"; "exact_sequence_mean" and "_std" (sums of the tokens' exact KL); for each of k1,
@@ -405,10 +408,10 @@ def estimator_errors(comparison: Comparison) -> dict[str, float]:
         "k1_sequence_bias" and "_std", of the sequence's ratio.
 
     Raises:
-        ValueError: fewer than two completions, or a token in none of them.
+        ValueError: fewer than two completions, or fewer than two tokens in all of them together.
     """
     n, tokens = len(comparison.mask), int(comparison.mask.sum())
-    require(min(n, tokens) > 1, f"{n} completions of {tokens} tokens have no standard deviation: give 2 of both.")
+    require(min(n, tokens) > 1, f"{n} completions of {tokens} tokens have no standard deviation: pass 2 of each.")
     arguments = comparison.log_policy, comparison.log_ref, comparison.mask
     tokens, sequences = kl_policy_ref_tokens(*arguments), kl_policy_ref_sequences(*arguments)
     exact = {"token": comparison.exact[comparison.mask], "sequence": comparison.exact.sum(-1)}
@@ -426,25 +429,25 @@ def estimator_errors(comparison: Comparison) -> dict[str, float]:
 
 
 def gradient_errors(policy: Any, reference: Any, samples: Samples) -> dict[str, float | None]:
-    """Return how far each estimator's gradient as a loss is from the true one (see `parameter_gradients`).
+    """Return how far each estimator's gradient as a loss is from the true gradients (see `parameter_gradients`).
 
     Args:
-        policy, reference, samples: as for `parameter_gradients`; the two halves of the rows should hold the same
+        policy, reference, samples: as for `parameter_gradients`; the two halves of the rows should have the same
             prompts.
 
     Returns:
-        "gradient_token_norm" and "gradient_sequence_norm", of the two true gradients, nats per weight unit;
-        "gradient_sequence_noise", the second one's standard error (from the halves' difference in the term that only it
-        has) over its norm. For k1, k2 and k3, averaged over each token given its prefix: "k1_gradient_token_cosine" and
-        "_norm_ratio" against the first, "k1_gradient_sequence_cosine" and "_norm_ratio" against the second;
-        "k1_gradient_noise", the norm of what the sampled tokens add over that of the first. The gradient of k1 is 0, so
-        its cosines are None.
+        "gradient_token_norm" and "gradient_sequence_norm", the norms of the two true gradients, nats per weight unit;
+        "gradient_sequence_noise", the standard error of the second (from the halves' difference in the term that only
+        it has) over its norm. For k1, k2 and k3, averaged over each token given its prefix: "k1_gradient_token_cosine"
+        and "_norm_ratio" against the first, "k1_gradient_sequence_cosine" and "_norm_ratio" against the second;
+        "k1_gradient_noise", the norm of the sampled tokens' deviation from this average over the norm of the first. The
+        gradient of k1 is 0, so its cosines are None.
 
     Raises:
-        ValueError: as `parameter_gradients`, or fewer than two completions.
+        ValueError: as for `parameter_gradients`, or an odd number of completions or none.
     """
     half, rest = divmod(len(samples.ids), 2)
-    require(half and not rest, f"{len(samples.ids)} completions do not make two halves: give an even number of them.")
+    require(half and not rest, f"{len(samples.ids)} completions do not make two halves: pass an even number of them.")
     parts = slice(half), slice(half, None)
     halves = [parameter_gradients(policy, reference, samples.take(part)) for part in parts]
     mean = {name: (halves[0][name].double() + halves[1][name].double()) / 2 for name in halves[0]}
@@ -466,7 +469,7 @@ _TRUE = ("token", "sequence")
 
 
 def _blocks(rows: Samples, model: Any) -> Iterator[tuple[slice, Samples]]:
-    """Yield rows that fit into one forward pass, and where they stand."""
+    """Yield blocks of rows that fit into one forward pass, each with its slice."""
     size = max(1, _ELEMENTS // max(1, rows.ids.shape[1] * model.config.vocab_size))
     for start in range(0, len(rows.ids) if rows.mask.any() else 0, size):
         at = slice(start, start + size)
@@ -474,13 +477,13 @@ def _blocks(rows: Samples, model: Any) -> Iterator[tuple[slice, Samples]]:
 
 
 def _until_end(ids: Sequence[int], eos_ids: frozenset[int]) -> list[int]:
-    """Return a completion up to its first end token, included."""
+    """Return a completion up to and including its first end token."""
     kept = list(map(int, ids))
     return kept[: next((i for i, token in enumerate(kept, 1) if token in eos_ids), None)]
 
 
 def _logits(model: Any, rows: Samples) -> Tensor:
-    """Return (rows, tokens, vocabulary), the logits that each token of the completions was drawn from."""
+    """Return (rows, tokens, vocabulary), the logits from which each token of the completions was drawn."""
     attention = torch.cat([rows.prompt_mask, rows.mask.long()], 1).to(model.device)
     return model(
         input_ids=torch.cat([rows.prompt_ids, rows.ids], 1).to(model.device),
@@ -501,16 +504,16 @@ def _of_tokens(log_probabilities: Tensor, ids: Tensor) -> Tensor:
 
 
 def _of_both(policy_logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities over a vocabulary that both models have."""
+    """Return both models' log-probabilities over their common vocabulary."""
     shapes = f"{tuple(policy_logits.shape)} and {tuple(ref_logits.shape)}"
     same = policy_logits.shape == ref_logits.shape
-    require(same, f"logits have the shapes {shapes}: policy and reference must share one vocabulary, without padding.")
+    require(same, f"logits have the shapes {shapes}: use a policy and reference with one vocabulary, without padding.")
     return _log_softmax(policy_logits, temperature), _log_softmax(ref_logits, temperature)
 
 
 @contextmanager
 def _evaluation(*models: Any) -> Iterator[None]:
-    """Put models into evaluation mode, and back as they were."""
+    """Put models into evaluation mode, and restore their modes afterwards."""
     training = [model.training for model in models]
     for model in models:
         model.eval()

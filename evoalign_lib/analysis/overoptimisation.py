@@ -1,8 +1,8 @@
-"""The laws of over-optimisation: how a reward changes with the distance that a policy has gone from its base.
+"""Laws of reward over-optimisation: how a reward changes with a policy's distance from its base.
 
-The distance is d, the square root of the KL divergence from the base in nats a completion. Gao et al. 2022 (arXiv
-2210.10760, equations 1 and 2) fit d (a - b d) to best-of-n, and d (a - b log d) to reinforcement learning, to rewards
-that are 0 at the base. Both are linear in a and b, so least squares fit them exactly.
+The distance d is the square root of the KL divergence from the base in nats per completion. For rewards that are 0 at
+the base, Gao et al. 2022 (arXiv 2210.10760, equations 1 and 2) fit d (a - b d) to best-of-n and d (a - b log d) to
+reinforcement learning. Both are linear in a and b, so they are fitted by linear least squares.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from evoalign_lib.analysis.arrays import array
 from evoalign_lib.checks import choose, require
 
 LAWS = ("linear", "best of n", "rl")
-"""a d, which has no over-optimisation; d (a - b d); d (a - b log d)."""
+"""a d, without over-optimisation; d (a - b d); d (a - b log d)."""
 
 
 class Fit(NamedTuple):
@@ -24,10 +24,10 @@ class Fit(NamedTuple):
     law: str
     a: float
     b: float
-    """What bends it down; 0 of "linear"."""
+    """Coefficient of the term that bends the law down; 0 for "linear"."""
 
     def at(self, d: ArrayLike) -> NDArray[np.float64]:
-        """Return the gain in reward at distances, (n,)."""
+        """Return the gain in reward at distances d, (n,)."""
         return _columns(self.law, np.asarray(d, float)) @ np.array([self.a, self.b])
 
 
@@ -38,29 +38,29 @@ def _columns(law: str, d: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def distance(kl: ArrayLike) -> NDArray[np.float64]:
-    """Return d of KLs in nats a completion; those that sampling made negative count as 0."""
+    """Return d for KLs in nats per completion; estimates that are negative by sampling count as 0."""
     return np.sqrt(np.maximum(np.asarray(kl, float), 0.0))
 
 
 def fit(law: str, d: ArrayLike, gain: ArrayLike) -> Fit:
     """Fit a law by least squares.
 
-    law: one of `LAWS`. d, gain: (n,) distances, and rewards less that of the base. Raises ValueError for an unknown
-    law, arrays of different lengths, numbers that are not finite, and fewer than three points.
+    law: one of `LAWS`. d, gain: (n,) distances, and rewards minus the base's. Raises ValueError for an unknown law,
+    arrays of different lengths, numbers that are not finite, or fewer than three points.
 
     >>> fit("best of n", [1, 2, 3, 4], [3, 4, 3, 0])
     Fit(law='best of n', a=4.0, b=1.0)
     """
     d, gain = array("distances", d, 1, least=3), array("gains", gain, 1, least=3)
-    require(d.shape == gain.shape, f"{d.shape} distances and {gain.shape} gains: give as many.")
+    require(d.shape == gain.shape, f"{d.shape} distances and {gain.shape} gains: pass one gain per distance.")
     a, b = np.linalg.lstsq(_columns(law, d), gain, rcond=None)[0]
     return Fit(law, float(round(a, 12)), float(round(b, 12)))
 
 
 def explained(found: Fit, d: ArrayLike, gain: ArrayLike) -> float:
-    """Return R squared: 1 - the squares that a law leaves over those around the mean gain. NaN where all are equal.
+    """Return R squared: 1 - residual sum of squares / sum of squares around the mean gain; NaN if all are equal.
 
-    On points that the law was not fitted to it may be below 0.
+    It may be negative on points that the law was not fitted to.
     """
     gain = np.asarray(gain, float)
     around = float(((gain - gain.mean()) ** 2).sum())
@@ -68,10 +68,10 @@ def explained(found: Fit, d: ArrayLike, gain: ArrayLike) -> float:
 
 
 def read_at(proxy: ArrayLike, values: ArrayLike, level: float) -> float | None:
-    """Return a quantity where the training judge's score first comes to a level, on the line between two points.
+    """Return a quantity where the training judge's score first reaches a level, interpolated linearly.
 
-    proxy, values: (points,) of a curve, NaN where it has none; the first point is the base's. Returns None where the
-    score never comes there.
+    proxy, values: (points,) the score and the quantity along a curve, NaN where missing; the first point is the base.
+    Returns None if the score never reaches the level.
 
     >>> read_at([0, 1, 3], [10, 20, 40], 2)
     30.0
@@ -89,9 +89,9 @@ Run = tuple[ArrayLike, ArrayLike]
 
 
 def held_out(law: str, fitted: Sequence[Run], asked: Sequence[Run]) -> float:
-    """Return how much of the gains of some runs a law explains that was fitted to others.
+    """Return the R squared of a law on some runs after fitting it to others.
 
-    law: as for `fit`. fitted, asked: (d, gain) of each run. Raises ValueError as `fit`.
+    law: as for `fit`. fitted, asked: (d, gain) of each run to fit to, and to explain. Raises ValueError as `fit` does.
     """
     d, gain = (np.concatenate([np.asarray(run[i], float) for run in fitted]) for i in (0, 1))
     rest = [np.concatenate([np.asarray(run[i], float) for run in asked]) for i in (0, 1)]

@@ -1,9 +1,9 @@
 """Intervals and tests over seeds and problems.
 
-The currency is a matrix (seeds x problems) of the share of right answers, or one score per seed: seeds are the units,
-problems a random effect. Shares, rates and p-values are fractions; p-values are two-sided unless a function says
-otherwise; bootstrap intervals are percentile intervals. Random draws come from a Generator made from `seed`, and the
-global random state is neither read nor moved. A sample that is too small to say anything is a ValueError.
+The usual input is a matrix (seeds x problems) of the share of right answers, or one score per seed: seeds are the
+units, problems a random effect. Shares, rates and p-values are fractions; p-values are two-sided unless a function says
+otherwise; bootstrap intervals are percentile intervals. Random draws come from a Generator made from `seed`; the global
+random state is neither read nor changed. A sample too small to say anything raises a ValueError.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,18 +15,18 @@ from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
-import scipy  # whose parts are loaded when first used
+import scipy  # its submodules are loaded on first use
 from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib.analysis.arrays import array
 from evoalign_lib.checks import positive, require
 
 Groups = Sequence[ArrayLike]
-"""Samples, one for each group."""
+"""One sample per group."""
 _CHUNK = 256
-# draws of up to 2,000 problems in 10,000 resamples are kept, 20 megabytes each; larger ones are drawn again each time
+# draws of up to 2,000 problems in 10,000 resamples are cached, 20 megabytes each; larger ones are drawn every time
 _KEPT_DRAWS = 20_000_000
-# all 12,870 ways to deal 8 + 8 runs: up to that many, permutation tests are exact
+# enough for all 12,870 ways to assign 8 + 8 runs: up to this many, permutation tests are exact
 _PERMUTATIONS = 20_000
 
 
@@ -37,13 +37,13 @@ class Interval:
     value: float
     """The estimate, in the unit of the quantity."""
     low: float
-    """Lower end; NaN where one unit gives no interval."""
+    """Lower end; NaN if a single unit gives no interval."""
     high: float
-    """Upper end; NaN where one unit gives no interval."""
+    """Upper end; NaN if a single unit gives no interval."""
     n: int
     """Number of units (seeds, repeats)."""
     level: float = 0.95
-    """Share of such intervals that hold the true value."""
+    """Share of such intervals that contain the true value."""
 
     def format(self, percent: bool = True, digits: int = 1) -> str:
         """Return "value [low, high]" with this many decimals, times 100 if percent.
@@ -57,9 +57,10 @@ class Interval:
         return f"{value} [no interval, n = {self.n}]" if isnan(self.low) else f"{value} [{low}, {high}]"
 
     def detectable(self) -> float:
-        """Return the smallest effect that a two-sided 5 % test finds with 80 % power, in the quantity's unit.
+        """Return the smallest effect that a two-sided 5 % test detects with 80 % power, in the quantity's unit.
 
-        (z.975 + z.80) standard errors, the standard error being the interval's width / (2 z), z.975 at level 95 %.
+        It is (z.975 + z.80) standard errors, where the standard error is the interval's width / (2 z), with z.975 at
+        level 95 %.
 
         >>> round(Interval(0.0, -1.96, 1.96, 8).detectable(), 2)
         2.8
@@ -94,11 +95,11 @@ def crossed_bootstrap(
     that variance three times) and too narrow where the spread between few seeds dominates (by 1 - 1/seeds in variance:
     with 8 seeds it then covers about 91 %).
 
-    matrix: (seeds, problems), share of right answers. A single row gives the interval over problems only. For two arms
-    whose seeds are paired give the difference of their matrices: it resamples pairs.
+    matrix: (seeds, problems), share of right answers. A single row gives an interval over problems only. For two arms
+    with paired seeds, pass the difference of their matrices, so that pairs are resampled.
     baseline: None; or (problems,), a fixed model; or (other seeds, problems), an arm whose seeds are resampled too.
     Returns the interval; n is the number of seeds, of the smaller arm if there are two.
-    Raises ValueError for other shapes and for values that are not finite.
+    Raises ValueError for wrong shapes, and for values that are not finite.
     Source: Owen, The pigeonhole bootstrap, Annals of Applied Statistics 2007.
     """
     return _crossed(matrix, baseline, level, n_resamples, seed)[0]
@@ -107,13 +108,13 @@ def crossed_bootstrap(
 def equivalence(
     matrix: ArrayLike, baseline: ArrayLike | None, margin: float, *, n_resamples: int = 10_000, seed: int = 0
 ) -> Equivalence:
-    """Return whether two arms match: TOST by the 90 % interval of the crossed bootstrap.
+    """Test whether two arms match: TOST by the 90 % interval of the crossed bootstrap.
 
-    matrix, baseline: as in `crossed_bootstrap`. margin: in the unit of the matrix (0.02 is two points).
-    p is the larger share of resamples at or beyond one end of the margin, counting the observed sample as one.
-    Simulated arms of 2,000 problems whose true difference is the margin should match in 5 % of cases. They do in 0 to
-    3 % where chance on problems counts (margin 0.02, seeds' standard deviation about 0.01), in 6 % with 16 seeds and
-    7 % with 8 where only seeds vary (margin 0.1, standard deviation about 0.05).
+    matrix, baseline: as in `crossed_bootstrap`. margin: in the unit of the matrix (0.02 is two percentage points).
+    p is the larger share of resamples at or beyond one end of the margin, with the observed sample counted as one.
+    Simulated arms of 2,000 problems whose true difference equals the margin should match in 5 % of cases. They do in 0
+    to 3 % if chance on problems matters (margin 0.02, seeds' standard deviation about 0.01), and in 6 % with 16 seeds
+    and 7 % with 8 if only seeds vary (margin 0.1, standard deviation about 0.05).
     Raises ValueError for a margin that is not positive, for an arm of one seed, and as `crossed_bootstrap` does.
     Source: Schuirmann, Journal of Pharmacokinetics and Biopharmaceutics 1987.
     """
@@ -124,15 +125,15 @@ def equivalence(
 
 
 def welch_equivalence(values: ArrayLike, baseline: ArrayLike, margin: float) -> Equivalence:
-    """Return whether the means of two arms match: TOST by Welch's t test (statsmodels' CompareMeans).
+    """Test whether the means of two arms match: TOST by Welch's t test (statsmodels' CompareMeans).
 
     values, baseline: (seeds,) and (other seeds,), one score per seed. margin: in the same unit.
-    Raises ValueError for a margin that is not positive, for an arm of one seed and for two arms without any spread.
+    Raises ValueError for a margin that is not positive, an arm of one seed, or two arms without any spread.
     """
     from statsmodels.stats.weightstats import CompareMeans
 
     positive("margin", margin)
-    arm, other = _two_arms(values, baseline, 2, "without spread there is no t interval; report both")
+    arm, other = _two_arms(values, baseline, 2, "without spread there is no t interval. Report both values.")
     compared = CompareMeans.from_data(arm, other)
     p = compared.ttost_ind(-margin, margin, usevar="unequal")[0]
     low, high = compared.tconfint_diff(alpha=0.1, usevar="unequal")
@@ -143,12 +144,12 @@ def welch_equivalence(values: ArrayLike, baseline: ArrayLike, margin: float) -> 
 def bootstrap_mean(values: ArrayLike, n_resamples: int = 10_000, seed: int = 0) -> Interval:
     """Return the mean over seeds with its percentile bootstrap interval (scipy.stats.bootstrap, not BCa).
 
-    BCa is undefined for a sample of equal values, which censored and saturated runs give. With few seeds the interval
-    is too narrow: in 1,500 simulated samples of normal scores a nominal 95 % covered the mean in 88 % with 8 seeds and
-    in 92 % with 16.
+    BCa is undefined for a sample of equal values, such as censored or saturated runs give. With few seeds the interval
+    is too narrow: in 1,500 simulated samples of normal scores, nominal 95 % intervals covered the mean in 88 % with 8
+    seeds and in 92 % with 16.
 
-    values: (seeds,). One value has no interval: low and high are NaN.
-    Raises ValueError for another shape, an empty sample, and values that are not finite.
+    values: (seeds,). A single value has no interval: low and high are NaN.
+    Raises ValueError for another shape, an empty sample, or values that are not finite.
     """
     sample = array("values", values, 1)
     if len(sample) == 1:
@@ -159,21 +160,22 @@ def bootstrap_mean(values: ArrayLike, n_resamples: int = 10_000, seed: int = 0) 
 def stratified_bootstrap(
     strata: Groups, baseline: Groups | None = None, *, level: float = 0.95, n_resamples: int = 10_000, seed: int = 0
 ) -> Interval:
-    """Return the mean over seeds of several bases, or its difference from another arm, with an interval.
+    """Return the mean over the seeds of several bases, or its difference from another arm, with an interval.
 
-    Seeds are resampled within each base, independently in the two arms. Bases weigh the same.
+    Seeds are resampled within each base, independently in the two arms. Bases have equal weight.
 
-    Few seeds give too narrow an interval, as in `bootstrap_mean`: in 1,500 simulations with 8 normal scores per base, a
-    nominal 95 % covered the difference of two arms in 92 %, on one base and on three; with 16 scores in 92 to 94 %.
+    Few seeds give too narrow an interval, as in `bootstrap_mean`: in 1,500 simulations with 8 normal scores per base,
+    nominal 95 % intervals covered the difference of two arms in 92 %, on one base and on three; with 16 scores in 92 to
+    94 %.
 
     strata: one (seeds,) array of scores per base. baseline: those of the other arm, the same bases in the same order.
-    Returns the interval; n is the smallest number of seeds of a base.
-    Raises ValueError for a base of one seed and for arms with different numbers of bases.
+    Returns the interval; n is the smallest number of seeds of any base.
+    Raises ValueError for a base with one seed, or arms with different numbers of bases.
     Source: Agarwal et al. 2021 (arXiv 2108.13264).
     """
     other = () if baseline is None else baseline
     same = len(strata) and (baseline is None or len(other) == len(strata))
-    require(same, f"{len(strata)} strata against {len(other)}: give the same bases in the same order")
+    require(same, f"{len(strata)} strata against {len(other)}: pass the same bases in the same order")
     arm, other = (
         [array(f"base {i} of the {name}", sample, 1, least=2) for i, sample in enumerate(samples)]
         for name, samples in (("strata", strata), ("baseline", other))
@@ -190,21 +192,22 @@ def stratified_bootstrap(
 def nested_bootstrap(
     groups: Groups, baseline: Groups | None = None, *, level: float = 0.95, n_resamples: int = 10_000, seed: int = 0
 ) -> Interval:
-    """Return the mean of the means of groups, or its difference from other groups, with an interval.
+    """Return the mean of group means, or its difference from that of other groups, with an interval.
 
-    Runs of several settings differ more than seeds of one setting: settings are resampled, then the runs of each drawn
-    one. Settings weigh the same. With a single setting only its runs are resampled, and the interval speaks of it only.
+    Runs of different settings differ more than seeds of one setting, so settings are resampled, then the runs of each
+    setting drawn. Settings have equal weight. With a single setting only its runs are resampled, and the interval
+    describes that setting only.
 
     Few settings give too narrow an interval: in 150 simulations with four runs each, and twice as much spread between
-    settings as within, a nominal 95 % covered the difference in 72 % with two settings on a side, in 85 % with three,
-    and in 87 to 90 % with five to eight.
+    settings as within, nominal 95 % intervals covered the difference in 72 % with two settings on each side, in 85 %
+    with three, and in 87 to 90 % with five to eight.
 
-    groups, baseline: one (runs,) array of scores per setting; the two sides are taken as independent.
+    groups, baseline: one (runs,) array of scores per setting; the two sides are treated as independent.
     Returns the interval; n is the number of runs, of the smaller side if there are two.
-    Raises ValueError for no groups, an empty one, a side of one run, and values that are not finite.
+    Raises ValueError for no groups, an empty group, a side with one run, or values that are not finite.
     """
     sides = [[array("a group", group, 1) for group in side] for side in (groups, baseline) if side is not None]
-    require(all(sides), "a side has no groups: give the scores of one setting at least")
+    require(all(sides), "a side has no groups: pass the scores of at least one setting")
     for side in sides:
         array("a side", np.concatenate(side), 1, least=2)
     rng, draws, value = np.random.default_rng(seed), np.zeros(n_resamples), 0.0
@@ -223,31 +226,31 @@ def nested_bootstrap(
 def logistic_over_groups(
     predictors: Groups, shares: Groups, *, n_resamples: int = 10_000, seed: int = 0
 ) -> tuple[Interval, list[Interval]]:
-    """Return how well a logistic regression ranks a group that it was not fitted to, and its slopes fitted to all.
+    """Return how well a logistic regression ranks groups that it was not fitted to, and its slopes fitted to all.
 
     The cells (settings) of each group (base) are ranked by a regression fitted to the other groups. The area under the
-    curve is the chance that a failed run is ranked above one that did not fail, the mean over groups. Predictors are
-    standardised over all cells, and a ridge penalty of half the squared slopes gives a perfect separation a solution.
-    Cells weigh the same and are resampled within each group; a resample in which all or no runs of a group failed has
-    no area and is left out of its interval.
+    curve is the chance that a failed run is ranked above one that did not fail, averaged over groups. Predictors are
+    standardised over all cells, and a ridge penalty of half the squared slopes keeps them finite under perfect
+    separation. Cells have equal weight and are resampled within each group; a resample in which all or no runs of a
+    group failed has no area and is left out of its interval.
 
     predictors: (cells, predictors) for each group. shares: (cells,) for each group, shares of failed runs.
-    Returns the area and the slope of each predictor; n is the number of cells of the smaller group.
-    Raises ValueError for one group, shapes that do not fit, shares outside [0, 1], a predictor that does not vary, and
-    a group in which all or no runs failed.
+    Returns the area and the slope of each predictor; n is the number of cells of the smallest group.
+    Raises ValueError for a single group, shapes that do not fit, shares outside [0, 1], a predictor that does not vary,
+    or a group in which all or no runs failed.
     """
     x = [array("predictors", matrix, 2) for matrix in predictors]
     y = [array("shares", share, 1, low=0, high=1) for share in shares]
     same = len(x) > 1 and [len(matrix) for matrix in x] == [len(share) for share in y]
-    require(same, f"{len(x)} groups of predictors and {len(y)} of shares: give both for the same groups, two at least")
+    require(same, f"{len(x)} groups of predictors and {len(y)} of shares: pass both for the same two groups or more")
     for group, share in enumerate(y):
         failed = "all" if share.mean() else "no"
-        require(0 < share.mean() < 1, f"{failed} runs of group {group} failed: there is nothing to rank")
+        require(0 < share.mean() < 1, f"{failed} runs of group {group} failed, so they cannot be ranked: leave it out")
     rng, cells = np.random.default_rng(seed), min(map(len, y))
     # the first row counts every cell once: the estimate itself
     counts = [np.vstack([np.ones(len(share)), resample_counts(rng, n_resamples, len(share))]) for share in y]
     pooled = np.vstack(x)
-    require(pooled.std(0).all(), "a predictor is the same in all cells: it cannot say which fail, leave it out")
+    require(pooled.std(0).all(), "a predictor is the same in all cells, so it predicts nothing: leave it out")
     x = [(matrix - pooled.mean(0)) / pooled.std(0) for matrix in x]
 
     def interval(draws: NDArray[np.float64]) -> Interval:
@@ -265,11 +268,12 @@ def log_std_ratio(values: ArrayLike, baseline: ArrayLike, level: float = 0.95) -
     """Return the natural logarithm of the ratio of two arms' standard deviations over seeds, with an interval.
 
     The interval is Student's, with Welch's degrees of freedom, from the jackknife variance of each log standard
-    deviation. Simulated with 8 v 8, 16 v 16 and 16 v 8 seeds, a nominal 95 % covered 95 % for normal scores and 90 to
-    91 % for exponential ones; the percentile bootstrap fell to 88 and 87 % (16 v 8), Bonett's interval to 93 and 87 %.
+    deviation. In simulations with 8 v 8, 16 v 16 and 16 v 8 seeds, nominal 95 % intervals covered 95 % for normal
+    scores and 90 to 91 % for exponential ones; the percentile bootstrap fell to 88 and 87 % (16 v 8), Bonett's interval
+    to 93 and 87 %.
 
     values, baseline: (seeds,) and (other seeds,), one score per seed.
-    Raises ValueError for fewer than 3 seeds, and for an arm in which all values, or all but one, are equal.
+    Raises ValueError for fewer than 3 seeds, or an arm in which all values, or all but one, are equal.
     Source: Miller, Jackknifing variances, Annals of Mathematical Statistics 1968.
     """
     logs, variances, freedom = [], [], []
@@ -277,7 +281,7 @@ def log_std_ratio(values: ArrayLike, baseline: ArrayLike, level: float = 0.95) -
         sample = array(name, given, 1, least=3)
         kept = [np.delete(sample, i) for i in range(len(sample))]
         flat = f"{name}: all values, or all but one, equal {np.median(sample)}: the spread has no interval; report "
-        require(all(map(np.ptp, kept)), f"{flat}the values, or compare at a mean where the scores are not saturated")
+        require(all(map(np.ptp, kept)), f"{flat}the values, or compare at a mean at which scores are not saturated")
         without = np.log([rest.std(ddof=1) for rest in kept])
         logs.append(np.log(sample.std(ddof=1)))
         # variance of the mean of the pseudo-values n log s - (n - 1) log s without one
@@ -292,28 +296,28 @@ def log_std_ratio(values: ArrayLike, baseline: ArrayLike, level: float = 0.95) -
 def brown_forsythe(values: ArrayLike, baseline: ArrayLike) -> float:
     """Return the p-value of equal spread of two arms over seeds: Levene's test about the medians.
 
-    values, baseline: (seeds,) and (other seeds,). Raises ValueError for fewer than 3 seeds and two arms without spread.
+    values, baseline: (seeds,) and (other seeds,). Raises ValueError for fewer than 3 seeds, or two arms without spread.
     Source: Brown and Forsythe, JASA 1974.
     """
-    arm, other = _two_arms(values, baseline, 3, "neither arm has a spread to compare")
+    arm, other = _two_arms(values, baseline, 3, "neither arm has a spread to compare. Report both values.")
     return float(scipy.stats.levene(arm, other, center="median").pvalue)
 
 
 class Source(NamedTuple):
-    """A source of variance."""
+    """A source of variance in `two_way`."""
 
     share: float
-    """Of the sum of squares (eta squared)."""
+    """Share of the sum of squares (eta squared)."""
     p: float
-    """Of the F test against the rest; NaN of the rest itself."""
+    """p-value of the F test against the rest; NaN for the rest itself."""
 
 
 def two_way(cells: Sequence[Groups]) -> dict[str, Source]:
-    """Return what two factors and their interaction explain of the variance of values (statsmodels' anova_lm, type 2).
+    """Return the shares of variance that two factors and their interaction explain (statsmodels' anova_lm, type 2).
 
-    cells: rows of columns, each (runs,), two runs or more; numbers of runs may differ.
+    cells: rows of columns, each (runs,), at least two runs; numbers of runs may differ.
     Returns the sources "rows", "columns", "interaction" and "rest".
-    Raises ValueError for fewer than two rows or columns, cells of fewer than two runs, and values without variance.
+    Raises ValueError for fewer than two rows or columns, cells with fewer than two runs, or values without variance.
 
     >>> two_way([[[0.0, 1.0], [0.0, 1.0]], [[4.0, 5.0], [4.0, 5.0]]])["rows"].share
     0.9411764705882353
@@ -323,11 +327,11 @@ def two_way(cells: Sequence[Groups]) -> dict[str, Source]:
     from statsmodels.stats.anova import anova_lm
 
     sizes = [len(row) for row in cells]
-    require(min(len(sizes), *sizes, 2) > 1, f"cells have rows of {sizes} cells: give two rows of two, or more.")
+    require(min(len(sizes), *sizes, 2) > 1, f"cells have rows of {sizes} cells: pass at least two rows of two.")
     each = [(str(i), str(j), cell) for i, row in enumerate(cells) for j, cell in enumerate(row)]
     values = [(i, j, value) for i, j, cell in each for value in array(f"cell {i}, {j}", cell, 1, least=2)]
     frame = pd.DataFrame(values, columns=["row", "column", "value"])
-    require(frame["value"].nunique() > 1, "all values are equal: there is no variance to explain.")
+    require(frame["value"].nunique() > 1, "all values are equal, so there is no variance to explain: report the value.")
     table = anova_lm(ols("value ~ C(row) * C(column)", frame).fit(), typ=2)
     shares = table["sum_sq"] / table["sum_sq"].sum()
     sources = map(Source, shares.tolist(), table["PR(>F)"].tolist())
@@ -335,10 +339,10 @@ def two_way(cells: Sequence[Groups]) -> dict[str, Source]:
 
 
 def mann_whitney(values: ArrayLike, baseline: ArrayLike, *, n_resamples: int = _PERMUTATIONS, seed: int = 0) -> float:
-    """Return the two-sided p-value of Mann and Whitney's rank test, ties counted half.
+    """Return the two-sided p-value of the Mann-Whitney rank test, ties counting one half.
 
-    values, baseline: (seeds,) and (other seeds,). n_resamples: permutations drawn; where there are no more, as with
-    8 + 8 runs by default, all are taken and the test is exact.
+    values, baseline: (seeds,) and (other seeds,). n_resamples: permutations to draw; if there are no more than that, as
+    with 8 + 8 runs by default, all are used and the test is exact.
     Raises ValueError for fewer than 2 seeds.
     """
     arm, other = array("values", values, 1, least=2), array("baseline", baseline, 1, least=2)
@@ -346,21 +350,21 @@ def mann_whitney(values: ArrayLike, baseline: ArrayLike, *, n_resamples: int = _
 
 
 def jonckheere(groups: Groups, *, n_resamples: int = _PERMUTATIONS, seed: int = 0) -> float:
-    """Return the one-sided p-value of a rise over ordered groups of different runs (Jonckheere and Terpstra).
+    """Return the one-sided p-value of an increase over ordered groups of independent runs (Jonckheere-Terpstra test).
 
-    The statistic counts the pairs of runs from two groups in which the later group's run scores more, ties half. Its
-    law is that of all permutations of the runs, or of `n_resamples` drawn ones where there are more. For a fall, give
-    the groups in reverse order.
+    The statistic counts the pairs of runs from two groups in which the later group's run scores higher, ties counting
+    one half. Its null distribution is that over all permutations of the runs, or over `n_resamples` random ones if
+    there are more. To test for a decrease, pass the groups in reverse order.
 
     groups: at least 3 (seeds,) arrays, in order. Raises ValueError for fewer groups, or fewer than 2 seeds in one.
     """
-    require(len(groups) > 2, f"{len(groups)} groups make no trend: give at least 3, or compare two by mann_whitney")
+    require(len(groups) > 2, f"{len(groups)} groups show no trend: pass at least 3, or compare two by mann_whitney")
     samples = [array(f"group {i}", group, 1, least=2) for i, group in enumerate(groups)]
     return _permute(samples, n_resamples, seed, alternative="greater")
 
 
 def wilson(hits: int, n: int, level: float = 0.95) -> Interval:
-    """Return a rate hits/n with Wilson's score interval. Runs are the units: n counts runs, not their completions.
+    """Return a rate hits/n with Wilson's score interval; n counts runs, which are the units, not completions.
 
     Raises ValueError unless 0 <= hits <= n and n >= 1. Source: Wilson, JASA 1927.
     """
@@ -368,7 +372,7 @@ def wilson(hits: int, n: int, level: float = 0.95) -> Interval:
 
     _rate(hits, n)
     low, high = proportion_confint(hits, n, alpha=1 - level, method="wilson")
-    # without the rounding that leaves 0 and 1 by a last bit
+    # clipped, since rounding moves ends at 0 and 1 by a last bit
     return Interval(hits / n, min(float(low), hits / n), max(float(high), hits / n), n, level)
 
 
@@ -384,9 +388,10 @@ def fisher(hits: int, n: int, other_hits: int, other_n: int) -> float:
 
 
 def barnard(hits: int, n: int, other_hits: int, other_n: int) -> float:
-    """Return the p-value of equal rates by Barnard's test, which fixes the arms' sizes only; arguments as `fisher`.
+    """Return the p-value of equal rates by Barnard's test, which fixes only the sizes of the arms; see `fisher`.
 
-    It is more powerful than Fisher's, which also fixes the sum of the hits. Score statistic with pooled variance.
+    It is more powerful than Fisher's test, which also fixes the total of hits. It uses the score statistic with pooled
+    variance. Arguments and errors as for `fisher`.
 
     >>> round(barnard(0, 8, 4, 8), 3)
     0.028
@@ -414,17 +419,17 @@ def rate_difference(hits: int, n: int, other_hits: int, other_n: int, level: flo
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Return the p-values of a family of tests, by name, as adjusted by Holm's step-down rule.
+    """Return the p-values of a family of tests, by name, adjusted by Holm's step-down rule.
 
-    Raises ValueError for an empty family and for values outside [0, 1]. Source: Holm, Scand. J. Statistics 1979.
+    Raises ValueError for an empty family, or values outside [0, 1]. Source: Holm, Scand. J. Statistics 1979.
 
     >>> {name: round(p, 3) for name, p in holm({"C1": 0.01, "C2": 0.04, "C8": 0.03}).items()}
     {'C1': 0.03, 'C2': 0.06, 'C8': 0.06}
     """
     for name, p in p_values.items():
-        require(0 <= p <= 1, f"p-value {p} of {name!r} is not in [0, 1]: leave out tests that could not be made")
-    require(p_values, "no p-values: a family holds at least one test")
-    # statsmodels' multipletests gives the same numbers and collects all garbage each time, half a second beside torch
+        require(0 <= p <= 1, f"p-value {p} of {name!r} is not in [0, 1]: leave out tests that could not be run")
+    require(p_values, "no p-values: pass those of at least one test")
+    # statsmodels' multipletests gives the same numbers but runs the garbage collector, half a second with torch loaded
     names = sorted(p_values, key=p_values.get)
     raised = np.array([p_values[name] for name in names]) * np.arange(len(names), 0, -1)
     adjusted = dict(zip(names, np.minimum(np.maximum.accumulate(raised), 1).tolist(), strict=True))
@@ -434,10 +439,10 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
 def curve_band(
     matrix: ArrayLike, n_resamples: int = 10_000, seed: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return mean, low and high of curves: pointwise 95 % percentile bootstrap over seeds, whole curves resampled.
+    """Return mean, low and high of curves: a pointwise 95 % percentile bootstrap that resamples whole curves.
 
     matrix: (seeds, points). Returns three arrays (points,); low and high are NaN for a single seed.
-    Raises ValueError for another shape and values that are not finite.
+    Raises ValueError for another shape, or values that are not finite.
     """
     curves = array("matrix", matrix, 2)
     mean = curves.mean(axis=0)
@@ -450,14 +455,14 @@ def curve_band(
 def _crossed(
     matrix: ArrayLike, baseline: ArrayLike | None, level: float, n_resamples: int, seed: int, least: int = 1
 ) -> tuple[Interval, NDArray[np.float64]]:
-    """Return the mean of the first arm - that of the second with its interval, and the draws of it; least: seeds."""
+    """Return the first arm's mean minus the second's with its interval, and its draws; least: fewest seeds."""
     arms = [array("matrix", matrix, 2, least=least)]
     if baseline is not None:
         other, shape = array("baseline", baseline, 1, 2), arms[0].shape
-        wanted = f"give ({shape[1]},) or (seeds, {shape[1]}), the same problems in the same order"
+        wanted = f"pass ({shape[1]},) or (seeds, {shape[1]}), the same problems in the same order"
         require(other.shape[-1] == shape[1], f"baseline has shape {other.shape} and the matrix {shape}: {wanted}")
-        require(other.ndim == 1 or len(other) >= least, f"baseline has shape {other.shape}: give {least} seeds or more")
-        # a fixed model moves with the problems alone: subtracting it first keeps the pairing
+        require(other.ndim == 1 or len(other) >= least, f"baseline has shape {other.shape}: pass {least} seeds or more")
+        # a fixed model varies only with the problems, so subtracting it first keeps the pairing
         arms = [arms[0] - other] if other.ndim == 1 else [arms[0], other]
     value = arms[0].mean(1).mean() - (arms[1].mean(1).mean() if len(arms) == 2 else 0.0)
     draws = _crossed_resamples(arms, n_resamples, seed)
@@ -465,13 +470,13 @@ def _crossed(
 
 
 def _crossed_resamples(arms: list[NDArray[np.float64]], n_resamples: int, seed: int) -> NDArray[np.float64]:
-    """Return (n_resamples,) means of the first arm - those of the second, all arms on the same problems."""
+    """Return (n_resamples,) means of the first arm minus those of the second, both on the same problems."""
     problems = arms[0].shape[1]
     draws = []
-    # sixteenths, such as shares of 16 samples, have sums that float32 holds exactly: the same draws in half the time
+    # float32 holds sums of sixteenths, such as shares of 16 samples, exactly: the same draws in half the time
     exact = problems < 2**16 and all((arm * 16 == np.rint(arm * 16)).all() and abs(arm).max() <= 16 for arm in arms)
     dtype = np.float32 if exact else np.float64
-    joint = [np.vstack(arms)] if exact else arms  # one product is faster, and as exact
+    joint = [np.vstack(arms)] if exact else arms  # one product is faster, and just as exact
     joint = [arm.astype(dtype) for arm in joint]
     for counts, chosen in crossed_draws(n_resamples, problems, tuple(map(len, arms)), seed):
         counts = counts.astype(dtype)
@@ -488,27 +493,28 @@ _Draws = Iterable[tuple[NDArray[np.integer], list[NDArray[np.int64]]]]
 def crossed_draws(
     n_resamples: int, problems: int, runs: tuple[int, ...], seed: int, multinomial: bool = False
 ) -> _Draws:
-    """Return resamples of problems, and of the runs of each arm by itself, chunk after chunk. Not to be written to.
+    """Return resamples of problems, and of each arm's runs separately, chunk by chunk. Treat the arrays as read-only.
 
     Args:
-        n_resamples: of all chunks together.
-        problems: their number.
-        runs: the number of runs of each arm.
-        seed: of the draws.
-        multinomial: draw how often each problem is taken, instead of which one is taken each time: another stream of
-            random numbers, of the same law.
+        n_resamples: total over all chunks.
+        problems: number of problems.
+        runs: number of runs of each arm.
+        seed: seed of the draws.
+        multinomial: draw how often each problem is chosen instead of which problem is chosen each time: the same
+            distribution from a different stream of random numbers.
 
     Returns:
-        For each chunk (resamples, problems), how often each problem is drawn, and for each arm (resamples, runs) runs.
+        For each chunk, how often each problem is drawn, (resamples, problems), and for each arm the runs drawn,
+        (resamples, runs).
     """
-    # the comparisons of a paper have the same few shapes, and drawing takes longer than what is done with it
+    # the comparisons of a paper have the same few shapes, and drawing takes longer than using the draws
     keep = n_resamples > _CHUNK and n_resamples * problems <= _KEPT_DRAWS
     return (_kept_draws if keep else _draws)(n_resamples, problems, runs, seed, multinomial)
 
 
 def _draws(n_resamples: int, problems: int, runs: tuple[int, ...], seed: int, multinomial: bool) -> _Draws:
     rng = np.random.default_rng(seed)
-    # chunks keep the (resamples, problems) counts at a few megabytes
+    # chunks keep the (resamples, problems) counts to a few megabytes
     for start in range(0, n_resamples, _CHUNK):
         size = min(_CHUNK, n_resamples - start)
         if multinomial:
@@ -520,7 +526,7 @@ def _draws(n_resamples: int, problems: int, runs: tuple[int, ...], seed: int, mu
 
 @lru_cache(maxsize=16)
 def _kept_draws(*shape: Any) -> _Draws:
-    """Return what `_draws` yields, the counts in as few bytes as hold them."""
+    """Return the draws of `_draws`, with counts in the smallest integer type that holds them."""
     kept = [(counts.astype(np.min_scalar_type(counts.max())), chosen) for counts, chosen in _draws(*shape)]
     for counts, chosen in kept:
         for drawn in (counts, *chosen):
@@ -531,7 +537,7 @@ def _kept_draws(*shape: Any) -> _Draws:
 def _bootstrap(
     samples: list[NDArray[np.float64]], statistic: Callable[..., Any], level: float, n_resamples: int, seed: int
 ) -> Interval:
-    """Return a statistic of samples, each resampled by itself, with its percentile interval."""
+    """Return a statistic of samples with its percentile interval; each sample is resampled separately."""
     options = {"n_resamples": n_resamples, "confidence_level": level, "method": "percentile", "vectorized": True}
     rng = np.random.default_rng(seed)
     low, high = scipy.stats.bootstrap(samples, statistic, **options, rng=rng).confidence_interval
@@ -540,12 +546,12 @@ def _bootstrap(
 
 
 def _logistic(x: list[NDArray], y: list[NDArray], counts: list[NDArray]) -> NDArray[np.float64]:
-    """Return (resamples, predictors) slopes of logistic regressions of shares, one for each row of counts."""
+    """Return (resamples, predictors), slopes of logistic regressions of shares, one fit per row of counts."""
     design = np.column_stack([np.ones(sum(map(len, x))), np.vstack(x)])
     shares, weights = np.hstack(y), np.hstack(counts)
     ridge = np.diag([1e-6] + [1.0] * (design.shape[1] - 1))
     found = np.zeros((len(weights), design.shape[1]))
-    for _ in range(12):  # Newton's steps; with the penalty they settle in fewer
+    for _ in range(12):  # Newton steps; with the penalty they converge in fewer
         p = 1 / (1 + np.exp(-np.clip(found @ design.T, -30, 30)))
         gradient = (weights * (shares - p)) @ design - found @ ridge
         hessian = np.einsum("rc,ci,cj->rij", weights * p * (1 - p), design, design) + ridge
@@ -554,7 +560,7 @@ def _logistic(x: list[NDArray], y: list[NDArray], counts: list[NDArray]) -> NDAr
 
 
 def _area(scores: NDArray[np.float64], y: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return (resamples,) areas under the curve of scores (resamples, cells), ties half; NaN where undefined."""
+    """Return (resamples,), areas under the curve of scores (resamples, cells), ties half; NaN where undefined."""
     failed, held = weights * y, weights * (1 - y)
     difference = scores[:, :, None] - scores[:, None, :]
     wins = (difference > 1e-9) + 0.5 * (np.abs(difference) <= 1e-9)
@@ -563,7 +569,7 @@ def _area(scores: NDArray[np.float64], y: NDArray[np.float64], weights: NDArray[
 
 
 def _permute(samples: list[NDArray[np.float64]], n_resamples: int, seed: int, alternative: str) -> float:
-    """Return the p-value of how many pairs of values from two samples rise with the samples' order, ties half."""
+    """Return the permutation p-value of the number of pairs that rise with the samples' order, ties counting half."""
 
     def rises(*drawn: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
         pairs = [(first[..., :, None], second[..., None, :]) for first, second in combinations(drawn, 2)]
@@ -584,14 +590,14 @@ def ratio(over: ArrayLike, under: ArrayLike) -> NDArray[np.float64]:
 
 
 def interval_of(value: float, draws: ArrayLike, n: int, level: float = 0.95) -> Interval:
-    """Return a value with the percentile interval of its draws, NaN where there are none; n: the number of units."""
+    """Return a value with the percentile interval of its draws, NaN if there are none; n: the number of units."""
     low, high = np.quantile(draws, ((1 - level) / 2, (1 + level) / 2)) if len(draws) else (nan, nan)
     return Interval(float(value), float(low), float(high), n, level)
 
 
 def resample_counts(rng: np.random.Generator, n_resamples: int, n: int) -> NDArray[np.int64]:
     """Return (n_resamples, n): how often each of n units is drawn when n are drawn with replacement."""
-    if n > 512 and n_resamples:  # a row at a time stays in the cache
+    if n > 512 and n_resamples:  # one row at a time fits into the cache
         return np.array([np.bincount(rng.integers(n, size=n), minlength=n) for _ in range(n_resamples)])
     drawn = rng.integers(n, size=(n_resamples, n)) + n * np.arange(n_resamples)[:, None]
     return np.bincount(drawn.ravel(), minlength=n_resamples * n).reshape(n_resamples, n)
@@ -600,7 +606,7 @@ def resample_counts(rng: np.random.Generator, n_resamples: int, n: int) -> NDArr
 def _two_arms(
     values: ArrayLike, baseline: ArrayLike, least: int, flat: str
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the scores of two arms; refuse arms of too few seeds, and two that have no spread."""
+    """Return the scores of two arms; raise ValueError for too few seeds, or if neither arm has any spread."""
     arm, other = array("values", values, 1, least=least), array("baseline", baseline, 1, least=least)
     require(np.ptp(arm) or np.ptp(other), f"all values are {arm[0]} and {other[0]}: {flat}")
     return arm, other
@@ -614,4 +620,4 @@ def _table(hits: int, n: int, other_hits: int, other_n: int) -> list[list[int]]:
 
 
 def _rate(hits: int, n: int) -> None:
-    require(n >= 1 and 0 <= hits <= n, f"{hits} hits of {n} runs form no rate: give 0 <= hits <= n, one run or more")
+    require(n >= 1 and 0 <= hits <= n, f"{hits} hits of {n} runs is not a rate: pass 0 <= hits <= n and n >= 1")

@@ -1,11 +1,11 @@
-"""Pairwise games: what verdicts of a judge say about the strength of players, and what else would predict them.
+"""Pairwise games: the strength of players by a judge's verdicts, and what else would predict the verdicts.
 
 A game is a prompt, the answers of two players in slots A and B, and an outcome. The games of one prompt share its
-difficulty and its answers, so intervals come from resampling whole *prompts*, all games of a prompt together.
+difficulty and its answers, so intervals come from resampling whole *prompts*, with all games of a prompt together.
 
-Strengths follow Bradley and Terry: i beats j with probability 1 / (1 + 10^((s_j - s_i) / 400)), the scale of Elo's
+Strengths follow Bradley and Terry: i beats j with probability 1 / (1 + 10^((s_j - s_i) / 400)), on the scale of Elo
 ratings, relative to a named anchor at 0; a tie is half a win for each. They do not depend on the order of the games.
-Sequential Elo ratings do; they are here to reproduce published ones, and to show how far the order alone moves them.
+Sequential Elo ratings do; they are included to reproduce published ones, and to show how much the order alone matters.
 
 Sources: Bradley and Terry, Biometrika 1952; Elo, The Rating of Chessplayers, 1978; the length covariate is that of the
 style control of Chatbot Arena and arena-hard-auto.
@@ -31,40 +31,40 @@ from evoalign_lib.checks import require
 SCALE = 400 / log(10)
 """Elo points per unit of log-odds."""
 A_WINS, TIE, B_WINS = 1.0, 0.5, 0.0
-"""Outcomes: what slot A scores."""
+"""Outcomes: the score of slot A."""
 
-_INFINITE = "some players won, or lost, every game against the others: no finite strengths; give more prompts"
+_INFINITE = "some players won, or lost, every game against the others, so strengths are infinite: add more prompts"
 _RESAMPLES = 2_000
-_MOST_LOG_ODDS = 50  # a coefficient beyond it is on its way to infinity
-_MOST_UNDEFINED = 0.05  # share of resamples without strengths from which an interval would not be one
+_MOST_LOG_ODDS = 50  # a larger coefficient is diverging
+_MOST_UNDEFINED = 0.05  # with a larger share of resamples without strengths, the interval would not be valid
 
 
 @dataclass(frozen=True)
 class Games:
-    """Games of several players, an entry of each array per game."""
+    """Games between several players, with one entry of each array per game."""
 
     players: tuple[str, ...]
-    """Names, each once; two at least."""
+    """Names, each once; at least two."""
     prompts: NDArray[np.int64]
     """(games,) number of the prompt that was answered: 0, 1, ... without gaps."""
     a: NDArray[np.int64]
     """(games,) index in `players` of the player in slot A."""
     b: NDArray[np.int64]
-    """(games,) the same for slot B; another player."""
+    """(games,) the same for slot B; a different player."""
     outcome: NDArray[np.float64]
-    """(games,) what slot A scores: `A_WINS`, `TIE` or `B_WINS`."""
+    """(games,) score of slot A: `A_WINS`, `TIE` or `B_WINS`."""
 
     def __post_init__(self) -> None:
         n, lengths = len(self.players), [len(x) for x in (self.prompts, self.a, self.b, self.outcome)]
-        require(len(set(self.players)) == n > 1, f"players are {self.players}: name two or more, each once")
+        require(len(set(self.players)) == n > 1, f"players are {self.players}: pass at least two, each once")
         one = len(set(lengths)) == 1 and lengths[0] > 0
-        require(one, f"prompts, a, b and outcome have lengths {lengths}: give one entry per game, one at least")
+        require(one, f"prompts, a, b and outcome have lengths {lengths}: pass one entry per game, at least one game")
         for name, values in (("a", self.a), ("b", self.b)):
-            array(name, values, low=0, high=n - 1, why="places in the list of players")
+            array(name, values, low=0, high=n - 1, why="positions in the list of players")
         alone = np.flatnonzero(self.a == self.b)
-        require(not len(alone), f"games {alone[:3]} have one player in both slots")
+        require(not len(alone), f"games {alone[:3]} have the same player in both slots: leave them out")
         bad = self.outcome[~np.isin(self.outcome, (A_WINS, TIE, B_WINS))]
-        require(not len(bad), f"outcomes {bad[:3]} are none of 1 (A wins), 0.5 (tie), 0 (B wins): leave them out")
+        require(not len(bad), f"outcomes {bad[:3]} are not 1 (A wins), 0.5 (tie) or 0 (B wins): leave these games out")
 
     @classmethod
     def of(
@@ -78,20 +78,20 @@ class Games:
         """Make games from names.
 
         Args:
-            prompts: (games,) what was asked, as text or any other key.
+            prompts: (games,) prompts, as text or any other key.
             a, b: (games,) the players in slots A and B.
-            outcome: (games,) what slot A scores.
-            players: all names in the order wanted; by default sorted.
+            outcome: (games,) score of slot A.
+            players: all names in the desired order; sorted by default.
 
         Raises:
-            ValueError: a name that is not among the players, and what `Games` refuses.
+            ValueError: a name that is not among the players, or arguments that `Games` rejects.
 
         >>> Games.of(["q", "q"], ["x", "y"], ["y", "z"], [1, 0.5]).players
         ('x', 'y', 'z')
         """
         names = tuple(sorted({*a, *b}) if players is None else players)
         strange = sorted({*a, *b} - set(names))
-        require(not strange, f"{strange} are none of the players {', '.join(names)}")
+        require(not strange, f"{strange} are not among the players: use the names {', '.join(names)}")
         columns = (dict.fromkeys(prompts), prompts), (names, a), (names, b)
         places = [({key: i for i, key in enumerate(known)}, keys) for known, keys in columns]
         codes = (np.array([place[key] for key in keys], np.int64) for place, keys in places)
@@ -101,7 +101,7 @@ class Games:
         return len(self.outcome)
 
     def take(self, chosen: ArrayLike) -> Games:
-        """Return the chosen games (a mask or indices), in that order; prompts are numbered anew."""
+        """Return the chosen games (a mask or indices), in that order, with renumbered prompts."""
         rows = np.asarray(chosen)
         _, prompts = np.unique(self.prompts[rows], return_inverse=True)
         return Games(self.players, prompts.astype(np.int64), self.a[rows], self.b[rows], self.outcome[rows])
@@ -113,7 +113,7 @@ class Games:
 
     @property
     def design(self) -> NDArray[np.float64]:
-        """(games, players) 1 for the player in slot A, -1 for that in slot B."""
+        """(games, players) 1 for the player in slot A, -1 for the player in slot B."""
         one = np.eye(len(self.players))
         return one[self.a] - one[self.b]
 
@@ -122,7 +122,7 @@ class Games:
 
 
 class Strengths(NamedTuple):
-    """Bradley-Terry strengths with resamples of prompts, in Elo points above the anchor."""
+    """Bradley-Terry strengths, with resamples over prompts, in Elo points above the anchor."""
 
     players: tuple[str, ...]
     """Names, in the order of the columns."""
@@ -131,11 +131,11 @@ class Strengths(NamedTuple):
     values: NDArray[np.float64]
     """(players,) the estimates."""
     draws: NDArray[np.float64]
-    """(resamples that have strengths, players)."""
+    """(resamples with finite strengths, players)."""
     prompts: int
-    """Prompts that were resampled."""
+    """Number of prompts that were resampled."""
     undefined: int
-    """Resamples left out because a player, or a group of them, won or lost every game in them."""
+    """Number of resamples left out because a player, or a group of players, won or lost every game in them."""
 
     def interval(self, player: str, level: float = 0.95) -> Interval:
         """Return a player's strength with its percentile interval. Raises ValueError for an unknown player."""
@@ -144,14 +144,14 @@ class Strengths(NamedTuple):
     def difference(self, player: str, other: str, level: float = 0.95) -> Interval:
         """Return a player's strength minus another's, with the percentile interval of the difference.
 
-        Two overlapping intervals do not mean that a difference is not established: this one says.
+        Use this to judge a difference: it may be established even if the two players' intervals overlap.
         """
         i, j = (_index(self.players, name) for name in (player, other))
         draws = self.draws[:, i] - self.draws[:, j]
         return _interval(self.values[i] - self.values[j], draws, self.prompts, level)
 
     def first(self) -> dict[str, float]:
-        """Return player -> share of resamples in which nobody is stronger."""
+        """Return player -> share of resamples in which the player is the strongest."""
         best = np.bincount(self.draws.argmax(1), minlength=len(self.players)) / len(self.draws)
         return dict(zip(self.players, best.tolist(), strict=True))
 
@@ -160,14 +160,14 @@ def bradley_terry(games: Games, anchor: str, *, n_resamples: int = _RESAMPLES, s
     """Return the strengths of all players by maximum likelihood (evalica), with a bootstrap over prompts.
 
     Args:
-        games: all of them; ties are half a win for each.
-        anchor: the player at 0.
-        n_resamples: of the prompts.
-        seed: of the resamples; the same for games on the same prompts gives the same prompts.
+        games: all games; a tie is half a win for each player.
+        anchor: the player whose strength is 0.
+        n_resamples: resamples of the prompts.
+        seed: seed of the resamples; the same seed draws the same prompts for all games on the same prompts.
 
     Raises:
-        ValueError: an unknown anchor; players of whom some won or lost every game against the others, for whom no
-            finite strengths are most likely; or more than 5 % of such resamples.
+        ValueError: an unknown anchor; players of whom some won or lost every game against the others, so that the
+            likelihood has no maximum at finite strengths; or more than 5 % of such resamples.
 
     >>> games = Games.of(range(4), ["x"] * 4, ["y"] * 4, [1, 1, 1, 0])
     >>> round(float(bradley_terry(games, "y", n_resamples=0).values[0]), 1)  # 400 log10(3)
@@ -177,16 +177,16 @@ def bradley_terry(games: Games, anchor: str, *, n_resamples: int = _RESAMPLES, s
     rows, counted = np.unique(np.column_stack([games.a, games.b, games.outcome]), axis=0, return_inverse=True)
     a, b = rows[:, :2].T.astype(int)
     kinds = Games(games.players, np.arange(len(rows)), a, b, rows[:, 2])
-    # how often each kind of game is in each prompt: a resample of prompts is a weight for each kind
+    # how often each kind of game occurs in each prompt: a resample of prompts then gives a weight to each kind
     table = np.zeros((games.prompts.max() + 1, len(kinds)))
     np.add.at(table, (games.prompts, counted.ravel()), 1)
     weights = np.vstack([table.sum(0), _prompt_counts(games, n_resamples, seed) @ table])
     defined = _connected(kinds, weights)
     require(defined[0], _INFINITE)
     undefined = int((~defined[1:]).sum())
-    many = f"{undefined} of {n_resamples} resamples have no finite strengths: give more prompts, or report win rates"
+    many = f"{undefined} of {n_resamples} resamples have no finite strengths: add more prompts, or report win rates"
     require(undefined <= _MOST_UNDEFINED * n_resamples, many)
-    # resamples of few prompts repeat each other
+    # with few prompts many resamples are the same
     distinct, which = np.unique(weights[defined], axis=0, return_inverse=True)
     found = np.array([_strengths(kinds, row) for row in distinct])[which.ravel()]
     found -= found[:, [at]]
@@ -194,16 +194,16 @@ def bradley_terry(games: Games, anchor: str, *, n_resamples: int = _RESAMPLES, s
 
 
 def _strengths(games: Games, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return (players,) strengths in Elo points, mean 0, of weighted games."""
+    """Return (players,), strengths of weighted games in Elo points, with mean 0."""
     limit = 100_000
     result = _rated("bradley_terry", games, weights=weights.tolist(), tolerance=1e-10, limit=limit)
     settled = result.iterations < limit
-    require(settled, f"no strengths after {limit} iterations: some players won nearly all games, give more prompts")
+    require(settled, f"no strengths after {limit} iterations: some players won nearly all games, add more prompts")
     return SCALE * np.log(result.scores.sort_index().to_numpy())
 
 
 def _rated(method: str, games: Games, **options: Any) -> Any:
-    """Return what a method of evalica makes of games."""
+    """Return the result of one of evalica's methods for games."""
     import evalica
     import pandas as pd
 
@@ -213,7 +213,7 @@ def _rated(method: str, games: Games, **options: Any) -> Any:
 
 
 def _connected(games: Games, weights: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return (rows,): whether chains of won or tied games lead from every player to every other (Ford 1957).
+    """Return (rows,), whether chains of won or tied games lead from every player to every other (Ford 1957).
 
     weights: (rows, games), above 0 where a game counts.
     """
@@ -230,18 +230,18 @@ def _connected(games: Games, weights: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 class Adjusted(NamedTuple):
-    """Strengths with covariates held equal, in Elo points above the anchor, and what the covariates are worth."""
+    """Strengths with covariates held equal, in Elo points above the anchor, and the covariates' coefficients."""
 
     names: tuple[str, ...]
     """Players, then covariates, in the order of `values`."""
     anchor: str
-    """The player at 0."""
+    """The player whose strength is 0."""
     values: NDArray[np.float64]
     """(names,) strengths, and coefficients in Elo points per unit of their covariate."""
     covariance: NDArray[np.float64]
-    """(names, names) of the values, robust to whatever games of a prompt share."""
+    """(names, names) covariance of the values, robust to correlation between the games of a prompt."""
     prompts: int
-    """Clusters of the covariance."""
+    """Number of prompts, the clusters of the covariance."""
 
     def interval(self, name: str, level: float = 0.95) -> Interval:
         """Return a player's strength, or the coefficient of a covariate, with its normal interval.
@@ -263,18 +263,18 @@ def adjusted(games: Games, anchor: str, covariates: Mapping[str, ArrayLike]) -> 
     """Return Bradley-Terry strengths by a logistic regression (statsmodels) with covariates of each game.
 
     The log-odds that slot A wins are s_A - s_B + the sum of coefficient x covariate. A tie enters as an outcome of one
-    half: its score is that of two games of half weight, one won by either side. The covariance is robust to clusters:
-    a prompt is one.
+    half, which scores like two games of half weight, one won by each side. The covariance is robust to clusters, which
+    are the prompts.
 
     Args:
-        games: all of them.
-        anchor: the player at 0.
-        covariates: name -> (games,), each of the sign that favours slot A, such as `length_difference`; a row of ones
-            is the advantage of slot A. Without any, the values are those of `bradley_terry`.
+        games: all games.
+        anchor: the player whose strength is 0.
+        covariates: name -> (games,), positive where it favours slot A, such as `length_difference`; a row of ones is
+            the advantage of slot A. Without covariates, the values are those of `bradley_terry`.
 
     Raises:
-        ValueError: a covariate of another length, not finite, or a combination of the players and the other
-            covariates; strengths that are not finite, as in `bradley_terry`; or a fit that does not settle.
+        ValueError: a covariate of another length, not finite, or a linear combination of the players and the other
+            covariates; strengths that are not finite, as in `bradley_terry`; or a fit that does not converge.
     """
     import statsmodels.api as sm
     from statsmodels.tools.sm_exceptions import PerfectSeparationWarning
@@ -285,29 +285,29 @@ def adjusted(games: Games, anchor: str, covariates: Mapping[str, ArrayLike]) -> 
     require(not shared, f"covariates {shared} have the names of players: rename them")
     design = np.column_stack([np.delete(games.design, at, axis=1), *columns])
     told = np.linalg.matrix_rank(design) == design.shape[1]
-    require(told, f"covariates {', '.join(covariates)} are not told apart from the players by these games")
+    require(told, f"these games cannot tell {', '.join(covariates)} from the players: leave a covariate out")
     require(_connected(games, np.ones((1, len(games))))[0], _INFINITE)
     model, settled = sm.GLM(games.outcome, design, family=sm.families.Binomial()), False
     with warnings.catch_warnings(), suppress(PerfectSeparationWarning):
         warnings.simplefilter("error", PerfectSeparationWarning)
         fit = model.fit(tol=1e-10, maxiter=200, cov_type="cluster", cov_kwds={"groups": games.prompts})
         settled = fit.converged and np.abs(fit.params).max() <= _MOST_LOG_ODDS
-    require(settled, f"the fit does not settle: {', '.join(covariates)} may tell every winner; give more games")
+    require(settled, f"the fit does not converge: {', '.join(covariates)} may predict every winner. Add more games.")
     values = np.insert(SCALE * fit.params, at, 0.0)
     covariance = np.insert(np.insert(SCALE**2 * fit.cov_params(), at, 0.0, axis=0), at, 0.0, axis=1)
     return Adjusted((*games.players, *covariates), anchor, values, covariance, int(games.prompts.max()) + 1)
 
 
 def length_difference(length_a: ArrayLike, length_b: ArrayLike) -> NDArray[np.float64]:
-    """Return (length_a - length_b) / (length_a + length_b), -1 to 1, for each game; two empty answers are equal.
+    """Return (length_a - length_b) / (length_a + length_b), -1 to 1, for each game; 0 for two empty answers.
 
-    An answer twice as long has 1/3.
+    An answer twice as long as the other gives 1/3.
 
     >>> length_difference([200, 0], [100, 0]).round(3).tolist()
     [0.333, 0.0]
     """
     a, b = (array("lengths", lengths, low=0) for lengths in (length_a, length_b))
-    require(a.shape == b.shape, f"lengths have shapes {a.shape} and {b.shape}: give one of each per game")
+    require(a.shape == b.shape, f"lengths have shapes {a.shape} and {b.shape}: pass one of each per game")
     return (a - b) / np.maximum(a + b, 1e-300)
 
 
@@ -315,7 +315,7 @@ def length_difference(length_a: ArrayLike, length_b: ArrayLike) -> NDArray[np.fl
 
 
 def win_rates(games: Games, *, n_resamples: int = _RESAMPLES, seed: int = 0) -> dict[str, Interval]:
-    """Return player -> share of its games won, ties half, with a prompt-bootstrap interval, of all that played."""
+    """Return player -> share of its games won, ties half, with a prompt-bootstrap interval, for all who played."""
     found = {}
     for player, side in zip(games.players, games.design.T, strict=True):
         won = (side > 0) * games.outcome + (side < 0) * (1 - games.outcome)
@@ -325,9 +325,9 @@ def win_rates(games: Games, *, n_resamples: int = _RESAMPLES, seed: int = 0) -> 
 
 
 def head_to_head(games: Games, player: str, other: str, *, n_resamples: int = _RESAMPLES, seed: int = 0) -> Interval:
-    """Return the share of the games between two players that the first won, ties half, over their prompts.
+    """Return the share of two players' games that the first won, ties half, with a prompt-bootstrap interval.
 
-    Raises ValueError where they did not meet.
+    Raises ValueError if they did not meet.
     """
     i, j = _index(games.players, player), _index(games.players, other)
     theirs = games.design[:, i] * games.design[:, j] < 0
@@ -338,20 +338,20 @@ def head_to_head(games: Games, player: str, other: str, *, n_resamples: int = _R
 
 
 def position_effect(games: Games, *, n_resamples: int = _RESAMPLES, seed: int = 0) -> Interval:
-    """Return the share of decided games that slot A won, with a prompt-bootstrap interval; 0.5 is no effect.
+    """Return the share of decided games that slot A won, with a prompt-bootstrap interval; 0.5 means no effect.
 
-    Raises ValueError where all games are ties.
+    Raises ValueError if all games are ties.
     """
     return _share(games, games.outcome == A_WINS, games.decided, n_resamples, seed)
 
 
 def agreement(games: Games, difference: ArrayLike, *, n_resamples: int = _RESAMPLES, seed: int = 0) -> Interval:
-    """Return the share of decided games that went to the side which another quantity favours.
+    """Return the share of decided games won by the side that another quantity favours.
 
     Args:
-        games: all of them. Ties of the judge are left out, and games in which the quantity favours nobody.
-        difference: (games,) of the quantity, slot A minus slot B: of the reward, of minus the cost, of the length.
-        n_resamples, seed: of the bootstrap over prompts.
+        games: all games. The judge's ties are left out, and so are games in which the quantity favours neither side.
+        difference: (games,) of the quantity, slot A minus slot B, such as the reward, minus the cost, or the length.
+        n_resamples, seed: resamples and seed of the bootstrap over prompts.
 
     Raises:
         ValueError: another length, a number that is not finite, or nothing left to compare.
@@ -369,15 +369,15 @@ def agreement(games: Games, difference: ArrayLike, *, n_resamples: int = _RESAMP
 
 
 def elo(games: Games, anchor: str, *, k: float = 32.0, initial: float = 1000.0) -> dict[str, float]:
-    """Return player -> sequential Elo rating after the games in their order, shifted so that the anchor has `initial`.
+    """Return player -> sequential Elo rating after the games in order, shifted so that the anchor has `initial`.
 
-    They depend on the order: see `elo_orders`.
+    The ratings depend on the order; see `elo_orders`.
 
     Args:
-        games: in the order in which they are played.
-        anchor: whose rating becomes `initial`.
-        k: points at stake in a game.
-        initial: rating at the start.
+        games: games in the order in which they are played.
+        anchor: the player whose rating becomes `initial`.
+        k: points at stake in each game.
+        initial: every player's rating at the start.
 
     >>> elo(Games.of([0], ["x"], ["y"], [1]), "y")
     {'x': 1032.0, 'y': 1000.0}
@@ -406,19 +406,19 @@ def _index(names: Sequence[str], name: str) -> int:
 
 def _of_games(games: Games, name: str, values: ArrayLike) -> NDArray[np.float64]:
     found = array(name, values, 1)
-    require(len(found) == len(games), f"{name} has {len(found)} numbers: give {len(games)}, one per game")
+    require(len(found) == len(games), f"{name} has {len(found)} numbers: pass {len(games)}, one per game")
     return found
 
 
 def _prompt_counts(games: Games, n_resamples: int, seed: int) -> NDArray[np.float64]:
-    """Return (n_resamples, prompts): how often each prompt is drawn when as many are drawn with replacement."""
+    """Return (n_resamples, prompts), how often each prompt is drawn when as many are drawn with replacement."""
     prompts = int(games.prompts.max()) + 1
     return resample_counts(np.random.default_rng(seed), n_resamples, prompts).astype(float)
 
 
 def _share(games: Games, hits: NDArray, counted: NDArray[np.bool_], n_resamples: int, seed: int) -> Interval:
     """Return sum(hits) / sum(counted) over games, with the percentile interval of a bootstrap over prompts."""
-    require(counted.sum(), "no game counts: all are ties, or nothing was compared")
+    require(counted.sum(), "no game counts, since all are ties or nothing was compared: pass more games")
     sums = np.column_stack([np.bincount(games.prompts, values) for values in (hits, counted)])
     over, under = (_prompt_counts(games, n_resamples, seed) @ sums).T
     draws = over[under > 0] / under[under > 0]
@@ -426,5 +426,5 @@ def _share(games: Games, hits: NDArray, counted: NDArray[np.bool_], n_resamples:
 
 
 def _interval(value: float, draws: NDArray[np.float64], n: int, level: float) -> Interval:
-    require(len(draws), "no resamples: n_resamples must be at least 1 for an interval")
+    require(len(draws), "no resamples: set n_resamples to at least 1 for an interval")
     return interval_of(value, draws, n, level)

@@ -1,4 +1,4 @@
-"""How runs of the conciseness task end, and which settings of ES collapse: read from the curves of their records.
+"""How runs of the conciseness task end, and which settings of ES collapse, from the curves of their records.
 
 A run *hacks* when it gains proxy reward while its right answers fall (`hacking.fell`); it *collapses* when they fall,
 whatever its reward.
@@ -17,17 +17,17 @@ from evoalign_lib.checks import require
 from evoalign_study.records import Record, unpack_bits
 
 SAMPLES = 2
-"""Samples of each question at a temperature, at each point of a curve."""
+"""Samples per question at a temperature, at each point of a curve."""
 JENSEN_SIGMAS = (0.003, 0.01, 0.03)
-"""Sigmas of the noise under which the fall of a tiny model's reward is measured, its Jensen gap."""
+"""Sigmas of the noise under which the drop of a tiny model's reward, its Jensen gap, is measured."""
 
 
 def end(record: Record, decoding: str = "greedy") -> str:
-    """Say how a training run ended: compare the last point of its curve with the first, its base.
+    """Classify the end of a training run by comparing the last point of its curve with the first, the base.
 
     Returns:
-        "hacked" (more proxy reward on split A, and right answers on split B fell), "clean" (more proxy reward, and they
-        did not fall) or "no gain" (no more proxy reward, whatever the answers).
+        "hacked" (proxy reward on split A rose and right answers on split B fell), "clean" (proxy reward rose and right
+        answers did not fall) or "no gain" (proxy reward did not rise, whatever the answers).
 
     Raises:
         ValueError: a record without the curves of the task.
@@ -46,18 +46,18 @@ def right_at(
     The point was measured and may lie well beyond the level; nothing is interpolated.
 
     Args:
-        record: of the run.
+        record: record of the run.
         decoding: "greedy", or a temperature such as "t1".
-        at_proxy: least proxy reward on split A under that decoding; or
-        at_kl: least KL from the base, in nats per completion. Give one of the two.
+        at_proxy: smallest proxy reward on split A under that decoding; or
+        at_kl: smallest KL from the base, in nats per completion. Pass one of the two.
 
     Returns:
-        (problems,), shares of right answers, or None where the run never reaches the level: it is censored.
+        (problems,), shares of right answers; None if the run never reaches the level, that is, if it is censored.
 
     Raises:
-        ValueError: both levels or none, or a record without the curves of the task.
+        ValueError: both levels or neither, or a record without the curves of the task.
     """
-    require((at_proxy is None) != (at_kl is None), f"at_proxy={at_proxy}, at_kl={at_kl}: give one of the two.")
+    require((at_proxy is None) != (at_kl is None), f"at_proxy={at_proxy}, at_kl={at_kl}: pass one of the two.")
     axis, level = ("kl", at_kl) if at_proxy is None else (f"proxy_{decoding}", at_proxy)
     values, bits = _of_curve(record, axis), _of_curve(record, f"right_bits_{decoding}")
     reached = np.flatnonzero(np.array(values, np.float64) >= level)
@@ -69,27 +69,27 @@ def right_at(
 
 def _of_curve(record: Record, name: str) -> list:
     curve = record.get("curve", {})
-    require(name in curve, f"the record's curve has no {name!r}: select training runs of the conciseness task")
+    require(name in curve, f"the record's curve has no {name!r}: pass training runs of the conciseness task")
     return curve[name]
 
 
 class MapCell(NamedTuple):
-    """A setting of ES in a map of sigma and alpha on one base; distances are NaN where no sigma breaks the base."""
+    """A setting of ES in a map of sigma and alpha on one base; distances are NaN if no sigma breaks the base."""
 
     relative_sigma: float
-    """Sigma over the sigma that halves the right answers of the base."""
+    """Sigma relative to the sigma that halves the base's right answers."""
     displacement: float
-    """Root mean square displacement of ES with random fitness, over the same sigma."""
+    """Root mean square displacement of ES with random fitness, relative to the same sigma."""
     collapsed: float
-    """Share of its runs whose right answers fell (`hacking.fell`), greedily, from the first point to the last."""
+    """Share of its runs whose greedy right answers fell (`hacking.fell`) from the first point to the last."""
 
 
 def collapse_map(records: Iterable[Record], base: Record) -> list[MapCell]:
-    """Return the settings of ES runs on one base, by sigma and alpha, each relative to the sigma that breaks that base.
+    """Return the settings of ES runs on one base, by sigma and alpha, relative to the sigma that breaks that base.
 
     Args:
         records: training runs of ES that differ in sigma, alpha and seed.
-        base: the record of their untrained base.
+        base: record of their untrained base.
     """
     critical, by_setting = breaking_sigma(base), {}
     for record in records:
@@ -104,18 +104,18 @@ def collapse_map(records: Iterable[Record], base: Record) -> list[MapCell]:
 
 
 def breaking_sigma(base: Record) -> float:
-    """Return the sigma at which noise on all weights halves a base's right answers, greedily.
+    """Return the sigma at which noise on all weights halves a base's greedy right answers.
 
-    It is interpolated between two measured sigmas, the share of right answers being linear in the logarithm of sigma.
-    The shares under noise are of split A, repetitions of an answer included; half is half of split B's right answers.
-    NaN, with a warning, where no measured sigma halves them, as where nothing is right.
+    It is interpolated between two measured sigmas, linearly in log sigma. The shares under noise are those of split A,
+    repetitions of an answer included; half means half of split B's right answers. If no measured sigma halves them, for
+    example because nothing is right, warn and return NaN.
     """
     sigmas, shares = zip(*sorted((float(sigma), share) for sigma, share in base["breaking"].items()), strict=True)
-    shares = np.minimum.accumulate(shares)  # more noise that happens to leave more right is not less broken
+    shares = np.minimum.accumulate(shares)  # a model that happens to do better with more noise is not less broken
     half = base["test"]["greedy"] / 2
     if not shares[0] > half > shares[-1]:
         left = f"sigma {sigmas[0]:g} leaves {shares[0]:.2f} right, {sigmas[-1]:g} {shares[-1]:.2f}"
-        between = f"half of the base's {2 * half:.2f} is not between them. It is NaN, and no line is drawn there."
+        between = f"half of the base's {2 * half:.2f} is not between them. It is NaN, and no line is drawn for it."
         missed = f"the sigma that halves the base's right answers was not reached: {left}, and {between}"
         warnings.warn(missed, stacklevel=2)
         return math.nan

@@ -1,4 +1,4 @@
-"""Rollouts and updates of notebook 07 taken apart, and its arms one after the other: runs, tables, answers, figures."""
+"""Notebook 07's 2 x 2 of rollouts and updates, and its arms run in sequence: runs, tables, answers, figures."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from evoalign_study.results import Results, stated
 
 BASE = "base"
 ROLLOUTS = {"temperature": "the weights themselves", "perturbed": "perturbed copies"}
-"""Levels of the first factor -> who writes."""
+"""Levels of the first factor -> what generates the completions."""
 UPDATES = {"es": "ES", "gradient": "policy gradient"}
 """Levels of the second factor."""
 CELLS = {
@@ -30,9 +30,9 @@ CELLS = {
     ("perturbed", "es"): "es_members",
     ("perturbed", "gradient"): "grpo_perturbed",
 }
-"""Rollouts and update -> the group of runs that has both, all at as many completions."""
+"""Rollouts and update -> the group of runs that combines them; all use the same number of completions."""
 SLOWER = "grpo slower"
-"""Runs of GRPO with the learning rate of the policy gradient on what perturbed copies wrote."""
+"""Runs of GRPO with the learning rate that the policy gradient on perturbed copies' completions uses."""
 PLAIN = "sft_perturbed"
 """Runs that are fine-tuned on right answers of perturbed copies."""
 ALONE = "es alone"
@@ -40,14 +40,14 @@ ALONE = "es alone"
 FIRST = ("es first", "grpo first")
 """Groups of the first parts."""
 COMPOSED = {"es then grpo": ("es first", "grpo"), "grpo then es": ("grpo first", "es")}
-"""Group of runs in two parts -> the group of their first parts, and what the second one is."""
+"""Group of two-part runs -> the group of their first parts, and the arm of the second."""
 ORDERS = {"ES alone": ALONE, "GRPO alone": "grpo", "ES, then GRPO": "es then grpo", "GRPO, then ES": "grpo then es"}
-"""What stands against one another at as many FLOPs -> its group of runs."""
+"""Order of arms, compared at equal FLOPs -> its group of runs."""
 ALONG = {
     "validation_greedy": "right greedily",
     f"reach_t1@{SOLVED_WITHIN}": f"solved within {SOLVED_WITHIN} samples at temperature 1",
 }
-"""Field of a run's curve -> what it is."""
+"""Field of a run's curve -> its description."""
 _RESAMPLES = 2000
 
 
@@ -55,7 +55,7 @@ _RESAMPLES = 2000
 
 
 def on_own_seeds(declared: Group, run: SimpleNamespace) -> Group:
-    """Return notebook 02's runs of an arm on seeds of their own, with what they reach along the way."""
+    """Return notebook 02's runs of an arm with this notebook's own seeds, and coverage measured along the way."""
     own = dict(declared.settings) | {"test_problems": run.test_problems, "validation_problems": run.validation_problems}
     if "curve_points" in own:
         own |= {"curve_points": run.curve_points, "reach_at": run.reach_at}
@@ -63,11 +63,11 @@ def on_own_seeds(declared: Group, run: SimpleNamespace) -> Group:
 
 
 def cells(run: SimpleNamespace, records: Records, declared: Mapping[str, Any], scale: str) -> dict[str, Any]:
-    """Return the runs that take rollouts and updates apart, and the sweeps that choose their settings.
+    """Return the runs that separate rollouts from updates, and the sweeps that choose their settings.
 
-    A sweep has half of the steps, and its best settings are tried again with all of them: a step of ES that is best for
-    half as long may walk away later. The fourth cell is GRPO itself, with notebook 02's setting. Fine-tuning on what
-    perturbed copies wrote has the learning rate of the other.
+    A sweep takes half of the steps, and its best settings are tried again with all of them: an ES step that is best for
+    half of the run may drift off later. The fourth cell is GRPO itself, with notebook 02's setting. Fine-tuning on
+    perturbed copies' answers uses the learning rate of the usual fine-tuning.
     """
     size = {"steps": run.cell_steps, "population_size": run.cell_members, "prompts_per_step": run.cell_prompts}
     es, grpo = dict(declared["es"].settings) | size | {"num_generations": run.cell_samples}, declared["grpo"]
@@ -81,16 +81,16 @@ def cells(run: SimpleNamespace, records: Records, declared: Mapping[str, Any], s
         sweep, finals, choices = f"sweep {name}", f"finals {name}", arms.SWEEP[swept][: run.sweep_size]
         made[sweep] = After(sweep_specs(arm, run.bases[0], settings, scale, choices), after)
         tried = [setting for _, setting in arms.ranked(records[sweep])] if sweep in records else choices
-        whole = settings | {"steps": 2 * settings["steps"]}  # of which a sweep takes half
+        whole = settings | {"steps": 2 * settings["steps"]}  # a sweep takes half of them
         specs = sweep_specs(arm, run.bases[0], whole, scale, tried[: run.finalists]) if sweep in records else []
         made[finals] = After(specs, (*after, sweep))
         best = arms.ranked(records[finals])[0][1] if finals in records else tried[0]
         group = Group(arm, run.bases[:1], run.own_seeds, settings | best, after=(*after, sweep, finals), scale=scale)
         made[name] = on_own_seeds(group, run)
-    few = run.own_seeds[:4]  # no verdict uses them
+    few = run.own_seeds[:4]  # enough, since no verdict uses these runs
     rate = {"learning_rate": made["grpo_perturbed"].settings["learning_rate"]}
     slower = dict(on_own_seeds(grpo, run).settings) | rate
-    # seeds that no claim counts
+    # seeds that no claim uses
     made[SLOWER] = made["grpo_perturbed"]._replace(arm="grpo", seeds=[seed + 8 for seed in few], settings=slower)
     plain = on_own_seeds(declared["sft"]._replace(arm=PLAIN), run)
     made[PLAIN] = plain._replace(seeds=few, settings=dict(plain.settings) | {"sigma": run.perturbed_sigma})
@@ -98,10 +98,10 @@ def cells(run: SimpleNamespace, records: Records, declared: Mapping[str, Any], s
 
 
 def composed(run: SimpleNamespace, records: Records, declared: Mapping[str, Any], scale: str) -> dict[str, Any]:
-    """Return runs in two parts, their first parts, and ES alone at the FLOPs of GRPO.
+    """Return two-part runs, their first parts, and ES alone at the FLOPs of GRPO.
 
-    Each part has half of the steps that its arm has alone. ES has the setting that does best after so few steps of its
-    sweep.
+    Each part takes half of the steps that its arm takes alone. ES uses the setting of its sweep that is best after that
+    many steps.
     """
     es, grpo = (on_own_seeds(declared[arm], run) for arm in ("es", "grpo"))
     half = run.alone_steps // 2
@@ -125,9 +125,9 @@ def composed(run: SimpleNamespace, records: Records, declared: Mapping[str, Any]
 
 
 def best_after(sweep: Sequence[Record], steps: int) -> dict[str, float]:
-    """Return the setting of a sweep of ES that is best on the validation set after so few steps.
+    """Return the setting of an ES sweep that is best on the validation set after a number of steps.
 
-    As in `arms.ranked` by the mean of three points of the curve: the last ones up to that step.
+    As in `arms.ranked`, settings are ranked by the mean of three points of the curve: the last three up to that step.
     """
     cut = []
     for record in sweep:
@@ -141,23 +141,23 @@ def reach_name(group: str) -> str:
     return f"reach of {group}"
 
 
-# ---- what is asked of every group
+# ---- quantities measured in every group
 
 
 class Measured(NamedTuple):
-    """What is asked of a group of runs."""
+    """A quantity to measure in a group of runs."""
 
     words: str
     at: str
     """"greedy", "t0.6" or "t1"."""
     within: int = 1
-    """Samples."""
+    """Number of samples."""
     against_base: bool = False
     """Whether it is the net change of support."""
 
     @property
     def form(self) -> str:
-        """The format of its unit: percent, or a ratio."""
+        """Format of the quantity: percent, or a ratio."""
         return ".3f" if self.against_base else ".1%"
 
 
@@ -169,21 +169,21 @@ ASKED = (
     Measured("net change of support at 0.6", "t0.6", SOLVED_WITHIN, True),
     Measured("net change of support at 1", "t1", SOLVED_WITHIN, True),
 )
-"""What tables have of every group; the changes are within 256 samples."""
+"""Quantities that tables show for every group; changes of support are within 256 samples."""
 RIGHT, SOLVED, CHANGE = ASKED[0], ASKED[3], ASKED[5]
 
 
 def chances(records: Records, group: str, at: str) -> np.ndarray:
     """Return the chance that one answer of each run of a group is right, (runs, problems).
 
-    at: "greedy", or a temperature as records have it, such as "t1"; "own" is that of each model, chosen on
+    at: "greedy", or a temperature as records have it, such as "t1"; "own" is each model's own temperature, chosen on
     the validation set.
     """
     return quantities.chances(records[reach_name(group)], "" if at == "own" else at)
 
 
 def value(records: Records, group: str, asked: Measured) -> Interval:
-    """Return the mean of what is asked over runs and problems, with its interval."""
+    """Return the mean of a quantity over runs and problems, with its interval."""
     own = chances(records, group, asked.at)
     if asked.against_base:
         (base,) = chances(records, BASE, asked.at)
@@ -192,7 +192,7 @@ def value(records: Records, group: str, asked: Measured) -> Interval:
 
 
 def _solves(records: Records, group: str) -> dict[str, str]:
-    """Return the columns of what the models of a group solve, with the null of counts."""
+    """Return table columns of what the models of a group solve, with the null of counts."""
     null = coverage.null_nscr(chances(records, BASE, "t1")[0], SOLVED_WITHIN)
     solved = {asked.words: stated(value(records, group, asked), asked.form) for asked in (*ASKED[:4], CHANGE)}
     return solved | {"null of counts": f"{null.low:.3f} to {null.high:.3f}"}
@@ -202,7 +202,7 @@ def _solves(records: Records, group: str) -> dict[str, str]:
 
 
 def _named_cells() -> dict[tuple[str, str], str]:
-    """Return who writes and how weights are updated, in words -> group, for the cells and what stands beside them."""
+    """Return (who writes, how weights are updated), in words -> group, for the cells and the additional runs."""
     named = {(ROLLOUTS[who], UPDATES[update]): group for (who, update), group in CELLS.items()}
     return named | {
         (f"{ROLLOUTS['temperature']}, slower", UPDATES["gradient"]): SLOWER,
@@ -212,7 +212,7 @@ def _named_cells() -> dict[tuple[str, str], str]:
 
 
 def cells_table(run: SimpleNamespace, records: Records) -> DataFrame:
-    """Return a row per cell, and per way to fine-tune: what its models solve, with the null of counts."""
+    """Return a row per cell and per kind of fine-tuning: what its models solve, with the null of counts."""
     return DataFrame(
         {"who writes": who, "update": update, "n": len(records[group])} | _solves(records, group)
         for (who, update), group in _named_cells().items()
@@ -220,7 +220,7 @@ def cells_table(run: SimpleNamespace, records: Records) -> DataFrame:
 
 
 def spent_table(run: SimpleNamespace, records: Records) -> DataFrame:
-    """Return a row per cell, and per way to fine-tune: its setting, how far it went, its ratios, what was spent."""
+    """Return a row per cell and per kind of fine-tuning: setting, displacement, importance ratios, and cost."""
     short = {"sigma": "sigma", "alpha": "alpha", "learning_rate": "rate"}
     shares = {"effective_share": "effective samples, %", "clipped_share": "clipped, %"}
     rows = []
@@ -237,21 +237,21 @@ def spent_table(run: SimpleNamespace, records: Records) -> DataFrame:
 
 
 def _of_cells(read: Any) -> list[list[Any]]:
-    """Return what is read of each cell's group: rows are the rollouts, columns the updates."""
+    """Apply a function to each cell's group; rows are the rollouts, columns the updates."""
     return [[read(CELLS[who, update]) for update in UPDATES] for who in ROLLOUTS]
 
 
 def effects(records: Records, asked: Measured, resamples: int = 10_000) -> Effects:
-    """Return the effects of rollouts (rows: perturbed - not) and updates (columns: policy gradient - ES)."""
+    """Return the effects of rollouts (rows: perturbed minus not) and updates (columns: policy gradient minus ES)."""
     base = chances(records, BASE, asked.at)[0] if asked.against_base else None
     own = _of_cells(lambda group: chances(records, group, asked.at))
     return coverage.effects(own, base, asked.within, n_resamples=resamples)
 
 
 def effects_table(run: SimpleNamespace, records: Records) -> DataFrame:
-    """Return a row per quantity: the effects with intervals, and what a two-way analysis of variance makes of them.
+    """Return a row per quantity: the effects with intervals, and a two-way analysis of variance.
 
-    The last row is of the norm of the displacement, its logarithm to base 2.
+    The last row is the norm of the displacement, as its logarithm to base 2.
     """
 
     rows = []
@@ -276,7 +276,7 @@ def effects_table(run: SimpleNamespace, records: Records) -> DataFrame:
 
 
 def _variance(values: list[list[np.ndarray]]) -> dict[str, str]:
-    """Return the shares of the variance over runs, percent: of the rollouts, the update, both jointly, and the rest."""
+    """Return the shares of the variance over runs due to rollouts, update, their interaction and the rest, percent."""
     names = {"rows": "rollouts", "columns": "update", "interaction": "both jointly", "rest": "the rest"}
     if np.ptp(np.concatenate([cell for row in values for cell in row])) == 0:  # a few steps may change nothing
         return {f"variance: {name}": "none" for name in names.values()} | {"p of rollouts, update": ""}
@@ -289,7 +289,7 @@ def _variance(values: list[list[np.ndarray]]) -> dict[str, str]:
 
 
 def parts(records: Records, group: str) -> list[tuple[Record, ...]]:
-    """Return the records of the parts of each run of a group, first part first."""
+    """Return the records of the parts of each run of a group, in order."""
     if group not in COMPOSED:
         return [(record,) for record in records[group]]
     first = {record["digest"]: record for record in records[COMPOSED[group][0]]}
@@ -297,12 +297,12 @@ def parts(records: Records, group: str) -> list[tuple[Record, ...]]:
 
 
 def total(records: Records, group: str, name: str) -> float:
-    """Return the mean over runs of what all parts spent; name: of an axis of budgets."""
+    """Return the mean over runs of what all parts together spent. name: an axis of the budget."""
     return float(np.mean([sum(part["budget"][name] for part in each) for each in parts(records, group)]))
 
 
 def composed_table(run: SimpleNamespace, records: Records) -> DataFrame:
-    """Return a row per order at as many FLOPs, and per first part alone: what was spent, and what the models solve."""
+    """Return a row per order at equal FLOPs, and per first part alone: what was spent, and what the models solve."""
     halves = {"half of ES alone": "es first", "half of GRPO alone": "grpo first"}
     return DataFrame(
         {
@@ -318,10 +318,10 @@ def composed_table(run: SimpleNamespace, records: Records) -> DataFrame:
 
 
 def per_step(records: Records) -> dict[str, float]:
-    """Return the core-seconds of a step of each arm: the mean over all of its runs that the orders are made of.
+    """Return the core-seconds per step of each arm: the mean over all of its runs in the orders.
 
-    Runs of one notebook share a machine with others of it, so that the same steps cost up to a quarter more in some of
-    them: every step of an arm is charged alike.
+    Runs of a notebook share a machine with each other, so the same steps cost up to a quarter more in some runs;
+    therefore every step of an arm is charged the same.
     """
     runs_ = [part for group in (*ORDERS.values(), "es") for each in parts(records, group) for part in each]
     spent = DataFrame([{"arm": r["spec"]["arm"], "steps": r["spec"]["steps"]} | r["budget"] for r in runs_])
@@ -330,17 +330,17 @@ def per_step(records: Records) -> dict[str, float]:
 
 
 def seconds_table(run: SimpleNamespace, records: Records) -> DataFrame:
-    """Return a row per order: what runs solve of the validation set when they have spent as many core-seconds.
+    """Return a row per order: what runs solve of the validation set at equal core-seconds.
 
-    That is what a run in two parts has spent at its end, by `per_step`. ES alone is here the run of full length. Values
-    lie on the line between the points of each run's curve, and intervals are over runs.
+    The budget is what a two-part run has spent at its end, by `per_step`. ES alone is the full-length run here. Values
+    are interpolated linearly between the points of each run's curve, and intervals are over runs.
     """
     each_step = per_step(records)
     first_run = parts(records, "es then grpo")[0]
     seconds = sum(part["spec"]["steps"] * each_step[part["spec"]["arm"]] for part in first_run)
 
     def at_seconds(run_parts: Sequence[Record], field: str) -> float:
-        """Return a field of the curve of all parts in a row when so much is spent; NaN beyond its end."""
+        """Return a field of the curve of all parts in sequence at this budget; NaN beyond the end of the curve."""
         spent: list[float] = []
         for part in run_parts:
             before = spent[-1] if spent else 0.0
@@ -361,7 +361,7 @@ def seconds_table(run: SimpleNamespace, records: Records) -> DataFrame:
 
 
 def along(records: Records, group: str, field: str) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the curve of each part of a group: FLOPs of all parts so far, and the mean over runs of a field."""
+    """Return the curve of each part of a group: FLOPs of all parts so far, and the mean of a field over runs."""
     curves, before = [], 0.0
     for part in zip(*parts(records, group), strict=True):
         spent = np.mean([record["curve"]["forward_flops"] for record in part], axis=0)
@@ -374,7 +374,7 @@ def along(records: Records, group: str, field: str) -> list[tuple[np.ndarray, np
 
 
 def results(records: Records) -> Results:
-    """Return the numbers that the answers and the paper's macros are read from, by name; shares are fractions."""
+    """Return the numbers behind the answers and the paper's macros, by name; shares are fractions."""
     change, right = (effects(records, asked, _RESAMPLES) for asked in (CHANGE, RIGHT))
     entries: Results = {"update change": change.columns, "rollouts change": change.rows}
     entries |= {"update right": right.columns, "rollouts right": right.rows}
@@ -394,14 +394,14 @@ def results(records: Records) -> Results:
 
 
 def look(who: str, update: str) -> dict[str, Any]:
-    """Return how a cell is drawn: the colour of its update, filled where the weights themselves write."""
+    """Return how a cell is drawn: in the colour of its update, filled if the weights themselves write."""
     color, perturbed = style.ARMS[{"es": "es", "gradient": "grpo"}[update]].color, who == "perturbed"
     shape = {"marker": "s", "ls": "--", "mfc": "white"} if perturbed else {"marker": "o", "ls": "-", "mfc": color}
     return {"color": color, "label": f"{UPDATES[update]}, {ROLLOUTS[who]} write"} | shape
 
 
 def figure_cells(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw what who writes and who updates do to support: along the runs against accuracy, and at their ends."""
+    """Draw how rollouts and updates change the support: along the runs against accuracy, and at their ends."""
     looks = {group: look(*cell) for cell, group in CELLS.items()}
     slower = look("temperature", "gradient")
     looks[SLOWER] = slower | {"ls": ":", "marker": "D", "mfc": "white", "label": f"{slower['label']}, slower"}
@@ -437,7 +437,7 @@ def figure_cells(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, Da
 
 
 def figure_composed(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw greedy accuracy and coverage along runs of one arm and of two, at as many FLOPs."""
+    """Draw greedy accuracy and coverage along runs of one arm and of two, at equal FLOPs."""
     points = DataFrame(
         {"panel": title, "runs": words, "arm": part["spec"]["arm"], "across": x / 1e12, "value": 100 * y}
         for field, title in ALONG.items()

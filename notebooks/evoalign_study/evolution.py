@@ -1,7 +1,7 @@
-"""Runs of ES and of ESSA: one trainer for every arm of the two, its budget, and the ledger that may be kept.
+"""Runs of ES and ESSA: one trainer for all of their arms, its budget, and the ledger that may be kept.
 
-Arms with `lora_rank` search an adapter over the frozen base, which may be fine-tuned on right answers before
-(`training.adapted`). The `d`, digest and distance of their records are those of the adapter's parameters.
+Arms with `lora_rank` optimise an adapter over the frozen base, which may first be fine-tuned on right answers
+(`training.adapted`). The `d`, digest and distance in their records are those of the adapter's parameters.
 """
 
 import copy
@@ -23,14 +23,14 @@ from evoalign_study.rollouts import WeightedTrainer
 
 @contextmanager
 def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Iterator[training.Trained]:
-    """Train by an arm of ES or ESSA, and yield the model. Arguments as `trainers.train`."""
+    """Train with an arm of ES or ESSA, and yield the model. Arguments as for `trainers.train`."""
     world, arm = training.world(spec), arms.get(spec["arm"])
     told, weighted = dict(arm.options) | training.reports(spec, lasting), arm.rollouts == "unperturbed"
     told |= {"num_generations": spec["num_generations"]} if weighted else {}
     kind = ESSATrainer if arm.family == "cma" else WeightedTrainer if weighted else ESTrainer
     es, progress = trainer(spec, world, place, kind, **told)
     with closing(es.engine) as engine:
-        # with anchor_decay the weights keep a copy of their start, which is never written
+        # with anchor_decay the weights keep a copy of their start, which is never written to
         start = engine.master.copy() if engine.weights.start is None else engine.weights.start
         training.watch_divergence(es, progress)
         es.train(resume_from_checkpoint=(place / ledger.NAME).is_file())
@@ -45,14 +45,14 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
 
 
 def spent(es: Any) -> dict[str, Any]:
-    """Return the budget of a run so far, what its adapter was fine-tuned with included."""
+    """Return the budget of a run so far, including the fine-tuning of its adapter beforehand."""
     budget = dict(es.budget)
-    if isinstance(es, ESSATrainer):  # which counts its FLOPs, those of the warm start among them
+    if isinstance(es, ESSATrainer):  # it counts its FLOPs itself, including those of the warm start
         return budget
     # a forward pass costs 2 floating-point operations per parameter and token; attention products are left out
     tokens = budget["prompt_tokens"] + budget["generated_tokens"]
     tokens *= es.passes if isinstance(es, WeightedTrainer) else 1
-    # of a model with an adapter the frozen base computes, too
+    # a model with an adapter also computes its frozen base
     d = sum(p.numel() for p in es.model.parameters()) if _adapters.is_adapted(es.model) else es.engine.layout.d
     return training.with_warm_start(budget | {"forward_flops": 2 * d * tokens}, es.warm_start_cost)
 
@@ -60,14 +60,14 @@ def spent(es: Any) -> dict[str, Any]:
 def trainer(
     spec: Spec, world: tuple[Any, ...], folder: Path, kind: type[ESTrainer] = ESTrainer, **changed: Any
 ) -> tuple[Any, training.Progress]:
-    """Return an ES trainer for a spec, and the progress that its training fills in.
+    """Return an ES trainer for a spec, and the progress that training fills in.
 
     Args:
-        spec: with the settings of an arm of ES or ESSA.
+        spec: spec with the settings of an arm of ES or ESSA.
         world: model, tokenizer and problems of each split (`training.world`).
-        folder: for checkpoints, where they are kept, and the progress beside them.
-        kind: the trainer, or a subclass that watches its own steps.
-        **changed: of the trainer's configuration.
+        folder: folder for checkpoints, if they are kept, and for the progress next to them.
+        kind: the trainer class, or a subclass that watches its own steps.
+        **changed: changes to the trainer's configuration.
     """
     measure, (model, tokenizer, sets) = measures.of(spec), world
     general = {"report_to": "none", "save_strategy": "no"} | changed
@@ -75,7 +75,7 @@ def trainer(
     curve = training.curve_callback(spec, sets, progress, lambda: (made.engine, spent(made)))
     local, essa = base_models.is_local(spec), issubclass(kind, ESSATrainer)
     where = {"workers": 1} if local else {k: spec[k] for k in base_models.ENGINE_FIELDS if k in spec}
-    if "warm_rows" in spec and not (local or essa):  # fine-tuned here, before there is a trainer
+    if "warm_rows" in spec and not (local or essa):  # fine-tuned here, before the trainer exists
         model, _ = models.load(model, tokenizer, base_models.loaded_as(spec))
     elif not local:
         where["model_init_kwargs"] = {"dtype": "bfloat16"}
@@ -92,7 +92,7 @@ def trainer(
         adapter["peft_config"] = lora_config(spec["lora_rank"])
     elif "lora_rank" in spec:
         model, warm = training.adapted(spec, model, tokenizer, folder)
-    if essa:  # which fine-tunes by itself, and keeps what it has fine-tuned
+    if essa:  # it does the fine-tuning itself, and keeps the result
         adapter["sft_dataset"] = training.warm_rows(spec, tokenizer)
         adapter["sft_args"] = training.warm_arguments(spec, folder)
     made = kind(model, measure.reward(spec), config, asked, None, tokenizer, [curve], **adapter)
@@ -104,14 +104,14 @@ def trainer(
 
 
 def _over_loaded_base(spec: Spec, found: Any) -> dict[str, Any]:
-    """Return the test of an adapter that was searched over a base of another precision, over the base as it is loaded.
+    """Test an adapter on the base as loaded, after it was optimised over the base in another precision.
 
-    found: the model with the adapter. What each problem's samples say is left out: a record has no room for it twice.
+    found: the model with the adapter. Counts per problem are left out, since a record has no room for them twice.
     """
     import torch
 
     model, tokenizer, sets = training.world(spec)
-    measured = copy.deepcopy(model)  # an adapter's layers come into the model itself
+    measured = copy.deepcopy(model)  # attaching an adapter changes the model's own layers
     model = _adapters.attach(model, lora_config(spec["lora_rank"]), spec["seed"])
     searched = _adapters.moved(found)
     with torch.no_grad():
@@ -124,10 +124,10 @@ def _over_loaded_base(spec: Spec, found: Any) -> dict[str, Any]:
 
 
 def _keep_ledger(trainer: Any, base: str, path: Path) -> dict[str, Any]:
-    """Replay a finished run's ledger from the base loaded anew, write it compressed, and describe it."""
+    """Replay a finished run's ledger from a freshly loaded base, write it compressed, and describe it."""
     run, source = trainer.ledger, trainer.ledger.path
     replayed, last = ledger.replay(source, base), trainer.engine.master
-    differ = replayed.view(np.uint32) != last.view(np.uint32)  # in bits: NaN equals nothing
+    differ = replayed.view(np.uint32) != last.view(np.uint32)  # compared as bits, since NaN equals nothing
     error = np.abs(replayed[differ] - last[differ]).max(initial=0)
     packed = ledger.pack(source)
     path.write_bytes(packed)

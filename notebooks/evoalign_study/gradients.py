@@ -1,8 +1,8 @@
-"""Runs of the arms that TRL trains, GRPO's relatives and filtered fine-tuning, measured by an engine of ours.
+"""Runs of the arms that TRL trains, GRPO's relatives and filtered fine-tuning, measured by this project's engines.
 
-An arm with `lora_rank` trains an adapter over the frozen base, where ESSA adapts it (`essa.lora_config`), with first
-weights drawn from the seed of the run, which may be fine-tuned on right answers before (`training.adapted`). Everything
-is measured of the merged model (`training.take_weights`).
+An arm with `lora_rank` trains an adapter over the frozen base, in the places that ESSA adapts (`essa.lora_config`). The
+adapter's initial weights are drawn from the seed of the run, and may first be fine-tuned on right answers
+(`training.adapted`). All measurements are of the merged model (`training.take_weights`).
 """
 
 import copy
@@ -25,14 +25,14 @@ from evoalign_study.records import Record, Spec
 
 @contextmanager
 def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Iterator[training.Trained]:
-    """Train by one of TRL's trainers in this process (see `grpo`), and yield the model.
+    """Train with one of TRL's trainers in this process (see `grpo`), and yield the model.
 
-    Arguments as `trainers.train`.
+    Arguments as for `trainers.train`.
     """
     import trl
 
     model, tokenizer, sets = training.world(spec)
-    # an adapter's layers come into the model itself, and the engine measures one without them
+    # adding an adapter changes the model's own layers, and the engine measures a model without them
     measured, warm = copy.deepcopy(model) if "lora_rank" in spec else model, None
     if "warm_rows" in spec:
         model, warm = training.adapted(spec, model, tokenizer, place)
@@ -40,7 +40,7 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
         training.take_weights(engine, model)  # the engine's own model may have another dtype
         start = engine.master.copy()
         result, diverged = _train(spec, place, lasting, model, tokenizer, sets, engine, warm)
-        del model  # and with it the trainer's optimiser, which may have filled a GPU
+        del model  # frees the trainer's optimiser as well, which may have filled a GPU
         gc.collect()
         yield training.Trained(engine, start, sets, result | {"trl": trl.__version__}, diverged)
 
@@ -48,13 +48,13 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
 def _train(
     spec: Spec, place: Path, lasting: bool, model: Any, tokenizer: Any, sets: Mapping[str, list], engine: Any, warm: Any
 ) -> tuple[Record, list[int]]:
-    """Train a model by one of TRL's trainers, and measure it by an engine along the way, which has it at the end.
+    """Train a model with one of TRL's trainers, measuring it along the way by an engine, which holds it at the end.
 
-    warm: what fine-tuning its adapter took.
+    warm: cost of fine-tuning the adapter beforehand.
 
     Returns:
-        Budget, counts, curve, who decoded the samples (`grpo.DECODERS`, or "vllm") and, of another engine than the
-        local one, its plan; and the steps after which the model had weights that were not finite.
+        Budget, counts, curve, the decoder of the samples (`grpo.DECODERS`, or "vllm") and, for engines other than the
+        local one, the plan; and the steps after which the model had weights that were not finite.
     """
     from transformers import PrinterCallback
 
@@ -73,7 +73,7 @@ def _train(
     names = ("seed", "steps", "prompts_per_step", "num_generations", "max_completion_length", "learning_rate", "beta")
     settings = {name: spec[name] for name in (*names, "scale_rewards", "micro_batch", "decoder") if name in spec}
     rows = training.rows(spec, tokenizer, sets["train"])
-    # beside an adapter TRL's vLLM would round the base (`grpo.trainer`): the model itself generates, vLLM only measures
+    # with an adapter TRL's vLLM would round the base (`grpo.trainer`): the model itself generates, vLLM only measures
     colocated = not local and "lora_rank" not in spec
     if colocated:
         asked = Prompts(rows[: spec["steps"] * spec["prompts_per_step"]], tokenizer)
@@ -97,24 +97,24 @@ def _train(
     training.watch_divergence(trainer, progress)
     trainer.train(resume_from_checkpoint=_last_checkpoint(place, processes.world_size()))
     counts = dict(budget.counts)
-    if spec.get("scale_rewards") != "batch":  # where TRL logs whether the whole batch has no spread
+    if spec.get("scale_rewards") != "batch":  # with "batch", TRL logs whether the whole batch has no spread
         zero_std = [e["frac_reward_zero_std"] for e in trainer.state.log_history if "frac_reward_zero_std" in e]
         counts["zero_std_groups"] = round(float(np.mean(zero_std)), 5)
     if lasting:
         trainer.save_model(str(place / "model"))
     result = {"budget": look()[1], "counts": counts, "curve": progress.curve}
-    result |= {"decoder": "vllm" if colocated else spec.get("decoder", "generate")}  # of the samples that it trains on
+    result |= {"decoder": "vllm" if colocated else spec.get("decoder", "generate")}  # of the training samples
     if written is not None:
         result |= {"decoder": engine.decoder, "rollouts": written.summary()}
     return result | base_models.plan(spec, engine), progress.diverged
 
 
 def _last_checkpoint(place: Path, n: int) -> str | None:
-    """The newest checkpoint of a gradient arm on n processes that no kill left incomplete."""
+    """Return the newest complete checkpoint of a gradient arm on n processes; a kill may leave incomplete ones."""
     complete = []
     for folder in place.glob("checkpoint-*"):
         try:
-            json.loads((folder / "trainer_state.json").read_text())  # what the first process writes last
+            json.loads((folder / "trainer_state.json").read_text())  # the first process writes this file last
         except (OSError, ValueError):
             continue
         if n == 1 or all((folder / f"rng_state_{rank}.pth").is_file() for rank in range(n)):
@@ -123,27 +123,27 @@ def _last_checkpoint(place: Path, n: int) -> str | None:
 
 
 def _device(spec: Spec) -> dict[str, bool]:
-    """Where TRL trains: with the local engine on the CPU, as ES does, even on a machine with GPUs."""
+    """Return where TRL trains: with the local engine on the CPU, as ES does, even on a machine with GPUs."""
     import torch
 
     gpus = torch.cuda.is_available()
     elsewhere = not base_models.is_local(spec) and gpus
-    # said only where TRL would find out something else by itself
+    # set only if TRL would choose another device by itself
     return {"use_cpu": True} if not elsewhere and (gpus or processes.world_size() > 1) else {}
 
 
-# ---- filtered fine-tuning, the cheapest thing a user would try
+# ---- filtered fine-tuning, the cheapest method a user would try
 
 
 @contextmanager
 def fine_tune(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Iterator[training.Trained]:
-    """Fine-tune on what the task imitates of the base's samples (see `grpo.filtered_sft`), and yield the model.
+    """Fine-tune on those of the base's samples that the task imitates (see `grpo.filtered_sft`), and yield the model.
 
-    Of an arm with perturbed rollouts, in the place of samples, among the greedy answers of copies of the base with
-    noise on their weights, one for each of num_generations.
+    For an arm with perturbed rollouts, the greedy answers of num_generations copies of the base with noise on their
+    weights are filtered instead of samples.
 
-    Arguments as `trainers.train`. It starts anew after a kill. Of a base that is never right nothing passes the filter:
-    the model stays as it is, and `counts` says that 0 were kept.
+    Arguments as for `trainers.train`. After a kill the run starts from the beginning. If the base is never right,
+    nothing passes the filter: the model does not change, and `counts` says that 0 were kept.
     """
     import trl
 
@@ -170,7 +170,7 @@ def fine_tune(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) 
         "generated_tokens": sum(len(ids) for row in samples for _, ids in row),
         "prompt_tokens": int(prompts.lengths.sum()) * len(samples),
     }
-    engine.close()  # the model has the GPU for itself
+    engine.close()  # leaves the GPU to the model
     progress = training.Progress(None)
     if pairs:
         core_seconds += _fit(spec, model, tokenizer, pairs, place, lasting, progress)
@@ -191,7 +191,7 @@ def fine_tune(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) 
 def _fit(
     spec: Spec, model: Any, tokenizer: Any, pairs: list, place: Path, lasting: bool, progress: training.Progress
 ) -> float:
-    """Train a model on what passed its filter; return the core seconds, without those of making the trainer."""
+    """Train a model on what passed the filter; return the core-seconds, without those of building the trainer."""
     from transformers import PrinterCallback
 
     settings = {name: spec[name] for name in ("seed", "learning_rate", "batch_size", "epochs")}

@@ -1,7 +1,7 @@
-"""What samples of a user's own models say of coverage: pass@k, support won and lost, cover@tau, as tables and curves.
+"""Coverage of a user's own models from their samples: pass@k, support won and lost, cover@tau, as tables and curves.
 
-Every function takes models, name -> records of kind "sampled"; the first is the model itself, the others are ends of
-training from it. All have the same problems and samples. Intervals are over problems.
+Most functions take models, name -> records of kind "sampled": the first is the starting model, the others were trained
+from it. All have the same problems and number of samples. Intervals are over problems.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from evoalign_study.results import stated
 from evoalign_study.runs import where
 
 Models = Mapping[str, Sequence[Record]]
-"""Name -> records of all blocks and temperatures; the model itself first."""
+"""Name -> records of all blocks and temperatures; the starting model first."""
 TAUS = (0.01, 0.1, 0.5, 0.9)
 """Chances of a right sample at which tables count problems."""
 _RESAMPLES = 2000
@@ -30,24 +30,24 @@ def temperatures(models: Models) -> list[float]:
     """Return the temperatures at which all models were sampled.
 
     Raises:
-        ValueError: models that were sampled at other temperatures than the first.
+        ValueError: models that were sampled at different temperatures.
     """
     asked = {name: sorted({record["spec"]["temperature"] for record in records}) for name, records in models.items()}
     first, *others = asked.values()
     if any(other != first for other in others):
-        raise ValueError(f"models were sampled at other temperatures: {asked}. Sample all at the same ones.")
+        raise ValueError(f"models were sampled at different temperatures: {asked}. Sample all at the same ones.")
     return first
 
 
 def samples(models: Models) -> int:
-    """Return how many samples each problem has.
+    """Return the number of samples per problem.
 
     Raises:
-        ValueError: models that differ in it.
+        ValueError: models with different numbers of samples.
     """
     n = {record["spec"]["samples"] for records in models.values() for record in records}
     if len(n) != 1:
-        raise ValueError(f"records with {sorted(n)} samples of each problem: compare those with equally many.")
+        raise ValueError(f"records have {sorted(n)} samples per problem: compare models with equally many.")
     return n.pop()
 
 
@@ -55,11 +55,11 @@ def counts(records: Sequence[Record], temperature: float) -> np.ndarray:
     """Return how many samples of each problem are right, (problems,), from the blocks of one model at a temperature.
 
     Raises:
-        ValueError: blocks that are missing or overlap, and records of more than one model.
+        ValueError: blocks that are missing or overlap, or records of more than one model.
     """
     own = sorted(where(records, temperature=temperature), key=lambda r: r["spec"]["block"])
     if len({str(sorted((k, v) for k, v in record["spec"].items() if k != "block")) for record in own}) > 1:
-        raise ValueError(f"{len(own)} records differ in more than their blocks: give those of one model and setting.")
+        raise ValueError(f"{len(own)} records differ in more than their blocks: pass those of one model and setting.")
     held = Counter(problem for record in own for problem in range(*record["spec"]["block"]))
     n = own[0]["spec"]["test_problems"] if own else 1
     wrong, twice = sorted(held.keys() ^ set(range(n))), [i for i in held if held[i] > 1]
@@ -71,19 +71,19 @@ def counts(records: Sequence[Record], temperature: float) -> np.ndarray:
 
 
 def ks(n: int) -> list[int]:
-    """Return the numbers of samples at which tables say what is solved: 1, 4, 16, ... and n."""
+    """Return the values of k in tables: 1, 4, 16, ... and n."""
     return sorted({4**i for i in range(n.bit_length()) if 4**i <= n} | {n})
 
 
 def solved(right: np.ndarray, n: int, k: int) -> stats.Interval:
-    """Return pass@k, unbiased, with its interval over problems; right: (problems,), of n samples each."""
+    """Return unbiased pass@k with its interval over problems. right: (problems,), right samples among n each."""
     return stats.crossed_bootstrap(coverage.estimate_pass_at(right, n, k)[None], n_resamples=_RESAMPLES)
 
 
 def pass_table(models: Models, temperature: float) -> DataFrame:
-    """Return a row per model and k: pass@k with its interval over problems, and its standard error from the samples.
+    """Return a row per model and k: pass@k with its interval over problems, and its standard error of sampling.
 
-    The latter is of new samples of the same problems; it is not known where k is more than half of the samples.
+    The standard error is for new samples of the same problems; it is unknown if k is more than half of the samples.
     """
     n, rows = samples(models), []
     for name, records in models.items():
@@ -96,19 +96,19 @@ def pass_table(models: Models, temperature: float) -> DataFrame:
 
 
 def change(before: np.ndarray, after: np.ndarray, n: int, k: int) -> stats.Interval:
-    """Return the net change of support within k samples, from counts of n samples, with its interval over problems."""
+    """Return the net support change rate within k samples, from counts of n, with its interval over problems."""
     base, end = (coverage.estimate_pass_at(right, n, k) for right in (before, after))
     return coverage.support_change(base, end[None], 1, n_resamples=_RESAMPLES)
 
 
 def support_table(models: Models, temperature: float) -> DataFrame:
-    """Return a row per end: problems kept, won, lost and out against the model within half of the samples, and NSCR.
+    """Return a row per trained model: problems kept, won, lost and out within half of the samples, and the NSCR.
 
-    Half, since the null is what two halves of the model's own samples win and lose of one another. The numbers of
-    problems are expected ones, which are unbiased.
+    Half of the samples, since the null compares two halves of the starting model's own samples. The numbers of problems
+    are expected counts, which are unbiased.
 
     Raises:
-        ValueError: an end with other problems than the model.
+        ValueError: a trained model with another number of problems than the starting model.
     """
     n = samples(models)
     k = n // 2
@@ -133,10 +133,10 @@ def support_table(models: Models, temperature: float) -> DataFrame:
 
 
 def cover_table(models: Models, temperature: float, taus: Sequence[float] = TAUS) -> DataFrame:
-    """Return a row per model: the share of problems that a sample solves with at least each chance, and the unseen.
+    """Return a row per model: the share of problems solved with at least each chance per sample, and those unsolved.
 
-    The chances are shares of the samples. "None right": problems without a right sample; the chance of one of these is
-    with 95 % confidence below the last column.
+    The chances are shares of the samples. "None right" counts the problems without a right sample; with 95 %
+    confidence, the chance of a right sample on such a problem is below the last column.
     """
     n = samples(models)
     return DataFrame(
@@ -161,9 +161,9 @@ def token_table(models: Models) -> DataFrame:
 
 
 def figure_pass_at_k(models: Models) -> tuple[plt.Figure, DataFrame]:
-    """Draw pass@k of each model with its interval over problems, a panel for each temperature.
+    """Draw pass@k of each model with its interval over problems, in one panel per temperature.
 
-    Returns the figure and what it plots, a row per point of a line.
+    Returns the figure and its data, a row per point of a line.
     """
     n, heat = samples(models), temperatures(models)
     across = np.unique(np.geomspace(1, n, 33).round()).astype(int)
@@ -175,7 +175,7 @@ def figure_pass_at_k(models: Models) -> tuple[plt.Figure, DataFrame]:
         for right in [counts(records, temperature)]
         for k, solved_by in zip(across, coverage.estimate_pass_at(right, n, across.tolist()).T, strict=True)
     )
-    own, *ends = models  # ends have the colours that `evoalign compare` gives them
+    own, *ends = models  # the trained models have the colours of `evoalign compare`
     turns = product(("-", "--", ":", "-."), (("#0A332C", "o"), ("#7CB9BF", "s")))
     looks = {
         name: {"color": color, "marker": marker, "ls": stroke, "label": name}

@@ -1,4 +1,4 @@
-"""What records of kind "path" hold of the points along a line, as arrays."""
+"""Arrays of the points along a line, from records of kind "path"."""
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -13,17 +13,17 @@ from evoalign_study.records import Record, unpack_bits
 
 
 class Model(NamedTuple):
-    """A point that runs define, as its records name it (`study.trained.end`)."""
+    """A point defined by runs, as records name it (`study.trained.end`)."""
 
     digests: tuple[str, ...]
-    """Of the runs whose mean displacement it has."""
+    """Digests of the runs whose mean displacement it has."""
     as_long_as: tuple[str, ...] = ()
     draw: int | None = None
     factor: float = 1.0
 
 
 def model_of(named: Mapping[str, Any] | None) -> Model | None:
-    """Return the point that a spec names; None: the base itself."""
+    """Return the point that a spec names; None is the base itself."""
     if named is None:
         return None
     long = named.get("as_long_as", {"digests": ()})["digests"]
@@ -31,7 +31,7 @@ def model_of(named: Mapping[str, Any] | None) -> Model | None:
 
 
 def by_ends(records: Sequence[Record]) -> dict[tuple[Model | None, Model | None], Record]:
-    """Return the records of kind "path" among any, by the ends of their lines, first and last."""
+    """Return (first, last) end of a line -> its record, for the records of kind "path" among these."""
     lines = [record for record in records if record["spec"]["kind"] == "path"]
     return {(model_of(line["spec"].get("first")), model_of(line["spec"].get("last"))): line for line in lines}
 
@@ -39,23 +39,23 @@ def by_ends(records: Sequence[Record]) -> dict[tuple[Model | None, Model | None]
 def errors(records: Sequence[Record], decoding: str) -> NDArray[np.float64]:
     """Return which problems are answered wrongly at each point of each line, (lines, problems, points), 0 or 1.
 
-    records: of kind "path", of equally many problems and points. decoding: "greedy", "t0.6" or "t1".
-    Raises ValueError for no records, lines of unequal sizes, and a decoding that they lack.
+    records: of kind "path", with equally many problems and points. decoding: "greedy", "t0.6" or "t1".
+    Raises ValueError for no records, lines of different sizes, or a decoding that they lack.
     """
     sizes = {(record["n"], len(record["points"]["nll"])) for record in records}
-    require(len(sizes) == 1, f"lines of {sorted(sizes)} problems and points make no array: give lines of one size")
+    require(len(sizes) == 1, f"lines have {sorted(sizes)} problems and points: pass at least one, all of one size")
     ((n, _),) = sizes
     key = f"{decoding}_bits"
     decoded = all(key in record["points"] for record in records)
-    require(decoded, f"a line was not decoded so: {decoding!r}. Use greedy, t0.6 or t1.")
+    require(decoded, f"a line was not decoded with {decoding!r}: use greedy, t0.6 or t1.")
     rights = [[unpack_bits(bits, n) for bits in record["points"][key]] for record in records]
     return 1.0 - np.array(rights, np.float64).transpose(0, 2, 1)
 
 
 def mean_barrier(errors: NDArray[np.float64], n_resamples: int) -> connectivity.BarrierEstimate:
-    """Return the height of the mean curve of some lines over the line between its ends, a fraction.
+    """Return how far the mean curve of several lines rises above the line between its ends, as a fraction.
 
-    errors: as of `errors`. The lines have no run in common, and are resampled with the problems.
+    errors: as returned by `errors`. The lines share no run, and are resampled together with the problems.
     """
     outcomes = np.full((len(errors), *errors.shape), np.nan)
     outcomes[np.arange(len(errors)), np.arange(len(errors))] = errors
@@ -66,29 +66,29 @@ def curves(records: Sequence[Record], name: str) -> NDArray[np.float64]:
     """Return a number per point of each line, (lines, points).
 
     name: "nll" (nats per answer), "kl" (nats per token) or "reward_greedy", "reward_t0.6", "reward_t1".
-    Raises ValueError for no records and lines of unequal numbers of points.
+    Raises ValueError for no records, or lines with different numbers of points.
     """
     lines = [record["points"][name] for record in records]
-    require(len(set(map(len, lines))) == 1, "lines of unequal numbers of points make no array: give lines of one size")
+    require(len(set(map(len, lines))) == 1, "pass at least one line, all with the same number of points")
     return np.array(lines, np.float64)
 
 
 def barriers(
     records: Sequence[Record], runs: Sequence[Record], decoding: str, n_resamples: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the barriers of the error on the lines between any two runs, and the same with problems resampled.
+    """Return the error barriers on the lines between every two runs, and the same with problems resampled.
 
-    records: any; of kind "path" those between these runs are taken, in either direction. runs: of training, (runs,).
-    decoding: as in `errors`.
-    Returns fractions, (runs, runs) and (resamples, runs, runs), above the diagonal; corrected for noise
-    (`connectivity.estimate_barrier`, which leaves out the few resamples that have one run alone).
-    Raises ValueError for less than two runs, and where a line between two of them was not measured.
+    records: any records; those of kind "path" between these runs are used, in either direction. runs: training runs,
+    (runs,). decoding: as in `errors`.
+    Returns fractions, (runs, runs) and (resamples, runs, runs), above the diagonal, corrected for noise
+    (`connectivity.estimate_barrier`, which leaves out the few resamples of a single run).
+    Raises ValueError for fewer than two runs, or if a line between two of them was not measured.
     """
     n, lines, along = len(runs), by_ends(records), []
-    require(n > 1, f"{n} runs have no line between them: give two at least")
+    require(n > 1, f"{n} runs have no line between them: pass at least two")
     for one, other in combinations([run["digest"] for run in runs], 2):
         there, back = (lines.get((Model((a,)), Model((b,)))) for a, b in ((one, other), (other, one)))
-        require(there or back, f"no line was measured between the runs with the weights {one} and {other}")
+        require(there or back, f"no line between the runs with the weights {one} and {other} has a record: measure it")
         along.append(errors([there or back], decoding)[0][:, :: 1 if there else -1])
     outcomes = np.full((n, n, *along[0].shape), np.nan)
     outcomes[np.triu_indices(n, 1)] = along

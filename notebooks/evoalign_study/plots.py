@@ -1,4 +1,4 @@
-"""What the figures of several notebooks share: panels, lines, marks, maps and legends, from tidy frames."""
+"""Plotting functions that several notebooks share: panels, lines, marks, maps and legends, from tidy frames."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,13 +16,13 @@ from evoalign_study import style
 Looks = Mapping[Any, Mapping[str, Any]]
 """Name of a line -> keyword arguments of `Axes.plot`."""
 NULL = {"color": "black", "lw": 0.9, "ls": (0, (1, 2))}
-"""How the line is drawn at which a quantity says nothing."""
+"""Style of the line that marks the null value of a quantity."""
 BASE = {"color": style.ARMS["base"].color, "lw": 1.0}
-"""How the line of the untrained base is drawn."""
+"""Style of the untrained base's line."""
 
 
 def look(arm: str, **how: Any) -> dict[str, Any]:
-    """Return the keyword arguments with which `Axes.plot` draws the line of an arm, with `how` in their place."""
+    """Return the keyword arguments of `Axes.plot` for an arm's line; `how` overrides them."""
     entry = style.ARMS[arm]
     return {"color": entry.color, "marker": entry.marker or None, "label": entry.label} | how
 
@@ -30,13 +30,13 @@ def look(arm: str, **how: Any) -> dict[str, Any]:
 def panels(
     points: DataFrame, by: str, height: float, **how: Any
 ) -> tuple[Figure, list[Axes], Iterator[tuple[Axes, Any, DataFrame]]]:
-    """Return a figure as wide as the page, its panels side by side, and each with a name of a column and its rows.
+    """Return a figure as wide as the page with panels side by side, their axes, and (axes, name, rows) of each panel.
 
     Args:
         points: a row per point.
-        by: the column, a panel for each of its values in the order of the rows.
+        by: the column whose values, in the order of the rows, get a panel each.
         height: inches.
-        **how: of `plt.subplots`.
+        **how: keyword arguments of `plt.subplots`.
     """
     parts = list(points.groupby(by, sort=False))
     fig, axes = plt.subplots(1, len(parts), figsize=(style.PAGE, height), squeeze=False, **how)
@@ -44,16 +44,16 @@ def panels(
 
 
 def lines(ax: Axes, frame: DataFrame, x: str, y: str, by: Any, looks: Looks, **how: Any) -> None:
-    """Draw a line through the points of each name in a column, and a band where the frame has low and high for it.
+    """Draw a line through the points of each name in a column, with a band if the frame has columns low and high.
 
     Args:
         ax: the panel.
         frame: a row per point; columns low and high are the ends of a band.
-        x: column of what is across.
-        y: column of what is up.
-        by: column of the names, or columns, in the order in which they are drawn.
-        looks: of the lines.
-        **how: the same for all lines, where their own look says nothing else.
+        x: column for the x axis.
+        y: column for the y axis.
+        by: column of the names, or several columns; lines are drawn in the order of the rows.
+        looks: looks of the lines.
+        **how: keyword arguments for all lines, which a line's own look overrides.
     """
     for name, points in frame.groupby(by, sort=False):
         ax.plot(points[x], points[y], **how | looks[name])
@@ -67,14 +67,14 @@ def grid(
     """Return a figure with `lines` in a panel for each value of the column "panel", and one legend below.
 
     Args:
-        points: as of `lines`, with a column "panel" of titles.
-        x: as of `lines`.
-        y: as of `lines`.
-        by: as of `lines`.
-        looks: as of `lines`.
+        points: as for `lines`, with a column "panel" of titles.
+        x: as for `lines`.
+        y: as for `lines`.
+        by: as for `lines`.
+        looks: as for `lines`.
         height: inches.
-        columns: of the legend.
-        **labels: of `Axes.set`, for every panel.
+        columns: number of columns of the legend.
+        **labels: keyword arguments of `Axes.set`, for every panel.
     """
     fig, axes, shown = panels(points, "panel", height)
     for ax, title, part in shown:
@@ -85,42 +85,42 @@ def grid(
 
 
 def curves(ax: Axes, frame: DataFrame, x: str, y: str, **how: Any) -> None:
-    """Draw a line with its band for each arm and decoding, columns of the frame, in their looks."""
+    """Draw a line with its band, in its fixed look, for each arm and decoding (columns of the frame)."""
     pairs = frame[["arm", "decoding"]].itertuples(index=False, name=None)
     lines(ax, frame, x, y, ["arm", "decoding"], {pair: style.line(*pair) | how for pair in pairs})
 
 
 def whiskers(ax: Axes, frame: DataFrame, across: Any = None, up: Any = None, **how: Any) -> None:
-    """Draw values with their intervals, the columns value, low and high: up at `across`, or across at `up`."""
+    """Draw values with intervals (columns value, low, high): vertical at x = `across`, or horizontal at y = `up`."""
     value, low, high = frame["value"], frame["low"], frame["high"]
     error = {"yerr" if up is None else "xerr": [value - low, high - value]}
     ax.errorbar(*((across, value) if up is None else (value, up)), **error, **how)
 
 
 def ends(interval: Interval, scale: float = 1) -> dict[str, float]:
-    """Return an interval as columns of a tidy frame, value, low and high, times `scale`."""
+    """Return an interval as columns of a tidy frame: value, low and high, times `scale`."""
     return {name: scale * getattr(interval, name) for name in ("value", "low", "high")}
 
 
 def handle(label: str, **how: Any) -> Line2D:
-    """Return an entry of a legend; without line style or width it is a mark alone."""
+    """Return a legend entry; without a line style or width it is a marker only."""
     return Line2D([], [], label=label, **({} if "ls" in how or "lw" in how else {"ls": ""}) | how)
 
 
 def of_arm(arm: str, n: int | None = None, **how: Any) -> Line2D:
-    """Return the entry of an arm in a legend, by default a mark alone; n: number of its runs."""
+    """Return an arm's legend entry, by default a marker only. n: number of its runs."""
     of_runs = "" if n is None else f" (n = {n})"
     return handle(**look(arm, label=f"{style.ARMS[arm].label}{of_runs}") | how)
 
 
 def key(fig: Figure, entries: Axes | Sequence[Any], columns: int = 0, size: float = 7) -> None:
-    """Put a legend below a figure: the entries of a panel, or those given.
+    """Put a legend below a figure, with a panel's entries or the given ones.
 
     Args:
         fig: the figure.
-        entries: a panel, or entries.
-        columns: how many there are; by default as many as make one row, or two of more than five entries.
-        size: points.
+        entries: a panel, or legend entries.
+        columns: number of columns; by default one row of up to five entries, and two rows of more.
+        size: font size, points.
     """
     handles = entries.get_legend_handles_labels()[0] if hasattr(entries, "get_legend_handles_labels") else entries
     columns = columns or (len(handles) if len(handles) < 6 else -(-len(handles) // 2))
@@ -130,7 +130,7 @@ def key(fig: Figure, entries: Axes | Sequence[Any], columns: int = 0, size: floa
 
 
 def plain_ticks(ax: Axes, ticks: Sequence[float] | None = None) -> None:
-    """Write 0.1, 1 and 10 on a logarithmic axis, not powers of ten; ticks: where, and nowhere else."""
+    """Make the x axis logarithmic with labels like 0.1, 1 and 10, not powers of ten. ticks: its only ticks, if any."""
     ax.set_xscale("log")
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     if ticks is not None:
@@ -139,13 +139,13 @@ def plain_ticks(ax: Axes, ticks: Sequence[float] | None = None) -> None:
 
 
 def strip(ax: Axes, runs: Mapping[str, Sequence[tuple[str, DataFrame]]], column: str, width: float = 0.3) -> None:
-    """Draw every run as a dot, those that failed as crosses, and means as the marks of arms.
+    """Draw every run as a dot, failed ones as crosses, and means as the arms' markers.
 
     Args:
         ax: the panel.
-        runs: name of a tick -> arm and runs, side by side there.
-        column: what is drawn; where there is a column outcome, it says which runs have "failed".
-        width: of the dots of one arm; ticks are 1 apart.
+        runs: tick label -> (arm, runs) pairs, drawn side by side there.
+        column: the column to draw; a column outcome, if there is one, tells which runs have "failed".
+        width: width over which one arm's dots are spread; ticks are 1 apart.
     """
     for at, sides in enumerate(runs.values()):
         for i, (arm, part) in enumerate(sides):
@@ -157,12 +157,12 @@ def strip(ax: Axes, runs: Mapping[str, Sequence[tuple[str, DataFrame]]], column:
 
 
 def differences(ax: Axes, asked: Mapping[str, Mapping[str, Interval | str]], legend: str) -> DataFrame:
-    """Draw intervals of differences in points, a line per name from the top, by decoding: filled marks are greedy.
+    """Draw intervals of differences in percentage points, one line per name from the top; filled markers are greedy.
 
     Args:
         ax: the panel.
-        asked: name -> decoding -> the interval, or the words that stand in its place.
-        legend: where the legend of the decodings stands.
+        asked: name -> decoding -> the interval, or the text to write instead of it.
+        legend: location of the legend of the decodings.
 
     Returns:
         A row per interval, from the bottom: its name, decoding, value and ends.
@@ -187,15 +187,15 @@ def differences(ax: Axes, asked: Mapping[str, Mapping[str, Interval | str]], leg
 def heat(
     ax: Axes, cells: DataFrame, axes: tuple[str, str], value: str, text: Callable[[dict[str, Any]], str], **how: Any
 ) -> DataFrame:
-    """Draw cells of a map as a ground of colours with texts on it; returns the table of the values.
+    """Draw cells as a heat map with a text in each; return the table of the values.
 
     Args:
         ax: the panel.
         cells: a row per cell.
-        axes: columns that lie along x and along y, in the order of their values.
-        value: the column that the ground shows.
-        text: makes the text of a row; it is white where the value is above `white`, if that is given.
-        **how: keywords of `Axes.imshow`, and `white`.
+        axes: columns for the x and y axes, in the order of their values.
+        value: column that the colours show.
+        text: returns the text for a row; it is white if the value is above `white`, which is optional.
+        **how: keyword arguments of `Axes.imshow`, and `white`.
     """
     white = how.pop("white", float("inf"))
     table = cells.pivot(index=axes[1], columns=axes[0], values=value)
@@ -211,7 +211,7 @@ def heat(
 
 
 def framed(ax: Axes, table: DataFrame, setting: Mapping[str, float], color: str) -> None:
-    """Draw a frame around the cell of a `heat` map that has a setting, if there is one."""
+    """Draw a frame around the cell of a `heat` map with this setting, if the map has one."""
     x, y = setting[table.columns.name], setting[table.index.name]
     if x in table.columns and y in table.index:
         corner = table.columns.get_loc(x) - 0.46, table.index.get_loc(y) - 0.46

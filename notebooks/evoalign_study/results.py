@@ -1,4 +1,4 @@
-"""From what a notebook finds, by name, to its sentences, the cells of its tables and the paper's macros."""
+"""Turn a notebook's named results into its sentences, table cells and the paper's macros."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 Results = Mapping[str, Any]
-"""What a notebook found, by name: numbers, intervals and words, and None where too few runs give a number."""
+"""A notebook's results by name: numbers, intervals and words, and None where there are too few runs for a number."""
 MISSING = "-"
-"""In a cell: no run has a value."""
+"""Stands in a cell for which no run has a value."""
 _NAME = re.compile(r"\{([^{}]+?)(?:\.(value|low|high|n))?(?::([^\s:{}]*))?\}")
 
 
 def stated(value: Any, form: str | None = None, missing: str = "none") -> str:
-    """Return a number or an interval as text.
+    """Format a number or an interval as text.
 
     Args:
-        value: a number, an interval, or a text, which stays.
-        form: as Python's format, but percent have no sign. Of an interval it has the digits, ".1%" by default.
-        missing: stands for None and NaN. An interval of several units without ends is "not to be told".
+        value: a number, an interval, or a text, which is returned unchanged.
+        form: a Python format spec, but percentages are written without the % sign. For an interval it sets the digits,
+            ".1%" by default.
+        missing: text for None and NaN. An interval of several units without ends becomes "not to be told".
 
     >>> stated(Interval(0.412, 0.39, 0.43, 8)), stated(Interval(0.412, 0.39, 0.43, 8), ".2f"), stated(0.5, ".0%")
     ('41.2 [39.0, 43.0]', '0.41 [0.39, 0.43]', '50')
@@ -45,13 +46,13 @@ def stated(value: Any, form: str | None = None, missing: str = "none") -> str:
 
 
 def told(sentence: str, results: Results, missing: str | None = None) -> str | None:
-    """Return a sentence with numbers in the place of their names; None where one is not there.
+    """Fill the numbers into a sentence; return None if a number is missing.
 
     Args:
         sentence: names stand in braces, with a format after a colon (`stated`): {gain}, {share:.2%}; {gain.value} and
             {gain.n} are parts of an interval.
-        results: the numbers and intervals by name.
-        missing: stands for what is None or NaN; without it that counts as not there.
+        results: numbers and intervals by name.
+        missing: text for values that are None or NaN; without it, they count as missing.
 
     >>> told("{gain} points (n = {gain.n}), {solved:.0%} %", {"gain": Interval(0.412, 0.39, 0.43, 8), "solved": 0.5})
     '41.2 [39.0, 43.0] points (n = 8), 50 %'
@@ -78,10 +79,10 @@ def _file(name: str) -> dict[str, dict[str, str | list[str]]]:
 
 
 def answered(part: str, results: Results) -> dict[str, str]:
-    """Return question -> sentence with its numbers, of a part of answers.yaml: a notebook's name.
+    """Return question -> answer with its numbers filled in, for a part of answers.yaml, which is a notebook's name.
 
-    Of several sentences the first is taken of which all numbers are there; if none is complete, the first of which they
-    are known by name, with "unknown" for what too few runs give. A question without either is left out.
+    Of several sentences, the first with all its numbers is used; if there is none, the first whose names all exist in
+    the results, with "unknown" for values that too few runs leave undefined. A question without either is left out.
     """
     answers = {}
     for question, sentences in _file("answers.yaml")[part].items():
@@ -93,28 +94,28 @@ def answered(part: str, results: Results) -> dict[str, str]:
 
 
 def macros(part: str, results: Results) -> dict[str, tuple[str, str]]:
-    """Return macro -> text and no format, as `Store.save_numbers` takes them, of a part of numbers.yaml.
+    """Return macro -> (text, empty format), as `Store.save_numbers` takes them, for a part of numbers.yaml.
 
-    What the results lack, as at another scale, has no macro.
+    Macros whose numbers are not in the results, for example at another scale, are left out.
     """
     texts = {macro: told(text, results) for macro, text in _file("numbers.yaml")[part].items()}
     return {macro: (text, "") for macro, text in texts.items() if text is not None}
 
 
 def as_text(frame: DataFrame, formats: Mapping[str, str], missing: str = "") -> DataFrame:
-    """Return a frame with the columns of `formats` as text (`stated`); others stay as they are."""
+    """Return a frame with the columns named in `formats` as text (`stated`), and the others unchanged."""
     texts = {head: [stated(value, form, missing) for value in frame[head]] for head, form in formats.items()}
     return frame.assign(**texts)
 
 
 def cells(frame: DataFrame, by: Sequence[str], columns: Mapping[str, tuple[str, str | Callable]]) -> DataFrame:
-    """Return a row per group of rows, in the order of the frame.
+    """Return a table with a row per group of rows, in the order of the frame.
 
     Args:
         frame: a row per run, or per problem.
-        by: columns that tell the groups apart; they begin the table.
-        columns: head -> column, and the format of its mean (such as ".1f"; a dash where no row has a value), or what
-            pandas makes of its values ("sum", "size") or a function of them.
+        by: columns that define the groups; they come first in the table.
+        columns: head -> column, and the format of its mean (such as ".1f"; a dash if no row has a value), or the name
+            of a pandas aggregation ("sum", "size"), or a function of the values.
     """
     import pandas as pd
 
@@ -128,28 +129,28 @@ def cells(frame: DataFrame, by: Sequence[str], columns: Mapping[str, tuple[str, 
 
 
 def under(head: str, cell: Callable[[str], Any], decodings: Iterable[str] = ("greedy", "t1")) -> dict[str, Any]:
-    """Return the cells of a row under some decodings.
+    """Return the cells of a row for several decodings.
 
     Args:
-        head: of the columns, with {} in the place of the decoding.
-        cell: makes the cell of a decoding, given by its key.
+        head: head of the columns, with {} where the decoding's label goes.
+        cell: returns the cell for a decoding, given its key.
         decodings: keys of `style.STROKES`.
     """
     return {head.format(style.STROKES[decoding].label): cell(decoding) for decoding in decodings}
 
 
 def three_digits(x: float, whole: float = 1000, digits: int = 3) -> str:
-    """Return a number with three digits (or `digits`), and from `whole` on with all of those before the point."""
+    """Format a number with three significant digits (or `digits`), and from `whole` upwards as a whole number."""
     return f"{x:,.0f}" if x >= whole else f"{x:.{digits}g}"
 
 
 def excludes_zero(interval: Interval) -> bool:
-    """Say whether an interval has one sign."""
+    """Return whether both ends of an interval have the same sign."""
     return interval.low * interval.high > 0
 
 
 def listed(words: Sequence[str]) -> str:
-    """Return words as a list in a sentence.
+    """Join words as a list in a sentence.
 
     >>> listed(["a"]), listed(["a", "b", "c"])
     ('a', 'a, b and c')
@@ -161,14 +162,14 @@ def captioned(name: str, **words: Any) -> str:
     """Return the caption of a figure or table, from captions.yaml.
 
     Args:
-        name: of the figure or table.
-        **words: what stands in the place of the names in it.
+        name: name of the figure or table.
+        **words: values for the names in the caption.
 
     Raises:
-        KeyError: a name without caption, or a caption with a name that is not given.
+        KeyError: a name without a caption, or a caption with a name that has no value.
     """
     if (caption := told(_file("captions.yaml")[name], words, "none")) is None:
-        raise KeyError(f"the caption of {name!r} has names besides {sorted(words)}: give them all")
+        raise KeyError(f"the caption of {name!r} has names besides {sorted(words)}: pass a value for each")
     return caption
 
 

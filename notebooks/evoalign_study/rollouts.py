@@ -1,20 +1,20 @@
-"""Rollouts of one kind and updates of the other: a policy gradient on what perturbed members wrote, and the reverse.
+"""Rollouts of one method with updates of the other: a policy gradient on perturbed members' rollouts, and the reverse.
 
-ES writes with perturbed weights and weighs the perturbations by their rewards; a policy gradient writes with the
-weights themselves, at temperature 1, and weighs the completions. Here the two are taken apart. Whoever writes a
-completion y to a prompt knows how likely it is, and another model uses it by the importance ratio of sequences,
+ES generates with perturbed weights and weights the perturbations by their rewards; a policy gradient generates with the
+weights themselves, at temperature 1, and weights the completions. This module separates the two. The writer of a
+completion y to a prompt has a likelihood for it, and another model uses it with the importance ratio of sequences,
 p(y) / p_writer(y), clipped at `CLIP`:
 
-- `PerturbedRollouts`: each completion of a group is another member's, theta + sigma eps, sampled at temperature 1. The
-  advantage of a completion is multiplied by min(p_theta / p_member, CLIP); the rest is GRPO's.
-- `WeightedTrainer`: theta itself samples every completion, and the fitness of a member is the mean over prompts of
+- `PerturbedRollouts`: each completion of a group comes from a different member, theta + sigma eps, sampled at
+  temperature 1. A completion's advantage is multiplied by min(p_theta / p_member, CLIP); the rest is GRPO.
+- `WeightedTrainer`: theta itself samples every completion, and a member's fitness is the mean over prompts of
   sum_j w_j r_j / sum_j w_j, with w_j = min(p_member(y_j) / p_theta(y_j), CLIP) (self-normalised: Owen, Monte Carlo
-  theory, methods and examples, 2013, section 9.2). To first order in sigma that is sigma eps times the policy gradient
-  that the same completions give, a group's mean reward being the baseline. The rest is ES.
+  theory, methods and examples, 2013, section 9.2). To first order in sigma this is sigma eps times the policy gradient
+  from the same completions, with a group's mean reward as baseline. The rest is ES.
 
-The effective sample size that both record is (sum w)^2 / (n sum w^2) of the clipped ratios, over all completions of a
-step together, a share of these (Kish 1965). The members of `PerturbedRollouts` sample with random numbers of their
-own, those of ES with sampled fitness with common ones.
+Both record an effective sample size: (sum w)^2 / (n sum w^2) of the clipped ratios, over all completions of a step
+together, as a share of them (Kish 1965). The members of `PerturbedRollouts` sample with different random numbers, those
+of ES with sampled fitness with common ones.
 """
 
 import time
@@ -34,23 +34,24 @@ from evoalign_lib.precision import copy_to
 from evoalign_lib.update_rules import Member
 
 CLIP = 2.0
-"""The largest importance ratio, which bounds what a single completion can do. Ionides, Journal of Computational and
-Graphical Statistics 2008, truncates so; what is above is counted."""
+"""The largest importance ratio, which bounds the effect of a single completion, as in Ionides, Journal of Computational
+and Graphical Statistics 2008. Larger ratios are counted."""
 TOLD = ("effective_share", "clipped_share", "mean_ratio")
-"""What is recorded of the ratios of a run."""
+"""Statistics of a run's importance ratios that are recorded."""
 
 
 def clipped(log_ratios: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
-    """Return importance ratios, clipped at `CLIP`, and what they are like.
+    """Return importance ratios, clipped at `CLIP`, and statistics of them.
 
     Args:
-        log_ratios: (completions,), nats; one that is not finite makes a ratio of 0.
+        log_ratios: (completions,), nats; values that are not finite give a ratio of 0.
 
     Returns:
         float64 (completions,) ratios; and "effective_share", their effective sample size over the number of
-        completions, "clipped_share", the share of completions whose ratio was above `CLIP`, and "mean_ratio", clipped.
+        completions, "clipped_share", the share of completions whose ratio exceeded `CLIP`, and "mean_ratio", the mean
+        of the clipped ratios.
     """
-    known = np.isfinite(log_ratios)  # a model that diverged gives no likelihoods: its completions count for nothing
+    known = np.isfinite(log_ratios)  # a diverged model gives no likelihoods, so its completions get no weight
     ratios = np.where(known, np.exp(np.clip(np.where(known, log_ratios, 0.0), -700.0, 50.0)), 0.0)
     found = np.minimum(ratios, CLIP)
     effective = float(np.nan_to_num(coverage.effective_samples(found)))
@@ -62,17 +63,18 @@ def clipped(log_ratios: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
 
 
 class PerturbedRollouts(TrainerCallback, ExportableState):
-    """What writes the completions of a policy gradient: one perturbed member for each place in a group.
+    """Rollouts for a policy gradient, written by perturbed members: one member for each position in a group.
 
-    It is TRL's `rollout_func`, called with the prompts of a step, each as often as the group is large; and a callback,
-    whose counts a checkpoint holds. All members of a step answer all of its prompts, once each, as in ES.
+    It serves as TRL's `rollout_func`, called with the prompts of a step, each repeated once per member of the group;
+    and as a callback, whose counts are saved in checkpoints. All members of a step answer all of its prompts once each,
+    as in ES.
 
     Args:
-        engine: decodes with the weights of the run; its master is perturbed and put back.
-        arm, seed: of the run key, as of an ES run (`noise.run_key`).
+        engine: decodes with the weights of the run; its master is perturbed and restored.
+        arm, seed: arm and seed of the run key, as for an ES run (`noise.run_key`).
         sigma: standard deviation of the noise, weight units.
-        num_generations: completions of a prompt, and members of a step.
-        take: copies the weights of the model that is trained into the engine.
+        num_generations: completions per prompt, and members per step.
+        take: copies the weights of the model being trained into the engine.
     """
 
     def __init__(self, engine: Any, arm: str, seed: int, sigma: float, num_generations: int, take: Any):
@@ -81,11 +83,11 @@ class PerturbedRollouts(TrainerCallback, ExportableState):
         self.batches, self.totals = 0, dict.fromkeys(TOLD, 0.0)
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-        """Return the ids of prompts and completions, and `importance_ratio`, (completions,)."""
+        """Return the token ids of prompts and completions, and `importance_ratio`, (completions,)."""
         step, engine, group = trainer.state.global_step, self._engine, self._group
         asked = [prompts[i] for i in range(0, len(prompts), group)]
         if any(prompts[i] != asked[i // group] for i in range(len(prompts))):
-            raise RuntimeError("TRL gave prompts that do not come in groups of num_generations: its sampler changed.")
+            raise RuntimeError("TRL's prompts are not in groups of num_generations: install a TRL that groups them.")
         self._take()
         engine.prompts["rollouts"] = found = Prompts([{"prompt": prompt} for prompt in asked], engine.tokenizer)
         rows, sampling = np.arange(len(asked)), noise.sampling_key(self._run_key, step)
@@ -98,38 +100,38 @@ class PerturbedRollouts(TrainerCallback, ExportableState):
             written.append(row)
         engine.write_model()
         theirs = [_log_likelihoods(engine, found, rows, row) for row in written]
-        ratios, told = clipped((np.array(theirs) - np.array(own)).T.reshape(-1))  # prompt by prompt, as TRL has them
+        ratios, told = clipped((np.array(theirs) - np.array(own)).T.reshape(-1))  # prompt by prompt, as in TRL
         self.batches += 1
         self.totals = {name: total + told[name] for name, total in self.totals.items()}
         return {
             "prompt_ids": [found.ids[i][found.mask[i] == 1].tolist() for i in rows for _ in range(group)],
             "completion_ids": [written[member][i] for i in rows for member in range(group)],
-            "logprobs": None,  # TRL reads them for vLLM alone
+            "logprobs": None,  # TRL reads them only with vLLM
             "importance_ratio": ratios.tolist(),
         }
 
     def summary(self) -> dict[str, float]:
-        """Return what a record says of the ratios (`clipped`): the means over steps."""
+        """Return the statistics of the ratios for a record (`clipped`): means over steps."""
         return {name: round(total / max(1, self.batches), 5) for name, total in self.totals.items()}
 
     def state(self) -> dict[str, Any]:
-        """Return what transformers writes into a checkpoint."""
+        """Return the state that transformers writes into a checkpoint."""
         return {"args": {}, "attributes": {"batches": self.batches, "totals": self.totals}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Go on with the counts of the checkpoint, if the run resumes from one."""
+        """Restore the counts from the checkpoint, if the run resumes from one."""
         saved = state.stateful_callbacks.get(type(self).__name__)
         if saved is None:
-            raise ValueError("the checkpoint holds no ratios of rollouts: it is of a run that had none.")
+            raise ValueError("the checkpoint has no ratios of rollouts: resume from one of a run with such rollouts.")
         self.batches, self.totals = saved["attributes"]["batches"], saved["attributes"]["totals"]
 
 
 def _log_likelihoods(
     engine: Any, prompts: Prompts, rows: np.ndarray, completions: Sequence[Sequence[int]]
 ) -> np.ndarray:
-    """Return how likely the engine's model is to write completions of rows of prompts, nats, float64 (rows,).
+    """Return the log-likelihoods of completions of rows of prompts under the engine's model, nats, float64 (rows,).
 
-    A completion that a prompt has several times is computed once.
+    Completions that occur several times for a prompt are computed once.
     """
     pairs = [(int(row), tuple(ids)) for row, ids in zip(rows, completions, strict=True)]
     place = {pair: i for i, pair in enumerate(dict.fromkeys(pairs))}
@@ -139,14 +141,14 @@ def _log_likelihoods(
 
 
 def greedy_answers(engine: Any, names: Sequence[str], run_key: int, sigma: float, members: int) -> dict[str, list[Any]]:
-    """Return what perturbed copies of the engine's weights answer greedily, once each, as `Engine.generate` returns it.
+    """Return the greedy answers of perturbed copies of the engine's weights, as `Engine.generate` returns them.
 
     Args:
-        engine: its master is perturbed and put back.
-        names: which sets of prompts.
-        run_key: of the noise.
-        sigma: its standard deviation, weight units.
-        members: copies.
+        engine: its master is perturbed and restored.
+        names: names of the sets of prompts to answer.
+        run_key: key of the noise.
+        sigma: standard deviation of the noise, weight units.
+        members: number of copies.
 
     Returns:
         Name -> a row of answers for each copy.
@@ -163,15 +165,15 @@ def greedy_answers(engine: Any, names: Sequence[str], run_key: int, sigma: float
 
 
 class WeightedTrainer(ESTrainer):
-    """ES whose members write nothing: each is judged by importance weights on what the unperturbed weights wrote.
+    """ES whose members generate nothing: their fitness is importance-weighted on the unperturbed weights' completions.
 
-    args: of an `ESConfig` with sampling="common" and num_generations completions of each prompt. A step costs one set
-    of completions, whatever the population, and a forward pass over them for every member and for the weights
+    args: an `ESConfig` with sampling="common" and num_generations completions per prompt. A step costs one set of
+    completions, whatever the population size, and one forward pass over them for every member and for the weights
     themselves. The ledger is that of any run of ES.
 
     Raises:
-        ValueError: members that decode greedily, a null fitness, or a single completion of each prompt, whose weight
-            would drop out of every member's mean.
+        ValueError: members that decode greedily, a null fitness, or a single completion per prompt, whose weight would
+            cancel in every member's mean.
     """
 
     def __init__(self, *arguments: Any, **keywords: Any):
@@ -179,16 +181,16 @@ class WeightedTrainer(ESTrainer):
         args = self.args
         fit = args.sampling == "common" and args.fitness == "reward" and args.num_generations >= 2
         given = f"sampling={args.sampling!r}, fitness={args.fitness!r}, num_generations={args.num_generations}"
-        wanted = "members are weighed by rewards on samples of each prompt: set 'common', 'reward' and at least 2."
+        wanted = "fitness is a weighted mean of rewards over samples: set 'common', 'reward' and at least 2."
         require(fit, f"{given}: {wanted}")
 
     @property
     def passes(self) -> int:
-        """Passes over prompts and completions of a step: to write them, to weigh them, and one for each member."""
+        """Passes over a step's prompts and completions: one to generate, one for the likelihoods, one per member."""
         return 2 + self.args.population_size
 
     def summary(self) -> dict[str, float]:
-        """Return what a record says of the ratios (`clipped`): the means over steps and members, from the ledger."""
+        """Return the statistics of the ratios for a record (`clipped`): means over the ledger's steps and members."""
         steps = [] if self.ledger is None else self.ledger.steps
         return {name: round(float(np.mean([s.log[f"rollouts/{name}"] for s in steps])), 5) for name in TOLD if steps}
 
@@ -211,7 +213,7 @@ class WeightedTrainer(ESTrainer):
             fitness.append(_weighted_mean(rewards, ratios.reshape(samples, -1)))
             told.append(of_member)
         engine.write_model()
-        self._coefficients(np.array(fitness))  # rewards that give no coefficients are an error before they are recorded
+        self._coefficients(np.array(fitness))  # fails, before anything is recorded, if rewards give no coefficients
         log = {f"rollouts/{name}": float(np.mean([each[name] for each in told])) for name in TOLD}
         log |= {name: float(np.mean(values)) for name, values in scored.metrics.items()}
         log["completions/clipped_ratio"] = float(np.mean([ids[-1] not in engine.eos_ids for ids in completions]))
@@ -223,13 +225,13 @@ class WeightedTrainer(ESTrainer):
 
     def _metrics(self, record: ledger.Step, tied: bool, seconds: float) -> dict[str, float]:
         found = super()._metrics(record, tied, seconds)
-        # the completions of a step are those of one model, not of each member
+        # a step has the completions of one model, not of every member
         return found | {"completions/mean_length": found["completions/mean_length"] * self.args.population_size}
 
     def _count(self, record: ledger.Step) -> None:
         before = dict(self.budget)
         super()._count(record)
-        for name in ("completions", "prompt_tokens"):  # no member writes completions of its own
+        for name in ("completions", "prompt_tokens"):  # members generate no completions
             self.budget[name] = before[name] + (self.budget[name] - before[name]) // self.args.population_size
 
     def _settings(self) -> dict[str, Any]:
@@ -237,16 +239,16 @@ class WeightedTrainer(ESTrainer):
 
 
 def _weighted_mean(rewards: np.ndarray, ratios: np.ndarray) -> float:
-    """Return the mean over prompts of the self-normalised estimate of a member's reward; both (samples, prompts).
+    """Return the mean over prompts of the self-normalised estimate of a member's reward.
 
-    A prompt none of whose completions has a reward (NaN: no reward function applied) and a weight is left out. A member
-    under which none has a weight, as after a divergence, gets 0.
+    rewards, ratios: (samples, prompts). A prompt is left out if none of its completions has both a reward (NaN: no
+    reward function applied) and a weight. If no completion has a weight, as after divergence, the mean is 0.
 
     Raises:
         ValueError: no completion has a reward.
     """
     given = ~np.isnan(rewards)
-    none = "every reward function returned None on a whole step: give one that applies to at least one prompt of each."
+    none = "every reward function returned None on a whole step: pass one that applies to at least one prompt per step."
     require(given.any(), none)
     weights = np.where(given, ratios, 0.0)
     total = weights.sum(0)

@@ -1,4 +1,4 @@
-"""One plot style for every figure: sizes, fonts, and fixed looks. One colour has one meaning in the whole project."""
+"""One plot style for every figure: sizes, fonts and fixed looks. Each colour has one meaning in the whole project."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
 ARMS: dict[str, arms.Arm] = arms.ARMS | arms.UNTRAINED
-"""Everything that has a look: color, marker and label. The entries are in `evoalign_lib.arms`."""
+"""All arms, trained and untrained, with their color, marker and label. The entries are in `evoalign_lib.arms`."""
 
 
 class Look(NamedTuple):
-    """The look of what is no arm; neither its colour nor that of any other look is an arm's."""
+    """The look of something other than an arm; no such look has the colour of an arm."""
 
     color: str
-    """Hexadecimal RGB. The looks of one table are steps of one hue, which a grey print keeps apart."""
+    """Hexadecimal RGB. The looks of one table are shades of one hue that differ in a grey print, too."""
     marker: str
     """Matplotlib marker."""
     linestyle: str
@@ -34,7 +34,7 @@ class Look(NamedTuple):
     """Name in legends and tables."""
 
     def line(self) -> dict[str, Any]:
-        """Return the keyword arguments with which `Axes.plot` draws it."""
+        """Return the keyword arguments of `Axes.plot` for this look."""
         return self._asdict()
 
 
@@ -43,10 +43,10 @@ STROKES: dict[str, Look] = {
     "t0.6": Look("black", "", ":", "temperature 0.6"),
     "t1": Look("black", "", "--", "temperature 1"),
 }
-"""Every decoding that can be drawn, by its key in the records, coldest first; curves have the colours of arms."""
+"""Every decoding that can be drawn, by its key in the records, coldest first; curves take the colours of arms."""
 
 DECODINGS: dict[str, Look] = {name: STROKES[name] for name in ("greedy", "t1")}
-"""The decodings that every committed record holds: notebooks draw and tabulate each of them."""
+"""The decodings in every committed record: notebooks draw and tabulate each of them."""
 
 ARITHMETICS: dict[tuple[str, str], Look] = {
     ("master", "gaussian"): Look("#241556", "o", "-", "float32 master"),
@@ -68,29 +68,29 @@ PARTS: dict[str, Look] = {
     "aligned": Look("#66751C", "o", "--", "along g"),
     "orthogonal": Look("#A8B85A", "s", ":", "across g"),
 }
-"""A step of ES and its parts along and across the gradient g."""
+"""A step of ES, and its parts along and across the gradient g."""
 
 FITNESS: dict[str, Look] = {
     "expected": Look("#4A0D2C", "o", "-", "expected fitness"),
     "greedy": Look("#A35C6C", "s", "--", "greedy fitness"),
 }
-"""What a single step of ES is taken on."""
+"""The fitness on which a single step of ES is taken."""
 
 LOOKS = (ARITHMETICS, KL_ESTIMATORS, PARTS, FITNESS)
-"""Every table of looks. What is new gets a table here, in a hue of its own."""
+"""All tables of looks. Add a table here for anything new, in a new hue."""
 
 SCREEN_DPI = 150
 """Resolution of the pictures in notebooks, pixels per inch."""
 
 FURTHEST = 12
-"""The most by which the embedding in a notebook may move a colour, in steps of 255 per channel: not to be seen."""
+"""Largest change of a colour when a notebook embeds a figure, in steps of 255 per channel; it is not visible."""
 
 
 def use() -> None:
-    """Apply the style to all figures drawn from now on; a notebook embeds them as `embedded` makes them."""
+    """Apply the style to all figures drawn from now on, and embed them in notebooks by `embedded`."""
     drawing.use()
     if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()) is not None:
-        # on its first import the inline backend registers a formatter, and would replace this one
+        # imported first, since the inline backend registers a formatter on import, which would replace this one
         import matplotlib_inline.backend_inline  # noqa: F401
         from matplotlib.figure import Figure
 
@@ -98,11 +98,11 @@ def use() -> None:
 
 
 def embedded(fig: Figure, optimize: bool = True) -> bytes:
-    """Return the PNG of a figure that a notebook embeds, `SCREEN_DPI` pixels per inch.
+    """Return the PNG of a figure that a notebook embeds, at `SCREEN_DPI` pixels per inch.
 
     The picture is stored with a palette of its own colours, in a quarter of the bytes. From the most frequent colour
-    down, each takes the place of all that it moves by no more than `FURTHEST`: lines and areas keep theirs, and edges
-    have few. Where 256 colours do not suffice, the picture is stored in full colour.
+    down, each colour replaces those that differ from it by at most `FURTHEST`: lines and areas keep their colours, and
+    their edges are reduced to a few. If 256 colours are not enough, the picture is stored in full colour.
 
     Args:
         fig: the figure.
@@ -127,7 +127,7 @@ def embedded(fig: Figure, optimize: bool = True) -> bytes:
 
 
 def line(arm: str, decoding: str = "greedy") -> dict[str, Any]:
-    """Return the keyword arguments with which `Axes.plot` draws one arm under one decoding.
+    """Return the keyword arguments of `Axes.plot` for one arm under one decoding.
 
     Args:
         arm: a key of `ARMS`.
@@ -141,7 +141,7 @@ def line(arm: str, decoding: str = "greedy") -> dict[str, Any]:
     """
     look, stroke = ARMS[arm], STROKES[decoding]
     drawn = {"linestyle": stroke.linestyle, "label": f"{look.label}, {stroke.label}"}
-    # markers at fixed distances along the curve: curves have up to 50 points, too many for one marker each
+    # markers at fixed distances along the curve: with up to 50 points, a marker for each would be too many
     return drawn | {"color": look.color, "marker": look.marker, "markevery": 0.15}
 
 
@@ -161,11 +161,11 @@ def dots(ax: Axes, x: float, values: ArrayLike, failed: ArrayLike, arm: str, wid
 
     Args:
         ax: the axes.
-        x: place of the arm, in the units of the axes.
+        x: position of the arm, in the units of the axes.
         values: (runs,), in the units of the axes.
         failed: (runs,), bool.
         arm: a key of `ARMS`.
-        width: over which the dots are spread about x, so that none hides another; always in the same way.
+        width: width over which the dots are spread around x, always in the same way, so that none hides another.
     """
     heights, crossed, look = np.asarray(values, float), np.asarray(failed, bool), ARMS[arm]
     places = x + jitter(len(heights), width)
@@ -175,7 +175,7 @@ def dots(ax: Axes, x: float, values: ArrayLike, failed: ArrayLike, arm: str, wid
 
 
 def jitter(n: int, width: float) -> NDArray[np.floating]:
-    """Return n offsets within width / 2 of 0, neighbours far apart; the same ones each time.
+    """Return n fixed offsets within width / 2 of 0, with neighbours far apart.
 
     >>> jitter(4, 1.0).round(2).tolist()
     [0.0, -0.38, 0.24, -0.15]
@@ -187,8 +187,8 @@ def jitter(n: int, width: float) -> NDArray[np.floating]:
 def legend(fig: Figure, arms: dict[str, int | None], decodings: Sequence[str] = ("greedy", "t1")) -> None:
     """Put one legend below a figure: an entry per arm, with its number of seeds, and an entry per decoding.
 
-    Entries stand in as few rows as the width of the figure allows. The combinations of three arms and two decodings
-    would not fit a column; an entry for each arm and one for each decoding do.
+    Entries use as few rows as the width of the figure allows. An entry for each combination of three arms and two
+    decodings would not fit into a column; one for each arm and each decoding does.
 
     Args:
         fig: the figure.
