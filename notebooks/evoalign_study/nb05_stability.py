@@ -119,7 +119,7 @@ def check(run: SimpleNamespace) -> None:
 
 
 def tuned(run: SimpleNamespace, of: Records, arm: str) -> dict[str, float]:
-    """Return the best setting of an arm's sweep, or the first one that it tries until its records are loaded."""
+    """Return the best setting of an arm's sweep; until its records are loaded, the first one that it tries."""
     return loading.ranked_choices(run, arm, of.get(f"{arm} sweep"))[0]
 
 
@@ -158,7 +158,7 @@ def _thinking(run: SimpleNamespace, steps: int) -> dict[str, Any]:
 def _winning(run: SimpleNamespace, of: Records, arm: str) -> dict[str, list[dict[str, float]]]:
     """Return other base -> the setting that won there; empty if that is the tuned one, whose runs exist already.
 
-    Until the contenders have run, the tuned one stands for every winner, which counts as many runs as there can be.
+    Until the contenders have run, the tuned one stands for every winner, so that plans count the most runs possible.
     """
     own = tuned(run, of, arm)
     if f"{arm} transfer" not in of:

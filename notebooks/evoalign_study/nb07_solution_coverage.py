@@ -66,7 +66,7 @@ presets, TINY, SMOKE, FULL = runs.scales(
         "cell_samples": (16, 4),  # per prompt, where the unperturbed weights generate
         "sweep_size": (12, 2),
         "finalists": (4, 1),  # settings of a sweep that are tried at full length
-        "perturbed_sigma": 0.025,  # of copies that generate for fine-tuning: it solves most validation problems
+        "perturbed_sigma": 0.025,  # of copies that generate for fine-tuning: the best on validation problems
         "alone_steps": (66, 2),  # of ES at GRPO's FLOPs; each part of a composed run has half its arm's steps
         "curve_points": (13, 3),
         "reach_at": [0.6, 1.0],  # temperatures at which every point of a curve is measured
@@ -99,8 +99,8 @@ presets, TINY, SMOKE, FULL = runs.scales(
 def groups(run: SimpleNamespace, records: Records) -> Groups:
     """Return the groups of runs by name: notebook 02's arms on separate seeds, and the coverage of their models.
 
-    At scale full these are still runs of the tiny world, the only one whose right answers are listed; there the model
-    and its ends are sampled as well.
+    At scale full these are still runs of the tiny world, the only one whose right answers are listed; the model itself
+    and its ends are sampled.
     """
     scale, exact = loading.of_tiny_world(run, TINY)
     settings, base = SimpleNamespace(**exact), exact["bases"][0]
@@ -224,12 +224,12 @@ def crossing_table(run: SimpleNamespace, records: Records) -> DataFrame:
 def at_equal_accuracy(run: SimpleNamespace, records: Records) -> Results:
     """Compare ES with GRPO at equal pass@1, at the "hot" and at the "cold" end of the range that both arms reach.
 
-    The hot end is the pass@1 of GRPO at its hottest temperature, the cold end is the best one of ES; the other arm is
+    The hot end is the pass@1 of GRPO at its hottest temperature, the cold end the best pass@1 of ES; the other arm is
     interpolated linearly between measured temperatures.
 
-    "level" is that pass@1; "more" is how much more ES solves within 256 samples, over the resamples in which both arms
-    reach the end; "without" is the share of resamples in which one arm does not. All are fractions. Intervals are over
-    runs and problems, resampling the problems jointly.
+    "level" is that pass@1; "more" is how much more ES solves within 256 samples, its interval from the resamples in
+    which both arms reach the end; "without" is the share of resamples in which one does not. All are fractions.
+    Intervals are over runs and problems, with both arms on the same problems.
     """
     ats = [label(t) for t in sorted(run.coverage_temperatures)]
     solved_at = {}  # (one or many samples, temperatures, runs, problems)
