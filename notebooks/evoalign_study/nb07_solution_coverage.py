@@ -434,7 +434,7 @@ _CURVES = tuple(model for model in _DRAWN if model != "dr_grpo")
 
 
 def _looks(run: SimpleNamespace) -> dict[str, dict[str, Any]]:
-    """Return name of a model -> style of its line; the mean of ES runs has the colour of ES."""
+    """Return model name -> line style; the mean of ES runs has the colour of ES."""
     looks = {}
     for model in MODELS:
         arm = "es" if model == MEAN else model

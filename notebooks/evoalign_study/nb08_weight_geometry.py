@@ -43,7 +43,7 @@ presets, TINY, SMOKE, FULL = runs.scales(
             {"es": [1, 2], "es_random": [1, 2], "grpo": [1, 2]}
             | {arm: [1] for arm in ("es_sampled", "dr_grpo", *FACTORIAL, "grpo_random", "sft")},
         ),
-        "means_of_each": (8, 2),  # means of each number of runs, at most
+        "means_of_each": (8, 2),  # at most so many means of each number of runs
         # arm -> number of runs in the means to whose lengths single runs are shrunk
         "shrunk": ({"es": 4, "es_random": 4}, {"es": 2, "es_random": 2}),
         "shrunk_far": (16, 2),  # ES runs in the mean to whose length single runs are shrunk
@@ -340,7 +340,7 @@ def equal_gain_table(run: SimpleNamespace, records: Records) -> DataFrame:
 
 
 def merged_models(run: SimpleNamespace, records: Records) -> dict[str, Sequence[Record]]:
-    """Return name of each kind of merged model -> its records."""
+    """Return the name of each kind of merged model -> its records."""
     es = label("es")
     named = {label("base"): records["es times 0"]} if 0 in run.multiples else {}
     for arm, size in ((arm, size) for arm, sizes in run.means.items() for size in sizes):
@@ -369,7 +369,7 @@ def merged_table(run: SimpleNamespace, records: Records) -> DataFrame:
 
 
 def remedies(run: SimpleNamespace) -> dict[str, str]:
-    """Return name of each kind of run that may drift less -> the group of its models."""
+    """Return the name of each kind of run that may drift less -> the group of its models."""
     named = {f"{label('es_anchored')}, {decay:g} a step": f"es_anchored={decay:g}" for decay in run.anchor_decays}
     named |= {f"{label('es')}, N = {N}": f"es N={N}" for N in run.populations}
     return {words: f"{name} mean=1" for words, name in named.items()}
