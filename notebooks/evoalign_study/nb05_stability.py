@@ -23,7 +23,7 @@ from evoalign_study.runs import FACTORS, MEASURED, TUNED_SIZES, scales, sweep, w
 NOTEBOOK = "05_stability"
 ARMS = ("es", "grpo")
 STEP = {"es": "alpha", "grpo": "learning_rate"}
-"""Arm -> its setting that is the step size."""
+"""Arm -> the setting that is its step size."""
 CLAIMS = ("C8", "C9", "C9b", "C10", "C11", "C33", "C33b", "C37", "C37b", "C38")
 """The claims that the notebook's runs decide."""
 presets, TINY, SMOKE, FULL = scales(

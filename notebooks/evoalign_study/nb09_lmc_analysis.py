@@ -98,7 +98,7 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
 def _regimes(run: SimpleNamespace, records: Records, scale: str) -> dict[str, Any]:
     """Return runs on notebook 03's task with small and with large steps, and the lines between them.
 
-    Each two runs of `LEARNED` are joined. Runs with a random reward are joined with the others of their arm, and with
+    All pairs of `LEARNED` runs are joined. Runs with a random reward are joined with the others of their arm, and with
     the runs that took small steps.
     """
     declared: dict[str, Any] = {}
@@ -128,7 +128,7 @@ def _needed(*ends: str) -> tuple[str, ...]:
 
 def _lines(run: SimpleNamespace, records: Records, first: str, last: str, scale: str) -> list[Spec]:
     starts, ends = (_ends(run, records, end) for end in (first, last))
-    if first == last:  # joins each run with the one `pairs` places further on
+    if first == last:  # join each run with the one `pairs` places further on
         starts, ends = starts[: run.pairs], (starts[run.pairs :] or starts[1:])
     pairs = list(zip(starts, ends, strict=False))[: run.pairs]
     return [path_spec(run.bases[0], *pair, vars(run), scale) for pair in pairs]
@@ -253,7 +253,7 @@ def regime_label(name: str) -> str:
 
 
 def regime_barriers(records: Records, names: Sequence[str], decoding: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the barriers between each two runs of some groups, and resamples of them over problems (`path_points`)."""
+    """Return the barriers between all pairs of runs of groups, and resamples of them over problems (`path_points`)."""
     ends = [record for name in names for record in records[name]]
     return path_points.barriers(records["regimes"], ends, decoding, _REGIME_RESAMPLES)
 
@@ -309,7 +309,7 @@ _ASKED = ("es", "grpo", "es_random")
 
 
 def _looks(ends: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return kind of end -> style of its line."""
+    """Return kind of end -> line style."""
     own = {MEAN: {"color": "#0B3C5D", "marker": "v"}, RANDOM: {"color": "black", "marker": "x"}}
     return {end: own[end] | {"label": end_label(end)} if end in own else plots.look(end) for end in ends}
 
@@ -432,7 +432,7 @@ def figure_likelihood(run: SimpleNamespace, records: Records) -> tuple[plt.Figur
 
 
 def figure_regimes(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw the barriers between each two runs with small and with large steps, greedily and at temperature 1."""
+    """Draw the barriers between all pairs of runs with small and with large steps, greedily and at temperature 1."""
     matrices = {decoding: 100 * regime_barriers(records, LEARNED, decoding)[0] for decoding in ("greedy", "t1")}
     named = [regime_label(name) for name in LEARNED for _ in records[name]]
     points = DataFrame(
