@@ -40,7 +40,7 @@ def kept(digest: str) -> np.ndarray | None:
         return None
     master = np.load(path, allow_pickle=False)
     now = models.flat_digest(master)
-    require(now == digest, f"{path} is damaged: its weights have the digest {now}. Remove the file.")
+    require(now == digest, f"{path} is damaged: its weights have the digest {now}. Remove it.")
     return master
 
 
