@@ -1,8 +1,8 @@
-"""The models of runs: the base that a spec names, what evaluates it, and its KL from what it becomes.
+"""The models of runs: a spec's base, the engine that evaluates it, and the KL of a trained model from it.
 
-A user's own file of questions enters a spec by its digest alone, and so does a user's own end of training, and a model
-behind an address. The process that made the spec remembers where they are (`know_file`, `know_end`, `know_files`),
-and tells the processes that it starts (`known_files`).
+Specs name a user's own file of questions, a user's own end of training, and a model behind an address only by their
+digests. The process that made the spec remembers where they are (`know_file`, `know_end`, `know_files`), and tells the
+processes that it starts (`known_files`).
 """
 
 import gc
@@ -24,16 +24,16 @@ from evoalign_study import paths, trainers
 from evoalign_study.records import Spec
 
 ENGINE_FIELDS = ("engine", "gpus", "tensor_parallel")
-"""Fields of a spec that say who generates; a spec without them is the local engine's."""
+"""Fields of a spec that choose the engine; a spec without them uses the local one."""
 
 
 def is_local(spec: Mapping[str, Any]) -> bool:
-    """Say whether a spec, or settings, have the local engine."""
+    """Return whether a spec, or settings, use the local engine."""
     return spec.get("engine", "local") == "local"
 
 
 def kept(name: str) -> Path:
-    """Return a folder of what records name and do not hold: below EVOALIGN_RUN_DIR, or below `runs`."""
+    """Return a folder for files that records name but do not contain: in EVOALIGN_RUN_DIR if set, else in `runs`."""
     return Path(os.environ.get("EVOALIGN_RUN_DIR") or paths.RUNS) / name
 
 
@@ -41,21 +41,21 @@ _DIGESTS: dict[str, str] = {}
 
 
 def base_digest(base: str) -> str:
-    """Return what identifies a base: a shipped one's weights, another model's files or revision, 16 digits.
+    """Return 16 digits that identify a base: by the weights of a shipped one, by files or revision of another model.
 
-    Of a folder without weights `models.NO_WEIGHTS`: specs of it can be planned, and `check_base` refuses to run them.
+    For a folder without weights, return `models.NO_WEIGHTS`: its specs can be planned, but `check_base` refuses them.
     """
     if base not in _DIGESTS:
         file = tiny.bases_folder() / base / "model.safetensors"
         found = models.stored_digest(file) if base in tiny.SHIPPED else models.plan_digest(base)
         if found == models.NO_WEIGHTS:
-            return found  # until there are weights
+            return found  # not remembered: weights may still come
         _DIGESTS[base] = found
     return _DIGESTS[base]
 
 
 def check_base(spec: Spec) -> None:
-    """Raise ValueError for a spec of a model that a run could not load, as far as its files say: before any work."""
+    """Raise ValueError, before any work, for a spec whose model's files show that a run could not load it."""
     base = spec.get("base")
     if base is None or base in tiny.SHIPPED or not Path(base).is_dir():
         return
@@ -66,9 +66,9 @@ def check_base(spec: Spec) -> None:
 
 
 def model_of(spec: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return model and tokenizer of a spec's base: float32 locally and to be trained by gradients, else bfloat16.
+    """Return model and tokenizer of a spec's base: float32 if local or trained by gradients, else bfloat16.
 
-    The model of an ES run on another engine is its name: the trainer loads it, and the engine must know from where.
+    For an ES run on another engine the model is its name: the trainer loads it, and the engine must know where from.
     """
     from transformers import AutoTokenizer
 
@@ -83,7 +83,7 @@ def model_of(spec: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def loaded_as(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of `models.load` for a model that a spec's engine decodes with."""
+    """Return the keywords of `models.load` for the model with which a spec's engine decodes."""
     import torch
 
     return {} if is_local(spec) else {"dtype": torch.bfloat16}
@@ -91,20 +91,20 @@ def loaded_as(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=2)
 def reference(base: str, engine: str) -> Any:
-    """Return the base itself in the dtype of an engine's runs, once per process. Nothing may train it."""
+    """Return the base itself in the dtype of an engine's runs, loaded once per process. Do not train it."""
     return model_of({"kind": "base", "base": base, "engine": engine})[0]
 
 
 def evaluation_engine(spec: Spec, model: Any, tokenizer: Any, rows: Mapping[str, list]) -> Any:
-    """Return an engine that decodes prompts with weights that somebody else trains.
+    """Return an engine that decodes prompts with weights that are trained elsewhere.
 
-    rows: of each set but the training set, by its name.
+    rows: name of each set except the training set -> its rows.
     """
     prompts = {name: Prompts(found, tokenizer) for name, found in rows.items()}
     common = {"max_completion_length": spec["max_completion_length"]}
     if is_local(spec):
         return LocalEngine(model, tokenizer, None, prompts, **common)
-    if spec["kind"] == "train":  # in the dtype in which ES is measured; it holds the float32 weights beside
+    if spec["kind"] == "train":  # in the dtype in which ES is measured, besides the float32 weights
         measured, _ = model_of(spec | {"kind": "base"})
         return PushedEngine(measured, tokenizer, prompts, folder=spec["base"], **common)
     where = {k: spec[k] for k in ENGINE_FIELDS if k in spec}
@@ -112,7 +112,7 @@ def evaluation_engine(spec: Spec, model: Any, tokenizer: Any, rows: Mapping[str,
 
 
 def plan(spec: Spec, engine: Any) -> dict[str, Any]:
-    """Return how another engine than the local one decodes, for a record that trains nothing or by gradients."""
+    """Return a non-local engine's decoding plan, for records without ES training; {} if local."""
     return {} if is_local(spec) else {"plan": engine.plan}
 
 
@@ -126,7 +126,7 @@ def kl_from_base(spec: Spec, engine: Any, name: str = "validation") -> dict[str,
     (samples,) = engine.generate(name, samples=1, seed=spec["seed"])
     completions = [ids for _, ids in samples]
     compared, device = (engine.model, base), "cpu"
-    if not is_local(spec):  # what generated makes room on the GPU
+    if not is_local(spec):  # closing the engine makes room on the GPU
         engine.close()
         device = _roomy_device(sum(p.numel() * p.itemsize for m in compared for p in m.parameters()))
     try:
@@ -144,53 +144,53 @@ def kl_from_base(spec: Spec, engine: Any, name: str = "validation") -> dict[str,
 
 
 def _roomy_device(needed: int, seconds: int = 60) -> str:
-    """The GPU, as soon as what generated has left it this many bytes; the CPU, slower, where that takes too long."""
+    """Return "cuda" as soon as the engine has left it this many bytes; "cpu", slower, if that takes too long."""
     import torch
 
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
     for _ in range(seconds if torch.cuda.is_available() else 0):
-        if torch.cuda.mem_get_info()[0] > needed + (4 << 30):  # and some for activations
+        if torch.cuda.mem_get_info()[0] > needed + (4 << 30):  # the 4 GiB are for activations
             return "cuda"
         time.sleep(1)
     return "cpu"
 
 
-# ---- a user's files and ends of training
+# ---- a user's own files and ends of training
 
 _FILES: dict[str, str] = {}
 _CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
 
 
 def known_files() -> dict[str, str]:
-    """Return the path, or address, of everything that specs of this process name by its digest."""
+    """Return digest -> path or address of everything that specs of this process name by digest."""
     return dict(_FILES)
 
 
 def know_files(known: Mapping[str, str]) -> None:
-    """Remember digest -> path or address: what another process knows (`known_files`), or where a server has a model."""
+    """Remember digest -> path or address, as another process knows it (`known_files`), or of a model on a server."""
     _FILES.update(known)
 
 
 def know_file(setting: str, path: str | os.PathLike[str], line: str) -> str:
-    """Return the digest by which specs name an own file, 16 digits of its SHA-256, and remember where the file is.
+    """Remember where a user's file is, and return the digest by which specs name it, 16 digits of its SHA-256.
 
     Args:
-        setting: that names the file.
-        path: of it.
-        line: what each line has to hold.
+        setting: name of the setting that gives the file.
+        path: of the file.
+        line: what each line must hold.
 
     Raises:
         FileNotFoundError: there is no such file.
     """
     if not Path(path).expanduser().is_file():
-        raise FileNotFoundError(f"{setting}={str(path)!r} is no file: give one with a line {line} for each.")
+        raise FileNotFoundError(f"{setting}={str(path)!r} is no file. Pass one whose lines have the form {line}.")
     return _remembered(path)
 
 
 def place_of(digest: str) -> Path:
-    """Return the file that a spec names by its digest, or the folder or ledger of an end of training.
+    """Return what a spec names by digest: a user's file, or the folder or ledger of an end of training.
 
     Raises:
         FileNotFoundError: this process was not told where it is, or it is gone.
@@ -199,32 +199,32 @@ def place_of(digest: str) -> Path:
     known = _FILES.get(digest)
     if known is None or not Path(known).exists():
         where = "this process was not told where it is" if known is None else f"{known} is gone"
-        raise FileNotFoundError(f"SHA-256 {digest}...: {where}. Make the specs again with the path of what has it.")
+        raise FileNotFoundError(f"SHA-256 {digest}...: {where}. Make the specs again with its path.")
     now = _digest(Path(known))
     require(now == digest, f"{known} has changed: its SHA-256 is {now}, not {digest}. Restore it, or make new specs.")
     return Path(known)
 
 
 def know_end(path: str | os.PathLike[str]) -> str:
-    """Return the digest by which specs name an end of training, 16 digits, and remember where it is.
+    """Remember where an end of training is, and return the digest by which specs name it, 16 digits.
 
-    That of a ledger is its SHA-256; that of a folder, with a model or an adapter, the SHA-256 of names, sizes and
-    SHA-256s of its configurations and safetensors files.
+    For a ledger this is its SHA-256; for a folder, with a model or an adapter, it is the SHA-256 of names, sizes and
+    SHA-256s of its configuration and safetensors files.
 
     Raises:
         FileNotFoundError: nothing is there.
-        ValueError: it is none of these.
+        ValueError: it is neither a ledger nor such a folder.
     """
     place = Path(path).expanduser()
     if not place.exists():
-        raise FileNotFoundError(f"{str(path)!r} is no model's folder, nor a ledger: give the path of one.")
+        raise FileNotFoundError(f"{str(path)!r} does not exist. Pass the path of a model's folder or of a ledger.")
     fits = place.is_dir() or place.name.endswith((".jsonl", ".jsonl.gz"))
-    require(fits, f"the end of training {str(path)!r} is no ledger (.jsonl, .jsonl.gz): give one, or a folder.")
+    require(fits, f"the end of training {str(path)!r} is no ledger (.jsonl, .jsonl.gz). Pass one, or a folder.")
     return _remembered(place)
 
 
 def is_adapter(place: Path) -> bool:
-    """Say whether a folder holds an adapter over a model, and no model of its own."""
+    """Return whether a folder holds an adapter instead of a full model."""
     return (place / "adapter_config.json").is_file()
 
 
@@ -242,7 +242,7 @@ def _digest(path: Path) -> str:
 
 @lru_cache(maxsize=64)
 def _digest_of(path: Path, files: tuple[tuple[str, int, int], ...]) -> str:
-    """The digest of a file or of an end; files: name, bytes and time of change of each: gigabytes are read once."""
+    """Return the digest of a file or end; files: name, bytes and mtime of each, so that gigabytes are read once."""
     if path.is_file():
         return _sha256(path)[:16]
     lines = (f"{name} {size} {_sha256(path / name)}\n" for name, size, _ in files)
@@ -255,12 +255,12 @@ def _sha256(path: Path) -> str:
 
 
 def _files_of_end(path: Path) -> list[Path]:
-    """The files that decide what an end of training is. Raises ValueError for a folder that holds none."""
+    """Return the files that define an end of training. Raises ValueError for a folder without them."""
     files = [*(path / name for name in _CONFIGS if (path / name).is_file()), *sorted(path.glob("*.safetensors"))]
     for lacking in ("config.json", "*.safetensors"):
         if not any(lacking in (file.name.removeprefix("adapter_"), f"*{file.suffix}") for file in files):
             raise ValueError(
-                f"the end of training {str(path)!r} has no {lacking}: give the folder of a model (save_pretrained) or "
-                f"of a LoRA adapter, or the file {ledger.NAME}. Other weights are not loaded: they may hold code."
+                f"the end of training {str(path)!r} has no {lacking}. Pass the folder of a model (save_pretrained) or "
+                f"of a LoRA adapter, or the file {ledger.NAME}. Other formats are not loaded: they may hold code."
             )
     return files

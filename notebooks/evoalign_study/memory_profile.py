@@ -1,10 +1,10 @@
-"""What lies in memory while a step runs: every tensor's storage by component, at the instant of the peak.
+"""Peak memory of a training step by component, counted from the storages of tensors.
 
-`Allocations` is a mode of PyTorch that sees each operation, forward and backward, and counts storages from their first
-tensor to their last. Each has a component: what an owner names (weights, moments), what autograd keeps (saved
-activations), gradients as they are accumulated, keys and values as attention caches them. NumPy's arrays that an
-operation reads are noise, if nobody holds them; the rest are temporaries. What one operation takes and gives back
-inside of itself is not seen: the resident memory of the process has it.
+`Allocations` is a dispatch mode of PyTorch: it sees each operation, forward and backward, and counts a storage from its
+first tensor to its last. Each storage has a component: the name that its owner gives it (weights, moments), saved
+activations if autograd keeps it, gradients once they are accumulated, or keys and values once attention caches them. A
+NumPy array that an operation reads counts as noise unless somebody holds it; the rest are temporaries. Memory that a
+single operation takes and frees again is not seen here, only in the resident memory of the process.
 """
 
 import weakref
@@ -23,10 +23,10 @@ TEMPORARIES = "temporaries"
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the storages alive, by component, while its context lasts.
+    """Counter of the storages alive, by component, while its context lasts.
 
     Args:
-        named: component of a new tensor by the operation's name and the tensor; None: a temporary one.
+        named: takes an operation's name and a new tensor, and returns the tensor's component; None: a temporary.
     """
 
     def __init__(self, named: Callable[[str, torch.Tensor], str | None] = lambda operation, tensor: None):
@@ -52,7 +52,7 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
         if any(map(is_traceable_wrapper_subclass, given)):
-            return NotImplemented  # it is made of plain tensors, whose operations come here
+            return NotImplemented  # it wraps plain tensors, whose operations come here
         for tensor in given:
             if _key(tensor) not in self._storages and not self._is_held(tensor):
                 self._count(tensor, NOISE)
@@ -67,7 +67,7 @@ class Allocations(TorchDispatchMode):
     # ---- components
 
     def name(self, component: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Give tensors a component, those that were made before the context began among them."""
+        """Assign tensors to a component, including those made before the context began."""
         for tensor in tensors:
             if _key(tensor) in self._storages:
                 self._move(_key(tensor), component)
@@ -75,7 +75,7 @@ class Allocations(TorchDispatchMode):
                 self._count(tensor, component)
 
     def hold(self, component: str, array: np.ndarray) -> None:
-        """Count a NumPy array from here on; one that lies in a tensor's storage gives that the component."""
+        """Count a NumPy array from here on; if it lies in a tensor's storage, assign that to the component instead."""
         first = array.__array_interface__["data"][0]
         for key, (size, _, start) in self._storages.items():
             if start <= first < start + size:
@@ -85,7 +85,7 @@ class Allocations(TorchDispatchMode):
         self.now[component] += array.nbytes
 
     def follow(self, model: torch.nn.Module) -> None:
-        """Name a model's gradients when they are accumulated, and the keys and values that its layers cache."""
+        """Assign components to a model's gradients when they are accumulated, and to keys and values when cached."""
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: self.name("gradients", [p.grad]))
@@ -140,12 +140,12 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def resident(field: str) -> int:
-    """Return a line of this process's /proc/self/status, bytes.
+    """Return a field of this process's /proc/self/status, bytes.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: there is no such field.
     """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return 1024 * int(line.split()[1])
-    raise RuntimeError(f"/proc/self/status has no {field}: measure on Linux")
+    raise RuntimeError(f"/proc/self/status has no {field}. Measure on Linux.")

@@ -1,4 +1,4 @@
-"""Notebook 01, ES on Countdown: presets, groups of runs, results, and the answers, tables and figures made of them."""
+"""Notebook 01, ES on Countdown: settings, groups of runs, results, and the answers, tables and figures from them."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -24,34 +24,34 @@ CLAIMS = ("E1", "E1b", "E2", "E3", "E4")
 presets, TINY, SMOKE, FULL = runs.scales(
     {
         "bases": (list(tiny.BASES), ["A0"]),
-        "null_bases": (["A0"], ["A0"], []),  # on which shuffled fitness runs, too
-        "retrain": [],  # groups that `force` makes anew; none: all
+        "null_bases": (["A0"], ["A0"], []),  # bases on which ES with shuffled fitness runs too
+        "retrain": [],  # groups that `force` runs again; empty: all of them
         **runs.ES_COUNTDOWN,
-        "temperatures": [0.6],  # between greedy decoding and 1, at which models are measured again
-        "decoded": (["es", "es_shuffled"], ["es_shuffled"]),  # groups that are
-        "estimator_problems": (128, 8),  # of the single steps in section 7
+        "temperatures": [0.6],  # besides greedy decoding and 1: temperatures at which models are measured again
+        "decoded": (["es", "es_shuffled"], ["es_shuffled"]),  # groups measured at those temperatures
+        "estimator_problems": (128, 8),  # problems that each single step in section 7 uses
         "populations": ([4, 8, 30, 128], [2, 4]),
         "repeats": (16, 2),
-        "ledger_steps": (500, 4),  # of the long run in section 8
-        "audit_seeds": (4, 2),  # of the arithmetics in section 9
+        "ledger_steps": (500, 4),  # length of the long run in section 8
+        "audit_seeds": (4, 2),  # seeds for each arithmetic in section 9
     }
 )
 PUBLISHED = {name: FULL[name] for name in ("sigma", "alpha")}
-"""Sigma and alpha of Qiu et al. (arXiv 2509.24372), which scale full takes over."""
+"""Sigma and alpha of Qiu et al. (arXiv 2509.24372), which scale full uses too."""
 ARITHMETICS = [(*how, "reward") for how in (("master", "gaussian"), ("inplace", "gaussian"), ("inplace", "tied"))]
 ARITHMETICS += [(precision, "gaussian", "random") for precision in ("master", "inplace", "kahan")]
-"""The rows of section 9: precision, noise and fitness. With random fitness sigma and alpha are the published ones."""
+"""Rows of section 9: precision, noise and fitness. Rows with random fitness use the published sigma and alpha."""
 
 
 def groups(run: SimpleNamespace, records: Records) -> Groups:
-    """Return the runs by name; "decodings" needs the records of what it measures."""
+    """Return the groups of runs by name; "decodings" needs the records of the models that it measures again."""
     settings, here = loading.of_runs(vars(run)), run.bases[:1]
     scale, exact = of_tiny_world(run)
     audited = loading.of_runs(exact)
-    # random fitness generates nothing in training, so there is no curve to show
+    # training on random fitness generates nothing, so it has no curve to show
     audited_on = {"reward": audited, "random": audited | PUBLISHED | {"curve_points": 2}}
     seeds, sizes = range(exact["audit_seeds"]), exact["populations"]
-    single_steps = [(N, "not the sum") for N in sizes] + [(sizes[len(sizes) // 2], "any")]  # and on which targets
+    single_steps = [(N, "not the sum") for N in sizes] + [(sizes[len(sizes) // 2], "any")]  # N and targets
     return {
         "es": Group("es", run.bases, run.n_seeds, settings, ledgers=here),
         "base": base_specs(run.bases, settings, run.scale),
@@ -73,7 +73,7 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
 
 
 def of_tiny_world(run: SimpleNamespace) -> tuple[str, dict[str, Any]]:
-    """Return scale and settings of sections 7 and 9, which only small models allow (`loading.of_tiny_world`)."""
+    """Return scale and settings of sections 7 and 9, feasible only with small models (`loading.of_tiny_world`)."""
     return loading.of_tiny_world(run, TINY)
 
 
@@ -81,12 +81,12 @@ def of_tiny_world(run: SimpleNamespace) -> tuple[str, dict[str, Any]]:
 
 
 def accuracies(records: Records, arm: str, base: str, decoding: str) -> np.ndarray:
-    """Return the share of right answers on the test set: (seeds, problems), of the arm "base" one row."""
+    """Return the share of right answers on the test set, (seeds, problems); the arm "base" has a single row."""
     return accuracy_matrix(runs.where(records[arm], base=base), decoding)
 
 
 def trained(run: SimpleNamespace, records: Records) -> list[tuple[str, str]]:
-    """Return the arms with the bases on which they have runs."""
+    """Return the pairs (arm, base) that have runs."""
     pairs = product(("es", "es_shuffled"), run.bases)
     return [(arm, base) for arm, base in pairs if runs.where(records[arm], base=base)]
 
@@ -103,7 +103,7 @@ def test_points(run: SimpleNamespace, records: Records) -> DataFrame:
 
 
 def curve_points(run: SimpleNamespace, records: Records) -> DataFrame:
-    """Return validation accuracy, as a share, against completions: a row per base, arm, decoding and point."""
+    """Return validation accuracy, a share, by completions: a row per base, arm, decoding and point of the curve."""
     pairs = sorted(trained(run, records), key=lambda pair: run.bases.index(pair[1]))
     named = [({"base": base, "arm": arm}, runs.where(records[arm], base=base)) for arm, base in pairs]
     points = runs.curve_bands(named, ["completions"], scale=1).astype({"completions": int})
@@ -115,10 +115,10 @@ _MEASURED = ["cosine", "predicted_cosine", "rho", *_GAINS]
 
 
 def single_steps(records: Sequence[Record]) -> DataFrame:
-    """Return single steps by targets, fitness and N: means with the ends of their 95 % intervals, as shares.
+    """Summarise single ES steps by targets, fitness and N: means with 95 % intervals, as shares.
 
-    Columns: targets, fitness, N, repeats, tied (how many had no direction), and of each measured field its mean, with
-    _low and _high its ends.
+    Columns: targets, fitness, N, repeats, tied (how many steps had no direction), and for each measured field its mean,
+    with the ends of the interval under its name plus _low and _high.
     """
     rows = []
     steps = DataFrame([record["spec"] | record["estimator"] for record in records])
@@ -132,18 +132,18 @@ def single_steps(records: Sequence[Record]) -> DataFrame:
 
 
 AUDITED = ["row", "precision", "noise", "fitness", "seed", "sigma", "update", "path", "gain"]
-"""Columns of `audits` that a figure draws."""
+"""Columns of `audits` that the figure draws."""
 _FATE = {"update": "update_cosine", "layers": "layers_cosine", "changed": "restore_changed", "drift": "restore_drift"}
-"""Further columns, and what they are in the records."""
+"""Further columns of `audits` -> their fields in the records."""
 
 
 def audits(records: Records) -> DataFrame:
-    """Return what became of the steps of each audited run, in the order of the records, which is that of `ARITHMETICS`.
+    """Return a row per audited run: what its arithmetic did to the steps and to the weights.
 
-    Columns: row (of `ARITHMETICS`), precision, noise, fitness, seed, sigma; update and path, the cosines of an update
-    and of the whole path with the intended ones, NaN where a run never moved; gain of greedy accuracy in points, NaN
-    without rewards; layers, the cosine within layers; changed and drift, what restoring the
-    members did to the weights.
+    Rows are in the order of the records, that of `ARITHMETICS`. Columns: row (of `ARITHMETICS`), precision, noise,
+    fitness, seed, sigma; update and path, the cosines of one update and of the whole path with the intended ones, NaN
+    if the run never moved; gain in greedy accuracy in points, NaN without rewards; layers, the cosine within layers;
+    changed and drift, what restoring the members did to the weights.
     """
     before, rows = accuracy_matrix(records["audit base"], "greedy").mean(), []
     for record in records["audit"]:
@@ -161,11 +161,11 @@ def audits(records: Records) -> DataFrame:
 
 
 def results(run: SimpleNamespace, records: Records) -> Results:
-    """Return the settings, and what the notebook found: shares, cosines and kilobytes by name.
+    """Return the settings and the notebook's results by name: shares, cosines and kilobytes.
 
-    Test accuracy before and after each arm on each base, and of ES as a mean over bases (seed k of every base makes one
-    unit), with the gain as an interval; the parts of single steps at the population nearest to 30; what a ledger takes;
-    and what each arithmetic makes of the steps. What has no runs is left out.
+    Test accuracy before and after training and the gain as an interval, for each arm on each base and for ES as a mean
+    over bases (seed k of every base forms one unit); the parts of single steps at the population nearest to 30; a
+    ledger's size; and what each arithmetic does to the steps. Results without runs are left out.
     """
     here, n = run.bases[0], len(run.bases)
     values = vars(run) | {"bases": n, "seeds": len(runs.where(records["es"], base=here))}
@@ -189,14 +189,14 @@ def results(run: SimpleNamespace, records: Records) -> Results:
         values[f"N, {name}"] = step["N"]
         for field in _MEASURED:
             values[f"{field}, {name}"] = stats.Interval(*step[[field, f"{field}_low", f"{field}_high", "repeats"]])
-    # a step across the gradient and one along it are the legs of a right-angled triangle
+    # the parts of a step across and along the gradient are the legs of a right-angled triangle
     values["times longer"] = np.sqrt(1 / values["cosine, expected fitness, not the sum"].value ** 2 - 1)
     (long_run,) = records["ledger"]
     kept = [record["ledger"] for record in (*records["es"], long_run) if "ledger" in record]
     values |= {"ledgers": len(kept), "replay error": max(ledger["replay_error"] for ledger in kept)}
     steps, size = long_run["spec"]["steps"], long_run["ledger"]
     values |= {"ledger steps": steps, "ledger kB": size["bytes"] / 1000, "gzipped kB": size["gzip_bytes"] / 1000}
-    values["least kB"] = 12 * run.population_size * steps / 1000  # a key and a coefficient per member
+    values["least kB"] = 12 * run.population_size * steps / 1000  # 12 bytes per member: its key and its coefficient
     untrained = accuracy_matrix(records["audit base"], "greedy")[0]
     for place, part in audits(records).groupby("row"):
         name, path = ", ".join(ARITHMETICS[place]), part["path"].to_numpy()
@@ -212,18 +212,18 @@ def results(run: SimpleNamespace, records: Records) -> Results:
 
 
 def models_in_words(run: SimpleNamespace) -> str:
-    """Return what the models are, for captions."""
+    """Describe the models for captions."""
     if not set(run.bases) <= set(tiny.BASES):
         return ", ".join(run.bases)
     several = "Tiny models" if len(run.bases) > 1 else f"Tiny base {run.bases[0]}"
     return f"{several}, trained from scratch"
 
 
-# ---- figures, each of a tidy frame
+# ---- figures, each drawn from a tidy frame
 
 
 def figure_gain(points: DataFrame) -> plt.Figure:
-    """Draw test accuracy of every run beside its untrained base, a panel per decoding. points: `test_points`."""
+    """Draw the test accuracy of every run and of its untrained base, a panel per decoding. points: `test_points`."""
     fig, axes, shown = plots.panels(points, "decoding", 2.4, sharey=True)
     for ax, decoding, panel in shown:
         sides = {}
@@ -240,7 +240,7 @@ def figure_gain(points: DataFrame) -> plt.Figure:
 
 
 def figure_curves(points: DataFrame, bases: Sequence[Record]) -> plt.Figure:
-    """Draw validation accuracy along the runs against completions, a panel per base, with 95 % bands over seeds.
+    """Draw validation accuracy against completions, a panel per base, with 95 % bands over seeds.
 
     Args:
         points: `curve_points`.
@@ -260,7 +260,7 @@ def figure_curves(points: DataFrame, bases: Sequence[Record]) -> plt.Figure:
 
 
 def figure_estimator(steps: DataFrame) -> plt.Figure:
-    """Draw the cosine of a step with the gradient against N, and what its parts change. steps: `single_steps`."""
+    """Draw a step's cosine with the gradient, and the accuracy its parts gain, against N. steps: `single_steps`."""
     drawn = steps[steps["targets"] == "not the sum"]
     fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.5))
 
@@ -285,7 +285,7 @@ def figure_estimator(steps: DataFrame) -> plt.Figure:
 
 
 def figure_arithmetic(steps: DataFrame) -> plt.Figure:
-    """Draw what became of the steps under each arithmetic: bars are means, every seed is a dot. steps: `audits`."""
+    """Draw what each arithmetic does to the steps: a bar for the mean, a dot for each seed. steps: `audits`."""
     fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.3), sharey=True)
     titles = {
         "update": "cosine of one update\nwith the intended one",

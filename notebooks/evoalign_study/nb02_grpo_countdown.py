@@ -1,4 +1,4 @@
-"""Notebook 02, GRPO and ES: presets, groups of runs, results, and the answers, tables and figures made of them."""
+"""Notebook 02, GRPO and ES: settings, groups of runs, results, and the answers, tables and figures from them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -25,20 +25,20 @@ CLAIMS = ("C1", "C2", "C2b", "C29", "C30", "C31")
 ARMS = shared.TUNED
 presets, TINY, SMOKE, FULL = shared.scales(
     {
-        "bases": (["A0", "A1", "A2"], ["A0"]),  # the first is tuned on
-        "retrain": [],  # groups that `force` makes anew; none: all
+        "bases": (["A0", "A1", "A2"], ["A0"]),  # the sweeps tune on the first
+        "retrain": [],  # groups that `force` runs again; empty: all of them
         **shared.COUNTDOWN,
-        "grpo_long_steps": (3125, 6),  # of the runs with as many completions as ES
+        "grpo_long_steps": (3125, 6),  # length of the runs with as many completions as ES
         "best_of": (64, 4),  # samples of best-of-n
         "seeds_long": (2, 1),
-        "gains": [0.05, 0.10, 0.15],  # over the base, to which section 8 asks for the budget
-        "margin": 0.02,  # of a match
-        "temperatures": [0.4, 0.6],  # between greedy decoding and 1, at which models are measured again
-        # groups that are, besides base, ES and GRPO
+        "gains": [0.05, 0.10, 0.15],  # over the base, whose budgets section 8 compares
+        "margin": 0.02,  # within which accuracies match
+        "temperatures": [0.4, 0.6],  # besides greedy decoding and 1: temperatures at which models are measured again
+        # groups measured at those temperatures, besides base, ES and GRPO
         "decoded": ("dapo dr_grpo dr_grpo_scaled es_random es_sampled grpo_random grpo_unscaled rloo sft".split(), []),
         "curve_temperature": 0.6,  # at which whole curves are measured again
-        "decoded_curves": (["es", "es_elsewhere", "grpo", "grpo_elsewhere"], ["grpo"]),  # groups whose curves are
-        "kl_sigmas": ([0.003, 0.01, 0.03], [0.01]),  # of the noise that moves the base in section 4
+        "decoded_curves": (["es", "es_elsewhere", "grpo", "grpo_elsewhere"], ["grpo"]),  # groups measured so
+        "kl_sigmas": ([0.003, 0.01, 0.03], [0.01]),  # of the noise that perturbs the base in section 4
         "kl_problems": (128, 4),
         "kl_samples": (16, 2),
         "kl_repeats": (16, 2),
@@ -47,13 +47,13 @@ presets, TINY, SMOKE, FULL = shared.scales(
 
 
 def groups(run: SimpleNamespace, records: Records) -> Groups:
-    """Return the runs by name. All arms come after the sweeps, which choose their settings on the first base.
+    """Return the groups of runs by name. All arms wait for the sweeps, which choose their settings on the first base.
 
     Raises:
-        ValueError: seeds=1, which leaves nothing to compare arms by.
+        ValueError: seeds=1, which leaves no spread to compare arms by.
     """
     if run.seeds == 1:
-        raise ValueError("seeds=1: arms are compared by their spread over seeds, take 2 or more.")
+        raise ValueError("seeds=1 has no spread over seeds to compare arms by. Pass 2 or more.")
     here, elsewhere, settings = run.bases[:1], run.bases[1:], loading.of_runs(vars(run))
     many, some, few = run.seeds_match, run.seeds_compare, run.seeds_describe
     scale, exact = of_tiny_world(run)
@@ -77,7 +77,7 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
 
 
 def _decodings(run: SimpleNamespace, records: Records) -> After:
-    """Runs that measure models again; those of ES also at the FLOPs of GRPO, for claim C2b, and both along curves."""
+    """Return runs that measure models again: ES also at GRPO's FLOPs, for claim C2b, and some groups along curves."""
     es: dict[str, Any] = {"groups": ["es"], "temperatures": run.temperatures}
     if "es" in records and "grpo" in records:
         es["at_step"] = equal_flops_step(records["es"], records["grpo"])
@@ -90,17 +90,17 @@ def _decodings(run: SimpleNamespace, records: Records) -> After:
 
 
 DECODED = ("base", "es", "grpo")
-"""Groups that are measured at all temperatures, whatever else is."""
+"""Groups that are always measured at all temperatures."""
 
 
 def equal_flops_step(es: Sequence[Record], grpo: Sequence[Record]) -> int:
-    """Return the last step by which no ES run has spent more forward FLOPs than any GRPO run spends in all."""
+    """Return the last step by which no ES run has spent more forward FLOPs than the cheapest GRPO run in total."""
     least = min(r["budget"]["forward_flops"] for r in grpo)
     return int(min(np.interp(least, r["curve"]["forward_flops"], r["curve"]["step"]) for r in es))
 
 
 def of_tiny_world(run: SimpleNamespace) -> tuple[str, dict[str, Any]]:
-    """Return scale and settings of section 4, which only small models allow (`loading.of_tiny_world`)."""
+    """Return scale and settings of section 4, feasible only with small models (`loading.of_tiny_world`)."""
     return loading.of_tiny_world(run, TINY)
 
 
@@ -108,7 +108,7 @@ def of_tiny_world(run: SimpleNamespace) -> tuple[str, dict[str, Any]]:
 
 
 def pilot(committed: Sequence[Record]) -> list[Record]:
-    """Return the ES runs of notebook 01 on base A0 among committed records."""
+    """Return the ES runs of notebook 01 on base A0 from the committed records."""
     wanted = {"kind": "train", "arm": "es", "base": "A0", "steps": 100}
     return [r for r in committed if r["notebook"] == "01_es_countdown" and wanted.items() <= r["spec"].items()]
 
@@ -119,7 +119,7 @@ def trained(records: Records) -> list[Record]:
 
 
 def judged(run: SimpleNamespace, records: Records) -> list[Record]:
-    """Return all records that the claims of this notebook are judged by."""
+    """Return all records on which the claims of this notebook are judged."""
     measured = records["kl"] if of_tiny_world(run)[0] == run.scale else []
     return [*trained(records), *swept(records), *measured, *records["decodings"]]
 
@@ -130,7 +130,7 @@ def swept(records: Records) -> list[Record]:
 
 
 def designed(records: Records, base: str = "") -> list[str]:
-    """Return the groups that train and are tested; with a base, those that have runs on it."""
+    """Return the groups of training runs with a test set; with `base`, only those that have runs on it."""
     others = ("base", "best_of_n", "decodings")
     tested = [g for g, own in records.items() if g not in others and own and own[0]["spec"].get("test_problems")]
     return [group for group in tested if not base or on(records[group], base)]
@@ -147,13 +147,13 @@ def accuracies(records: Records, group: str, decoding: str, base: str) -> np.nda
 
 
 def cells(run: SimpleNamespace, records: Records) -> list[tuple[str, str, str]]:
-    """Return name in `results`, group and base of all models that are tested: base by base, the untrained one first."""
+    """Return (name in `results`, group, base) of all tested models: base by base, the untrained model first."""
     tested = [(group, base) for base in run.bases for group in ["base", *designed(records, base)]]
     return [(group if base == run.bases[0] else f"{group} on {base}", group, base) for group, base in tested]
 
 
 def label_of(records: Records, group: str) -> str:
-    """Return what a group of runs is called in tables."""
+    """Return the name of a group of runs in tables."""
     spec = records[group][0]["spec"]
     words = {"none": ", not scaled", "group": ", scaled"}.get(spec.get("scale_rewards"), "")
     words += f", {spec['steps']:,d} steps" if group == "grpo_long" else ""
@@ -169,17 +169,17 @@ AXES = {
     "forward_flops": SimpleNamespace(unit=1e12, words="forward FLOPs", head="FLOPs, 1e12"),
     "core_seconds": SimpleNamespace(unit=1, words="core-seconds", head="core-seconds"),
 }
-"""The axes of budget, by their key in the records: the unit of tables, and names in sentences and in tables."""
+"""Budget axes by their key in the records: the unit in tables, and the names in sentences and in tables."""
 SETTINGS = {"sigma": "noise sigma", "alpha": "step alpha", "learning_rate": "learning rate", "beta": "KL weight beta"}
 """Setting -> its name on the axes of maps and in tables."""
 
 
 def runs(run: SimpleNamespace, records: Records) -> pd.DataFrame:
-    """Return the training runs and best-of-n on the first base, a row each, in the order of the groups.
+    """Return a row per training run and best-of-n run on the first base, in the order of the groups.
 
-    Columns: group; arm, its label; the budget's fields; distance from the base, NaN of a run that diverged; walk, the
-    distance that steps of ES add up to whatever the reward says, NaN for other arms; KL, in nats per sequence; greedy
-    and t1, test accuracy; untied, the share of groups of completions with one reward.
+    Columns: group; arm, its label; the budget's fields; distance from the base, NaN for a run that diverged; walk, the
+    distance that the steps of ES would cover as a random walk, whatever the reward, NaN for other arms; KL, in nats per
+    sequence; greedy and t1, test accuracy; untied, the share of groups whose completions all have the same reward.
     """
     rows = []
     for group in [*designed(records, run.bases[0]), "best_of_n"]:
@@ -194,10 +194,10 @@ def runs(run: SimpleNamespace, records: Records) -> pd.DataFrame:
 
 
 def sweep_points(records: Records) -> pd.DataFrame:
-    """Return the settings of both sweeps, best first, a row each.
+    """Return a row per setting of both sweeps, best first.
 
-    Columns: arm; settings tried, k from 1 on; score; expected maximum, of k settings drawn from the sweep, a fraction;
-    and the settings' values.
+    Columns: arm; settings tried, k = 1, 2, ...; score; expected maximum, the expected best score of k settings drawn
+    from the sweep, a fraction; and the settings' values.
     """
     sweeps = []
     for arm in ARMS:
@@ -209,7 +209,7 @@ def sweep_points(records: Records) -> pd.DataFrame:
 
 
 def curve_points(records: Records) -> pd.DataFrame:
-    """Return the learning curves of both arms, and each long run of GRPO alone: a row per point, for both decodings.
+    """Return the mean learning curve of both arms and that of each long GRPO run: a row per point and decoding.
 
     Columns: the four axes (means over seeds); mean, low and high of validation accuracy, %; decoding; n; group; run.
     """
@@ -219,11 +219,11 @@ def curve_points(records: Records) -> pd.DataFrame:
 
 
 def by_temperature(records: Records) -> pd.DataFrame:
-    """Return test accuracy in % against the temperature of the samples, 0 being greedy decoding.
+    """Return test accuracy in % by sampling temperature, with 0 for greedy decoding.
 
-    A row per group, base and temperature that was measured again: accuracy with its interval, over seeds and problems
-    (of one model over problems), and n, the runs. Where no model is measured again (`loading.decodings`) the arms, and
-    the base, have their rows of greedy decoding and temperature 1.
+    A row per group, base and temperature at which models were measured again: accuracy with its interval over seeds and
+    problems (over problems alone for a single model), and n, the number of runs. If no model was measured again
+    (`loading.decodings`), the arms and the base have rows for greedy decoding and temperature 1.
     """
     measured: dict[str, dict[str, Any]] = {}
     for r in records["decodings"]:
@@ -250,7 +250,7 @@ _LEVELS = ("token", "sequence")
 
 
 def kl_frame(records: Sequence[Record]) -> pd.DataFrame:
-    """Return a row per size of noise and estimator: means over repeats, relative to the exact KL of the repeat.
+    """Return a row per noise size and KL estimator: means over repeats, relative to each repeat's exact KL.
 
     Columns: sigma; estimator; KL, nats per token; bias / KL (an `Interval`, per token); std / KL, token and sequence;
     cosine, token and sequence; norm, token (NaN for k1, whose gradient is zero on average).
@@ -272,15 +272,15 @@ def kl_frame(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def at_budget(record: Record, axis: str, budget: float, decoding: str = "greedy") -> float:
-    """Return a run's validation accuracy at a budget, interpolated in its logarithm."""
+    """Return a run's validation accuracy at a budget, interpolated in the budget's logarithm."""
     return curves.score_at(record["curve"][axis], record["curve"][f"validation_{decoding}"], budget)
 
 
 def match(records: Records, axis: str, margin: float) -> Results:
-    """Compare tuned GRPO with tuned ES at the largest budget of an axis that every run of both has reached.
+    """Compare tuned GRPO with tuned ES at the largest budget on an axis that all runs of both arms reached.
 
-    Returns the budget; under each decoding the mean validation accuracy of either arm, GRPO - ES over seeds (90 %), and
-    whether it lies within the margin. The last two are left out where no run differs from another, as at scale smoke.
+    Returns the budget and, under each decoding, each arm's mean validation accuracy, GRPO - ES over seeds (90 %), and
+    whether that lies within the margin. The last two are left out if no runs differ, as at scale smoke.
     """
     budget = min(r["curve"][axis][-1] for arm in ARMS for r in records[arm])
     values = {f"budget, {axis}": budget}
@@ -295,9 +295,9 @@ def match(records: Records, axis: str, margin: float) -> Results:
 
 
 def hindsight(records: Records, axis: str) -> Results:
-    """Return the best setting of either sweep at the largest budget that all its runs reached, and its score there.
+    """Return each sweep's best setting at the largest budget that all runs of both reached, and its score there.
 
-    The score is NaN where no run has a point by then, as at scale smoke; then the setting is the best at the end.
+    If no run has a point by then, as at scale smoke, the score is NaN and the setting is the best one at the end.
     """
     budget = min(r["curve"][axis][-1] for r in swept(records))
     values = {f"hindsight budget, {axis}": budget}
@@ -312,9 +312,9 @@ def hindsight(records: Records, axis: str) -> Results:
 
 
 def larger_alpha(records: Records, before: Sequence[Record]) -> Results:
-    """Compare tuned GRPO with the ES runs of notebook 01, whose alpha is larger, at GRPO's completions, greedily.
+    """Compare greedy accuracy of tuned GRPO and of notebook 01's ES runs, whose alpha is larger, at GRPO's completions.
 
-    Nothing where no run of notebook 01 (`pilot`) has a point by then, as at scale smoke.
+    Empty if no run of notebook 01 (`pilot`) has a point by then, as at scale smoke.
     """
     least = min(r["budget"]["completions"] for r in records["grpo"])
     sides = [records["grpo"], [r for r in before if r["curve"]["completions"][1] <= least]]
@@ -327,10 +327,10 @@ def larger_alpha(records: Records, before: Sequence[Record]) -> Results:
 
 
 def to_target(records: Records, gain: float, axis: str) -> Results:
-    """Return when runs first gained so much greedy validation accuracy over the base, in units of `AXES`.
+    """Return the budget at which runs first reach a gain in greedy validation accuracy, in units of `AXES`.
 
-    Kaplan-Meier medians of either arm, runs that never get there censored; how many get there; and ES over GRPO, left
-    out where an arm has no median.
+    Each arm's Kaplan-Meier median, with runs that never get there censored; how many get there; and the ratio ES over
+    GRPO, left out if an arm has no median. The gain is over the base.
     """
     aim, values = records["base"][0]["validation"]["greedy"] + gain, {}
     for arm in ARMS:
@@ -351,18 +351,18 @@ EFFECTS = {
     "both: Dr.GRPO - GRPO": {"grpo": -1, "dr_grpo": 1},
     "ES: greedy - sampled fitness": {"es": 1, "es_sampled": -1},
 }
-"""Effects on test accuracy, of section 10: the weight of each group."""
+"""Effects on test accuracy in section 10 -> the weight of each group."""
 
 
 def results(
     run: SimpleNamespace, records: Records, before: Sequence[Record], decided: Mapping[str, Results]
 ) -> Results:
-    """Return the settings, and what the notebook found, by name; accuracies are shares.
+    """Return the settings and the notebook's results by name; accuracies are shares.
 
-    GROUP on BASE, DECODING is test accuracy, "gain of" it the difference from the base; on the first base "on BASE" is
-    left out. Beside these: comparisons at equal budgets (`match`, `hindsight`, `larger_alpha`, `to_target`), effects,
-    tuned settings, mean budgets, distances and KL of a group, the pilot's spread by kind of test, and the intervals of
-    verdicts as "CLAIM: label".
+    "GROUP on BASE, DECODING" is test accuracy, and with "gain of" before it the difference from the base; the
+    first base goes without "on BASE". Further results: comparisons at equal budgets (`match`, `hindsight`,
+    `larger_alpha`, `to_target`), effects, tuned settings, each group's mean budgets, distances and KL, the pilot's
+    spread by kind of test, and the intervals of verdicts as "CLAIM: label".
 
     Args:
         before: the runs of notebook 01 (`pilot`).
@@ -395,7 +395,7 @@ def results(
         values |= {f"{arm}, {k} tried": part["expected maximum"].iloc[i] for k, i in (("one", 0), ("all", -1))}
         values |= {f"tuned {name}": part[name].iloc[0] for name in arms.swept(arm)}
     for group, part in runs(run, records).groupby("group"):
-        # as arrays, whose mean is NaN where a run diverged
+        # as arrays: pandas would leave a diverged run's NaN out of the mean
         values |= {f"{name} of {group}": part[name].to_numpy().mean() for name in (*AXES, "distance", "KL")}
         values |= {f"seeds of {group}": len(part)}
         values |= {f"{end} of {group}, {d}": part[d].agg(end) for end in ("min", "max") for d in DECODINGS}
@@ -413,17 +413,17 @@ def results(
     return values | _words(run, values)
 
 
-# ---- what the answers say of the results
+# ---- wording of the answers
 
 
 def _sided(values: Results, keys: Iterable[str], above: str, below: str, neither: str) -> str:
-    """Return the word for where all intervals lie: above zero, below it, or neither."""
+    """Return the words for intervals that all lie above zero, all lie below it, or do neither."""
     all_of = [values[key] for key in keys]
     return above if all(i.low > 0 for i in all_of) else below if all(i.high < 0 for i in all_of) else neither
 
 
 def _words(run: SimpleNamespace, values: Results) -> Results:
-    """Return what the answers say of the numbers: where they lie, and the gains of ES on each base."""
+    """Return the words that answers take from the results: where intervals lie, and the gains of ES on each base."""
     names, words = {run.bases[0]: "es"} | {base: f"es_elsewhere on {base}" for base in run.bases[1:]}, {}
     gains = [
         ", ".join(f"{{gain of {name}, {d}}} on {base} (n = {{gain of {name}, {d}.n}})" for base, name in names.items())
@@ -445,16 +445,16 @@ def _words(run: SimpleNamespace, values: Results) -> Results:
 
 
 def median_text(median: stats.Interval) -> str:
-    """Return a Kaplan-Meier median and its interval in words, three digits."""
+    """Return a Kaplan-Meier median and its interval in words, to three digits."""
     value, low, high = ("never" if np.isinf(x) else f"{x:.3g}" for x in (median.value, median.low, median.high))
     return value if np.isnan(median.low) else f"{value} [{low}, {high}]"
 
 
-# ---- figures, each of a tidy frame
+# ---- figures, each drawn from a tidy frame
 
 
 def draw_curves(points: pd.DataFrame, untrained: Mapping[str, float]) -> plt.Figure:
-    """Draw validation accuracy against four budgets, forward FLOPs large, the other axes small below them.
+    """Draw validation accuracy against four budgets: forward FLOPs in large panels, the others in small ones below.
 
     Args:
         points: `curve_points`.
@@ -479,11 +479,11 @@ def draw_curves(points: pd.DataFrame, untrained: Mapping[str, float]) -> plt.Fig
 
 
 _STEP_SIZES = {"es": ("alpha", "sigma"), "grpo": ("learning_rate", "beta")}
-"""Arm -> the setting on the horizontal axis of its map, its step size, and the one on the vertical axis."""
+"""Arm -> the settings on the axes of its map: the step size on the horizontal axis, the other on the vertical."""
 
 
 def draw_sweep(sweep: pd.DataFrame) -> plt.Figure:
-    """Draw the scores of both sweeps as maps, the tuned setting framed, and the expected best of k settings.
+    """Draw the scores of both sweeps as maps with the tuned setting framed, and the expected best of k settings.
 
     sweep: `sweep_points`. In a map the step size grows to the right.
     """
@@ -504,9 +504,9 @@ def draw_sweep(sweep: pd.DataFrame) -> plt.Figure:
 
 
 def draw_temperatures(points: pd.DataFrame) -> plt.Figure:
-    """Draw test accuracy on one base against the temperature: ES and GRPO with their bands, other arms thin.
+    """Draw test accuracy on one base against temperature: ES and GRPO with bands, the other arms as thin lines.
 
-    points: of `by_temperature`. Groups of an arm that another group has, too, are left to the table.
+    points: rows of `by_temperature`. Only groups named after their arm are drawn; the table has the others too.
     """
     fig, ax = plt.subplots(figsize=(style.COLUMN, 3.4))
     here = points[points["group"].isin(list(style.ARMS))]
@@ -522,7 +522,7 @@ def draw_temperatures(points: pd.DataFrame) -> plt.Figure:
 
 
 def draw_estimators(frame: pd.DataFrame) -> plt.Figure:
-    """Draw `kl_frame`: bias, spread and direction of the gradient of each estimator."""
+    """Draw bias and spread of each KL estimator, and the direction of its gradient. frame: `kl_frame`."""
     fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.15))
     for name, part in frame.groupby("estimator"):
         look, at = style.KL_ESTIMATORS[name].line(), part["KL, nats per token"]

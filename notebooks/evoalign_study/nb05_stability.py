@@ -1,4 +1,4 @@
-"""Notebook 05, stability: its presets and groups of runs, what it finds, its tables and its figures."""
+"""Notebook 05, stability: settings, groups of runs, results, tables and figures."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -23,50 +23,50 @@ from evoalign_study.runs import FACTORS, MEASURED, TUNED_SIZES, scales, sweep, w
 NOTEBOOK = "05_stability"
 ARMS = ("es", "grpo")
 STEP = {"es": "alpha", "grpo": "learning_rate"}
-"""The step size of an arm."""
+"""Arm -> the setting that is its step size."""
 CLAIMS = ("C8", "C9", "C9b", "C10", "C11", "C33", "C33b", "C37", "C37b", "C38")
 """The claims that the notebook's runs decide."""
 presets, TINY, SMOKE, FULL = scales(
     {
-        "bases": (["A0", "A1", "A2"], ["A0", "A1"]),  # the first is tuned on; three at most
-        "retrain": [],  # groups that `force` makes anew; none: all
+        "bases": (["A0", "A1", "A2"], ["A0", "A1"]),  # three at most; the sweeps tune on the first
+        "retrain": [],  # groups that `force` runs again; empty: all of them
         **TUNED_SIZES,
         "es_prompts_per_step": (128, 8),
         "grpo_prompts_per_step": (16, 2),
         "seeds_match": (16, 3),  # of the tuned runs
-        "seeds_compare": (8, 2),  # of all others but the maps
-        "sweep_size": (12, 2),  # settings an arm
-        # what multiplies settings in sweep and maps; at scale smoke so that weights move in so few steps
+        "seeds_compare": (8, 2),  # of all others except the maps
+        "sweep_size": (12, 2),  # settings per arm
+        # factors on the settings of sweep and maps; at scale smoke they make weights move in so few steps
         "sweep_factors": ({}, {"sigma": 10, "alpha": 10, "learning_rate": 10}, FACTORS),
-        "matched_mean": 0.26,  # at which section 3 compares spreads
+        "matched_mean": 0.26,  # mean accuracy at which section 3 compares spreads
         "other_means": [0.20, 0.23, 0.25, 0.265, 0.27, 0.275],
-        "map_seeds": (3, 1),  # of the maps in section 5, besides the sweep's own
+        "map_seeds": (3, 1),  # seeds of the maps in section 5, besides the sweep's own
         "map_sigma": ([0.003, 0.01, 0.03], [0.003]),
         "map_alpha": ([0.0025, 0.005, 0.01], [0.0025]),
         "map_learning_rate": ([1e-4, 3e-4, 1e-3], [3e-5]),
         "map_beta": ([0.0, 0.04], [0.0]),
-        "populations": ([8, 30, 128], [2, 4, 8]),  # of section 6
+        "populations": ([8, 30, 128], [2, 4, 8]),  # sizes in section 6
         "transfer_size": (4, 2),  # settings that other bases may choose from in section 7
-        # of section 8; at scale full those that are public
+        # unique problems in section 8; at scale full as many as are public
         "prompt_counts": ([2, 50, 200, 1000], [2, 8], [2, 50, 200]),
-        "horizons": ([4, 16, 64], [4, 16], []),  # steps of thinking, of section 9; they need the tiny world
+        "horizons": ([4, 16, 64], [4, 16], []),  # steps of thinking in section 9, which needs the tiny world
         "horizon_base": "H0",
         "horizon_steps": ({"es": 52, "grpo": 125}, {"es": 2, "grpo": 2}),
-        "few_points": (5, 3),  # of the curves of sections 8 and 9
-        "temperatures": [0.6],  # between greedy decoding and 1, at which models are measured again
-        "decoded": ([], ["prompts="], []),  # groups whose names have one of these are: "best", "N=", "filler="
+        "few_points": (5, 3),  # points of the curves in sections 8 and 9
+        "temperatures": [0.6],  # besides greedy decoding and 1: temperatures at which models are measured again
+        "decoded": ([], ["prompts="], []),  # groups so measured, by part of their name: "best", "N=", "filler="
         **MEASURED,
     }
 )
 
 
 def groups(run: SimpleNamespace, of: Records) -> Groups:
-    """Return the runs by name; the first word is the arm.
+    """Return the groups of runs by name; the first word of a name is the arm.
 
-    An arm's sweep on the first base chooses its settings, so that all its other groups come after it. The runs that try
-    settings on other bases, "transfer", choose those of "best".
+    An arm's sweep on the first base chooses its settings, so all its other groups wait for it. The "transfer" groups
+    try settings on the other bases and choose those of the "best" groups.
 
-    Raises ValueError as `check`.
+    Raises ValueError as `check` does.
     """
     check(run)
     here, elsewhere, seeds, common = run.bases[:1], run.bases[1:], run.seeds_compare, loading.of_runs(vars(run))
@@ -102,31 +102,31 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
 
 
 def check(run: SimpleNamespace) -> None:
-    """Raise ValueError, with the remedy, for settings that fail only after hours, or mean nothing in the end."""
+    """Raise ValueError, with the remedy, for settings that would fail only after hours or yield meaningless results."""
     seeds, sizes, own = (run.seeds, run.seeds_match, run.seeds_compare), run.populations, run.es_population_size
-    require(1 not in seeds, "one seed per arm has no spread: take 2 or more for seeds, seeds_match and seeds_compare.")
+    require(1 not in seeds, "one seed per arm has no spread: set seeds, seeds_match and seeds_compare to 2 or more.")
     rising = len(sizes) == 3 and list(sizes) == sorted({*sizes, own})
-    require(rising, f"populations={sizes}: take three in rising order, the tuned {own} among them.")
+    require(rising, f"populations={sizes} must be three in rising order that include the tuned {own}.")
     members = [round(run.es_steps * own / N) * N for N in sizes]
-    remedy = "take sizes at which these are about equal."
+    remedy = "pass sizes for which these are about equal."
     require(max(members) <= 1.01 * min(members), f"populations={sizes} evaluate {members} members: {remedy}")
     for name in ("prompt_counts", "horizons"):
         given = vars(run)[name]
-        require(len(given) != 1, f"{name}={given}: one value makes no comparison, take two or more, or none.")
+        require(len(given) != 1, f"{name}={given}: one value allows no comparison. Pass two or more, or none.")
     in_tiny_world = run.bases[0] in tiny.BASES
-    require(in_tiny_world or not run.horizons, f"horizons={run.horizons} are for tiny bases: take none.")
-    require(len(run.bases) <= 3, f"bases={run.bases}: take at most three, figures have no look for a fourth.")
+    require(in_tiny_world or not run.horizons, f"horizons={run.horizons} need a tiny base: pass none.")
+    require(len(run.bases) <= 3, f"bases={run.bases}: figures have line styles for three. Pass at most three.")
 
 
 def tuned(run: SimpleNamespace, of: Records, arm: str) -> dict[str, float]:
-    """Return the best setting of an arm's sweep; before its records are there, the first one."""
+    """Return the best setting of an arm's sweep; until its records are loaded, the first one that it tries."""
     return loading.ranked_choices(run, arm, of.get(f"{arm} sweep"))[0]
 
 
 def contenders(run: SimpleNamespace, of: Records, arm: str) -> list[dict[str, float]]:
-    """Return the best setting of the sweep at each of `transfer_size` step sizes, in the order of their values.
+    """Return an arm's best setting at each of its `transfer_size` best step sizes, in the order of their values.
 
-    They are those of the best settings, so that the tuned one is among them.
+    The tuned setting is always among them.
     """
     best: dict[float, dict[str, float]] = {}
     for setting in loading.ranked_choices(run, arm, of.get(f"{arm} sweep")):
@@ -135,7 +135,7 @@ def contenders(run: SimpleNamespace, of: Records, arm: str) -> list[dict[str, fl
 
 
 def tries(run: SimpleNamespace, of: Records) -> dict[tuple[str, str], list[tuple[float, dict[str, float]]]]:
-    """Return (arm, other base) -> score and setting of the contenders there, best first, by one short run each."""
+    """Return (arm, other base) -> score and setting of each contender in one short run there, best first."""
     cells = product(ARMS, run.bases[1:])
     return {(arm, base): arms.ranked(where(of[f"{arm} transfer"], base=base)) for arm, base in cells}
 
@@ -146,19 +146,19 @@ def winners(run: SimpleNamespace, of: Records) -> dict[tuple[str, str], dict[str
 
 
 def map_seeds(run: SimpleNamespace) -> list[int]:
-    """Return the seeds of the maps: the sweep's, whose runs they share, and a few more."""
+    """Return the seeds of the maps: the sweep's own, whose runs they share, and a few more."""
     return [arms.SWEEP_SEED, *range(run.map_seeds)]
 
 
 def _thinking(run: SimpleNamespace, steps: int) -> dict[str, Any]:
-    """Return what so many steps of thinking before the answer change."""
+    """Return the settings that give so many steps of thinking before the answer."""
     return {"filler_steps": steps, "max_completion_length": steps + 24, "curve_points": run.few_points}
 
 
 def _winning(run: SimpleNamespace, of: Records, arm: str) -> dict[str, list[dict[str, float]]]:
-    """Return other base -> the setting that won there; none where that is the tuned one, whose runs are there already.
+    """Return other base -> the setting that won there; empty if that is the tuned one, whose runs exist already.
 
-    Before the contenders have run, it is the tuned one everywhere: so many runs there are at most.
+    Until the contenders have run, the tuned one stands for every winner, so that plans count the most runs possible.
     """
     own = tuned(run, of, arm)
     if f"{arm} transfer" not in of:
@@ -174,10 +174,10 @@ LABELS = {arm: look.label for arm, look in style.ARMS.items()}
 
 
 def outcome(record: Record) -> str:
-    """Say how a run ended, by its greedy validation accuracy: "failed", "fell back" or "kept".
+    """Classify how a run ended, by its greedy validation accuracy: "failed", "fell back" or "kept".
 
-    It failed if the last point is not above the first, its base; it fell back if it kept less than half of the largest
-    gain that it had.
+    A run failed if its last point is not above its first, which is the base; it fell back if it ended with less than
+    half of its largest gain.
     """
     line = np.array(record["curve"]["validation_greedy"])
     gain = line - line[0]
@@ -195,9 +195,10 @@ def greedy_curves(runs: Sequence[Record], decoding: str = "greedy") -> np.ndarra
 
 
 def scores(of: Records, arm: str, kind: str, at: str | float) -> np.ndarray | None:
-    """Return one score per tuned run, or None.
+    """Return one score per tuned run, or None if their mean never reaches the accuracy.
 
-    At the end on ("test", decoding) or ("validation", "greedy"); or where their mean first is ("at mean", accuracy).
+    kind and at: "test" and a decoding, or "validation" and "greedy", for accuracy at the end; or "at mean" and an
+    accuracy, for validation accuracy at the point where the runs' mean first reaches it.
     """
     if kind == "test":
         return accuracy_matrix(of[arm], str(at)).mean(axis=1)
@@ -208,9 +209,9 @@ def scores(of: Records, arm: str, kind: str, at: str | float) -> np.ndarray | No
 
 
 def spread_ratio(es: np.ndarray | None, grpo: np.ndarray | None) -> stats.Interval | None:
-    """Return the standard deviation of ES over that of GRPO.
+    """Return the ratio of the arms' standard deviations, ES over GRPO.
 
-    None where an arm has no scores, or where there is no interval: too few runs, or runs that do not differ.
+    None if an arm has no scores, or if there is no interval because runs are too few or do not differ.
     """
     if es is None or grpo is None:
         return None
@@ -227,13 +228,13 @@ def drawdowns(of: Records, arm: str, decoding: str = "greedy") -> np.ndarray:
 
 
 def high_points(of: Records) -> dict[str, np.ndarray]:
-    """Return arm -> the points of its curves in the second half of the gain, by their mean over seeds."""
+    """Return arm -> the points at which its mean curve over seeds is in the upper half of its gain."""
     means = {arm: greedy_curves(of[arm]).mean(axis=0) for arm in ARMS}
     return {arm: np.flatnonzero(mean >= (mean[0] + mean[-1]) / 2) for arm, mean in means.items()}
 
 
 def thinned(of: Records, arm: str, draws: int = 500) -> np.ndarray:
-    """Return each run's mean largest drawdown over random sets of as many high points as either arm has: (seeds,)."""
+    """Return each run's mean largest drawdown over random sets of high points, of one size for both arms: (seeds,)."""
     high = high_points(of)
     rng, fewest = np.random.default_rng(0), min(map(len, high.values()))
     chosen = [np.sort(rng.choice(high[arm], fewest, replace=False)) for _ in range(draws)]
@@ -241,13 +242,13 @@ def thinned(of: Records, arm: str, draws: int = 500) -> np.ndarray:
 
 
 def last_high(of: Records, arm: str) -> np.ndarray:
-    """Return the largest drawdown of each run over its last points, as many as either arm has high ones: (seeds,)."""
+    """Return each run's largest drawdown over as many last points as the arm with fewer high ones has: (seeds,)."""
     fewest = min(map(len, high_points(of).values()))
     return np.array([curves.largest_drawdown(path[-fewest:]) for path in greedy_curves(of[arm])])
 
 
 def never_falling(run: SimpleNamespace, of: Records, arm: str, samples: int = 4, draws: int = 2000) -> np.ndarray:
-    """Return largest drawdowns at temperature 1 of curves that only rise, through the noise of samples: (draws,)."""
+    """Return the largest drawdowns that sampling noise gives curves at temperature 1 that never fall: (draws,)."""
     share, of_test = accuracy_matrix(of[arm], "t1"), 16  # samples of each test problem
     variance = (share * (1 - share)).mean() * of_test / (of_test - 1) / (samples * run.validation_problems)
     mean = np.maximum.accumulate(greedy_curves(of[arm], "t1").mean(axis=0))
@@ -256,7 +257,7 @@ def never_falling(run: SimpleNamespace, of: Records, arm: str, samples: int = 4,
 
 
 def map_cells(of: Records, arm: str) -> pd.DataFrame:
-    """Return a row per setting of an arm's map: mean, spread and range of the score, failed runs, runs."""
+    """Return a row per setting of an arm's map: mean, spread and range of the score, numbers of failed and all runs."""
     runs = frame(of, [f"{arm} map"])
     columns = {"mean": ("score", "mean"), "std": ("score", "std"), "low": ("score", "min"), "high": ("score", "max")}
     columns |= {"failed": ("outcome", lambda ended: (ended == "failed").sum()), "runs": ("score", "size")}
@@ -264,20 +265,20 @@ def map_cells(of: Records, arm: str) -> pd.DataFrame:
 
 
 def full_runs(run: SimpleNamespace, of: Records, arm: str, base: str, which: str) -> list[Record]:
-    """Return full runs on another base; which: with the "shared" setting, the tuned one, or with the "best" there."""
+    """Return full runs on another base; which: "shared" for the tuned setting, "best" for the best setting there."""
     moved = which == "best" and winners(run, of)[arm, base] != tuned(run, of, arm)
     return where(of[f"{arm} {'best' if moved else 'elsewhere'}"], base=base)
 
 
 def regret(run: SimpleNamespace, of: Records, arm: str, bases: Sequence[str]) -> np.ndarray:
-    """Return right answers with the best setting - those with the shared one, mean of bases: (seeds, problems)."""
+    """Return accuracy with the best setting minus that with the shared one, mean over bases: (seeds, problems)."""
     cells = [full_runs(run, of, arm, base, which) for which in ("best", "shared") for base in bases]
     best, shared = np.split(together(cells), 2)
     return (best - shared).mean(axis=0)
 
 
 def ties(run: SimpleNamespace, of: Records) -> list[tuple[str, str]]:
-    """Return (arm, base) where the shared setting scored as much as the winner and lost by the order of settings."""
+    """Return (arm, base) wherever the shared setting tied with the winner and lost by the order of settings."""
     own = {arm: tuned(run, of, arm) for arm in ARMS}
     return [cell for cell, ((best, _), *others) in tries(run, of).items() if (best, own[cell[0]]) in others]
 
@@ -288,49 +289,49 @@ def of_sizes(run: SimpleNamespace) -> dict[int, str]:
 
 
 def together(found: Sequence[Sequence[Record]]) -> np.ndarray:
-    """Return right answers of several groups of runs, of the seeds that all have: (groups, seeds, problems)."""
+    """Return the accuracies of several groups of runs on the seeds that all groups have: (groups, seeds, problems)."""
     matrices = [accuracy_matrix(each) for each in found]
     return np.array([matrix[: min(map(len, matrices))] for matrix in matrices])
 
 
 def contrast(of: Records, field: str, levels: Sequence[int], weights: Sequence[float]) -> dict[str, np.ndarray]:
-    """Return arm -> a weighted sum of greedy test accuracy over the cells of a field: (seeds, problems)."""
+    """Return arm -> a weighted sum of greedy test accuracy over the levels of a field: (seeds, problems)."""
     cells = {arm: together([of[f"{arm} {field}={level}"] for level in levels]) for arm in ARMS}
     return {arm: np.tensordot(weights, matrices, axes=1) for arm, matrices in cells.items()}
 
 
 def slope_weights(levels: Sequence[float]) -> np.ndarray:
-    """Return the weights of accuracies at these levels in the least-squares slope over their decimal logarithm."""
+    """Return the weights that turn accuracies at these levels into their least-squares slope over log10(level)."""
     x = np.log10(levels) - np.mean(np.log10(levels))
     return x / (x @ x)
 
 
 def change_of_gain(of: Records, first: int, to: int) -> dict[str, np.ndarray]:
-    """Return arm -> what another horizon than the first changes in its gain over the base: (seeds, problems)."""
+    """Return arm -> how its gain over the base changes from the first horizon to another: (seeds, problems)."""
     bases = [accuracy_matrix(of[f"base filler={length}"])[0] for length in (first, to)]
     change = contrast(of, "filler", [first, to], [-1.0, 1.0])
     return {arm: matrix - (bases[1] - bases[0]) for arm, matrix in change.items()}
 
 
 def compared(of_arm: Mapping[str, np.ndarray], one: str, other: str) -> dict[str, stats.Interval]:
-    """Return the interval of a number of each arm, given as (seeds, problems), and of the "difference" one - other."""
+    """Return the interval of each arm's values, given as (seeds, problems), and of the "difference" one - other."""
     found = {arm: stats.crossed_bootstrap(matrix) for arm, matrix in of_arm.items()}
     return found | {"difference": stats.crossed_bootstrap(of_arm[one], of_arm[other])}
 
 
 def slopes(of: Records, counts: Sequence[int]) -> dict[str, stats.Interval]:
-    """Return the slope of accuracy over log10 of the number of unique problems, and GRPO - ES; empty below two."""
+    """Return each arm's slope of accuracy over log10(unique problems), and GRPO - ES; empty below two counts."""
     return compared(contrast(of, "prompts", counts, slope_weights(counts)), "grpo", "es") if len(counts) > 1 else {}
 
 
-# ---- what the notebook finds
+# ---- results
 
 
 def results(run: SimpleNamespace, of: Records) -> Results:
-    """Return the settings, and what answers, tables and paper quote, by name; what a scale has no runs for is missing.
+    """Return by name the settings and what answers, tables and paper quote; results without runs are left out.
 
-    Accuracies in %, falls and gains in points; intervals are shares, but those of a "spread" are ratios. Of "regret",
-    "regret if ties keep", "slope" and "change to" another horizon there is one of each arm, and of the "difference".
+    Accuracies are in %, falls and gains in points; intervals are shares, but those of a "spread" are ratios. "regret",
+    "regret if ties keep", "slope" and "change to" another horizon exist for each arm and for the "difference".
     """
     elsewhere, size = run.bases[1:], run.es_population_size
     found: Results = vars(run) | {"seeds": len(of["es"]), "map seeds": len(map_seeds(run)), "first base": run.bases[0]}
@@ -349,7 +350,7 @@ def results(run: SimpleNamespace, of: Records) -> Results:
         found[f"spread {name}"] = spread_ratio(*(scores(of, arm, *place) for arm in ARMS))
     falls: dict[str, Any] = {f"drawdown {d}": partial(drawdowns, decoding=d) for d in DECODINGS}
     if min(map(len, high_points(of).values())) > 1:
-        falls |= {"drawdown sets": thinned, "drawdown last": last_high}  # of as many high points
+        falls |= {"drawdown sets": thinned, "drawdown last": last_high}  # on equally many high points of both arms
     for name, fall in falls.items():
         found[name] = stats.stratified_bootstrap([fall(of, "grpo")], [fall(of, "es")])
     sizes, minus = {N: accuracy_matrix(of[group]) for N, group in of_sizes(run).items()}, []
@@ -376,9 +377,9 @@ def results(run: SimpleNamespace, of: Records) -> Results:
 
 
 def sides_rows(found: Results, names: Mapping[str, str], one: str, other: str) -> pd.DataFrame:
-    """Return a row per quantity that is there, in points: each arm's interval and that of the difference one - other.
+    """Return a row per available quantity, in points: each arm's interval and that of the difference one - other.
 
-    names: head of the row -> name of the results.
+    names: label of the row -> name in the results.
     """
     rows = []
     for quantity, name in names.items():
@@ -392,9 +393,9 @@ _FIELDS = "arm base seed sigma alpha learning_rate beta population_size unique_p
 
 
 def frame(of: Records, groups: Iterable[str], **labels: Any) -> pd.DataFrame:
-    """Return one row per run: the fields of its spec, how it ended and, in %, its score and its test accuracy.
+    """Return a row per run: the fields of its spec, how it ended and, in %, its score and its test accuracy.
 
-    The score is that by which sweeps choose (`arms.ranked`).
+    The score is the one by which sweeps choose (`arms.ranked`).
     """
     rows = []
     for r in (r for group in groups for r in of[group]):
@@ -405,7 +406,7 @@ def frame(of: Records, groups: Iterable[str], **labels: Any) -> pd.DataFrame:
 
 
 def tested(found: Sequence[Record], start: Record | None = None) -> dict[str, Any]:
-    """Return cells of a table: test accuracy of runs, or their gain over one model, failures and seeds."""
+    """Return table cells of runs: test accuracy, or its gain over the model `start`, then failures and seeds."""
 
     def interval(decoding: str) -> str:
         baseline = None if start is None else accuracy_matrix([start], decoding)[0]
@@ -428,13 +429,13 @@ def given(arm: str, runs: Sequence[Record]) -> str:
 
 
 def span(values: Sequence[float]) -> str:
-    """Return numbers as the least and the largest of them, or the one that all are."""
+    """Return numbers in words: the smallest to the largest, or the one value that they all have."""
     ends = [f"{value:,}" if isinstance(value, int) else f"{value:.3g}" for value in sorted({*values})]
     return " to ".join(dict.fromkeys(ends[:1] + ends[-1:]))
 
 
 def ratio_in_words(es: np.ndarray | None, grpo: np.ndarray | None) -> tuple[str, str]:
-    """Return the `spread_ratio` of two arms' scores and the p-value beside it; or why there is none."""
+    """Return the `spread_ratio` of two arms' scores and its Brown-Forsythe p-value, or why there is none."""
     if es is None or grpo is None:
         return "an arm never gets there", "none"
     if (ratio := spread_ratio(es, grpo)) is None:
@@ -442,11 +443,11 @@ def ratio_in_words(es: np.ndarray | None, grpo: np.ndarray | None) -> tuple[str,
     return stated(ratio, ".2f"), f"{stats.brown_forsythe(es, grpo):.2g}"
 
 
-# ---- figures: each with what it plots
+# ---- figures: each returns the figure and the data that it plots
 
 
 def figure_seeds(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw mean and range (lowest to highest) of the tuned runs, their spread against their mean, and the ends."""
+    """Draw mean and range (lowest to highest) of the tuned runs, spread against mean, and each run's test accuracy."""
     lines = []
     for r in (r for arm in ARMS for r in of[arm]):
         line = {"completions": r["curve"]["completions"], "accuracy": 100 * np.array(r["curve"]["validation_greedy"])}
@@ -467,7 +468,7 @@ def figure_seeds(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.Data
 
 
 def figure_drawdowns(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw the worst run of each arm below its running maximum, and every drawdown, in points."""
+    """Draw each arm's worst run below its running maximum, and every run's largest drawdown, in points."""
     falls = {d: 100 * np.concatenate([drawdowns(of, arm, d) for arm in ARMS]) for d in DECODINGS}
     fell, worst = frame(of, ARMS, panel="drawdown").assign(**falls), []
     for arm in ARMS:
@@ -497,7 +498,7 @@ def _with_legend(fig: plt.Figure, n: int, base: bool = False) -> plt.Figure:
 
 
 def figure_maps(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw the maps, the step size to the right in both and the tuned setting framed, and every run by its rank."""
+    """Draw both maps, step size to the right and the tuned setting framed, and every run by the rank of its setting."""
 
     def words(cell: Mapping[str, Any]) -> str:
         text = f"{cell['mean']:.1f}\n({cell['low']:.1f}–{cell['high']:.1f})"
@@ -525,7 +526,7 @@ def figure_maps(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataF
 
 
 def figure_populations(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw the curves of ES with each population in shades of its blue, with 95 % bands, and every run by N."""
+    """Draw the ES curves of each population, in shades of blue with 95 % bands, and every run against N."""
     from matplotlib.colors import to_rgb
 
     blue = np.array(to_rgb(style.ARMS["es"].color))
@@ -547,7 +548,7 @@ def figure_populations(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, p
 
 
 def _draw_levels(ax: plt.Axes, runs: pd.DataFrame, field: str, column: str) -> None:
-    """Draw runs over the levels of a field, two arms a little apart; a line joins the means."""
+    """Draw runs against the levels of a field, the two arms slightly apart, with a line through the means."""
     levels = {f"{level:,g}": list(part.groupby("arm")) for level, part in runs.groupby(field)}
     plots.strip(ax, levels, column, 0.2)
     for arm, means in runs.groupby(["arm", field])[column].mean().groupby("arm"):
@@ -555,7 +556,7 @@ def _draw_levels(ax: plt.Axes, runs: pd.DataFrame, field: str, column: str) -> N
 
 
 def figure_transfer(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw the contenders by step size, as a multiple of the tuned one, on each base, and full runs elsewhere."""
+    """Draw the contenders on each base against step size over the tuned one, and the full runs on other bases."""
     tried = frame(of, [f"{arm} {kind}" for arm in ARMS for kind in ("sweep", "transfer")], panel="settings")
     own = {arm: tuned(run, of, arm) for arm in ARMS}
     chosen = {(arm, *setting.values()) for arm in ARMS for setting in contenders(run, of, arm)}
@@ -582,7 +583,7 @@ def figure_transfer(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.D
 
 
 def figure_prompts(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw greedy test accuracy and training reward of every run by its number of unique problems."""
+    """Draw every run's greedy test accuracy and training reward against its number of unique problems."""
     runs = frame(of, [f"{arm} prompts={n}" for arm in ARMS for n in run.prompt_counts])
     fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.5))
     looks = {"greedy": ("greedy test accuracy, %", "other problems"), "reward": ("reward", "own problems, last step")}
@@ -594,7 +595,7 @@ def figure_prompts(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.Da
 
 
 def figure_horizon(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw the greedy gain over the base of every run by its steps of thinking before the answer."""
+    """Draw every run's greedy gain over the base against its steps of thinking before the answer."""
     runs = frame(of, [f"{arm} filler={n}" for arm in ARMS for n in run.horizons]).drop(columns="t1")
     starts = {length: 100 * of[f"base filler={length}"][0]["test"]["greedy"] for length in run.horizons}
     runs = runs.assign(greedy=runs["greedy"] - runs["filler_steps"].map(starts))

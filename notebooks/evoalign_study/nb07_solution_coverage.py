@@ -1,6 +1,6 @@
-"""Notebook 07, solution coverage: its runs, what they say of pass@k and support, tables and figures.
+"""Notebook 07, solution coverage: groups of runs, pass@k and support, results, tables and figures.
 
-Its sections on rollouts and updates, and on one arm after the other, are in `evoalign_study.coverage_factors`.
+The sections on rollouts and updates, and on training with two arms in turn, are in `evoalign_study.coverage_factors`.
 """
 
 from collections.abc import Sequence
@@ -28,17 +28,17 @@ from evoalign_study.results import Results, stated, told
 NOTEBOOK = "07_solution_coverage"
 CLAIMS = ("C18", "C18b", "C19", "E13", "C36", "E12")
 TRAINED = ("es", "es_sampled", "grpo", "dr_grpo", "sft", "es_random", "grpo_random")
-"""Groups of training runs, whose reach is compared."""
+"""Groups of training runs whose coverage is compared."""
 ELSEWHERE, MEAN = "es elsewhere", "mean of ES runs"
-"""Notebook 08's runs of ES, and models whose weights are means of these."""
+"""Notebook 08's ES runs, and models whose weights are means of those runs."""
 MODELS = (BASE, *TRAINED, MEAN)
-"""The models that are shown."""
+"""All models in tables."""
 OWN = "own"
-"""In the place of a temperature: that of the model, chosen on the validation set."""
+"""Stands for a temperature: each model's own, chosen on the validation set."""
 KS = (1, 16, 256, 1024)
-"""Samples at which tables say what is solved."""
+"""Numbers of samples k at which tables show pass@k."""
 CURVE = np.unique(np.geomspace(1, 1024, 41).round()).astype(int)
-"""Samples at which curves are drawn and crossings are looked for."""
+"""Numbers of samples k at which curves are drawn and crossings are sought."""
 PUBLISHED = {
     ("ProRL-1.5B v1", "1"): (2400, 36, 163, 805),
     ("ProRL-1.5B v2", "1"): (2388, 48, 175, 793),
@@ -49,25 +49,25 @@ PUBLISHED = {
     ("Olympiad, SFT", "3"): (503, 49, 25, 98),
     ("Olympiad, DAPO", "3"): (467, 25, 61, 122),
 }
-"""Model or test, table of arXiv 2507.14843 (version 4) -> its numbers of problems kept, won, lost and out."""
+"""(Model or test, table in arXiv 2507.14843 version 4) -> numbers of problems kept, won, lost and out."""
 _RESAMPLES = 2000
 presets, TINY, SMOKE, FULL = runs.scales(
     {
         "bases": ["A0"],
-        "retrain": [],  # groups that `force` makes anew; none: all
-        "own_seeds": (list(range(32, 40)), [32, 33]),  # no seed that another notebook has
+        "retrain": [],  # groups that `force` runs again; empty: all of them
+        "own_seeds": (list(range(32, 40)), [32, 33]),  # seeds that no other notebook uses
         "seeds_es": (32, 2),  # of ES in notebook 08
-        "seeds_random": [],  # weight_geometry's, which nothing here takes
+        "seeds_random": [],  # of notebook 08, unused here, as is the next
         "seeds_sampled": [],
-        "mean": (8, 2),  # ES runs of which a mean is taken
-        "cell_steps": (250, 4),  # of ES where rollouts and updates are taken apart: as many completions as GRPO has
+        "mean": (8, 2),  # ES runs per mean
+        "cell_steps": (250, 4),  # of ES where rollouts and updates are varied separately: as many completions as GRPO's
         "cell_members": (16, 4),
         "cell_prompts": (16, 4),
-        "cell_samples": (16, 4),  # of each prompt, where the unperturbed weights write
+        "cell_samples": (16, 4),  # per prompt, where the unperturbed weights generate
         "sweep_size": (12, 2),
         "finalists": (4, 1),  # settings of a sweep that are tried at full length
-        "perturbed_sigma": 0.025,  # of copies that write for fine-tuning: that which solves most validation problems
-        "alone_steps": (66, 2),  # of ES at the FLOPs of GRPO; the parts of composed runs have half of each
+        "perturbed_sigma": 0.025,  # of copies that generate for fine-tuning: the best on validation problems
+        "alone_steps": (66, 2),  # of ES at GRPO's FLOPs; each part of a composed run has half its arm's steps
         "curve_points": (13, 3),
         "reach_at": [0.6, 1.0],  # temperatures at which every point of a curve is measured
         "max_completion_length": (tiny.MAX_COMPLETION_LENGTH, tiny.MAX_COMPLETION_LENGTH, 1024),
@@ -75,18 +75,18 @@ presets, TINY, SMOKE, FULL = runs.scales(
         "test_problems": (512, 32),
         "coverage_problems": (256, 16),  # of the test set
         "coverage_temperatures": ([0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4], [0.6, 1.0]),
-        "coverage_samples": (64, 8),  # of each problem
+        "coverage_samples": (64, 8),  # per problem
         "coverage_sampled_at": [0.6, 1.0],
-        "checked_samples": (1024, 16),  # of each problem, of one run of each arm
+        "checked_samples": (1024, 16),  # per problem, for one run of each arm
         "perturbed_sigmas": ([0.01, 0.015, 0.02, 0.025, 0.03], [0.02]),  # of noise on the base's weights
         "perturbed_repeats": (4, 2),
-        "perturbed_members": (512, 16),  # copies, each of which answers once
-        "perturbed_problems": (256, 16),  # of the test set, those of coverage_problems
+        "perturbed_members": (512, 16),  # copies, each answering once
+        "perturbed_problems": (256, 16),  # of the test set, the same as coverage_problems
         "perturbed_validation": (128, 8),
-        "ends": [],  # folders, ledgers or adapters of your own, sampled beside `model`; none: a run of ES
-        "sampled_problems": (64, 8, 512),  # of the test set, of which the model and its ends are sampled
-        "sampled_block": (32, 4, 64),  # problems of a record: as much is lost by a kill
-        "sampled_samples": (64, 8, 512),  # of each problem
+        "ends": [],  # your own folders, ledgers or adapters, sampled besides `model`; empty: a run of ES
+        "sampled_problems": (64, 8, 512),  # of the test set, on which the model and its ends are sampled
+        "sampled_block": (32, 4, 64),  # problems per record: the most that a kill loses
+        "sampled_samples": (64, 8, 512),  # per problem
         "sampled_temperatures": [0.6, 1.0],
         "tensor_parallel": (..., ..., 1),  # GPUs that share a copy of the model
     }
@@ -97,10 +97,10 @@ presets, TINY, SMOKE, FULL = runs.scales(
 
 
 def groups(run: SimpleNamespace, records: Records) -> Groups:
-    """Return the runs by name: notebook 02's arms on seeds of their own, and what each of their models can solve.
+    """Return the groups of runs by name: notebook 02's arms on separate seeds, and the coverage of their models.
 
-    At scale full these runs are those of the tiny world, since elsewhere no right answers are listed; the model and its
-    ends are sampled.
+    At scale full these are still runs of the tiny world, the only one whose right answers are listed; the model itself
+    and its ends are sampled.
     """
     scale, exact = loading.of_tiny_world(run, TINY)
     settings, base = SimpleNamespace(**exact), exact["bases"][0]
@@ -120,7 +120,7 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
     many = exact | {"coverage_samples": settings.checked_samples}
 
     def firsts(groups: Sequence[str]) -> list[Any]:
-        """The base, and the first run of each group."""
+        """Return the base (None) and the first run of each group."""
         return [None, *(weight_cache.end(records[group][:1]) for group in groups if group in records)]
 
     declared["answers"] = After([answers_spec(base, end, exact, scale) for end in firsts(answering)], answering)
@@ -130,21 +130,21 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
 
 
 def reached() -> dict[str, str]:
-    """Return the groups of models whose coverage is measured -> the group of their runs, none for the base."""
+    """Return each group of models whose coverage is measured -> the group of their runs, empty for the base."""
     cells = [group for group in CELLS.values() if group not in TRAINED]
     named = (*TRAINED, *cells, factors.SLOWER, factors.PLAIN, factors.ALONE, *COMPOSED, *factors.FIRST)
     return {reach_name(BASE): ""} | {reach_name(group): group for group in named} | {reach_name(MEAN): ELSEWHERE}
 
 
 def ends(run: SimpleNamespace, records: Records) -> list[str]:
-    """Return the ends of training that are sampled beside the model; where a notebook has none, a ledger of ES."""
+    """Return the ends of training sampled besides the model: `run.ends`, or for a shipped base a ledger of ES."""
     if run.ends or run.bases[0] not in tiny.SHIPPED:
         return list(run.ends)
     return [str(ledger_file(records[ELSEWHERE][0]))] if ELSEWHERE in records else []
 
 
 def sampled(run: SimpleNamespace, records: Records) -> dict[str, Sequence[Record]]:
-    """Return name -> records of the model and its ends, in their order."""
+    """Return name -> records of the model and of its ends, in order."""
     by_end: dict[str | None, list[Record]] = {}
     for record in records["sampled"]:
         by_end.setdefault(record["spec"].get("end"), []).append(record)
@@ -153,33 +153,33 @@ def sampled(run: SimpleNamespace, records: Records) -> dict[str, Sequence[Record
     return dict(zip(named, by_end.values(), strict=True))
 
 
-# ---- within k samples
+# ---- pass@k
 
 
 def name(run: SimpleNamespace, model: str) -> str:
-    """Return what a model is called in tables and legends."""
+    """Return the name of a model in tables and legends."""
     return f"mean of {run.mean} ES runs" if model == MEAN else style.ARMS[model].label
 
 
 def _model(run: SimpleNamespace, records: Records, model: str) -> dict[str, Any]:
-    """Return the first columns of a row of a model: its name, and how many of it were measured."""
+    """Return the first columns of a model's row: its name, and how many of its kind were measured."""
     return {"model": name(run, model), "n": len(records[reach_name(model)])}
 
 
 def solved(records: Records, model: str, at: str, k: int = SOLVED_WITHIN) -> stats.Interval:
-    """Return pass@k, the mean over runs and problems, with its interval; at: as in `coverage_factors.chances`."""
+    """Return pass@k averaged over runs and problems, with its interval; at: as in `coverage_factors.chances`."""
     return stats.crossed_bootstrap(coverage.pass_at(chances(records, model, at), k), n_resamples=_RESAMPLES)
 
 
 def own_temperatures(records: Records, model: str) -> str:
-    """Return the temperatures that validation chose for the runs of a model, the most frequent first."""
+    """Return the temperatures chosen on the validation set for a model's runs, the most frequent first."""
     own = [coverage.own_temperature(record["validation"]).removeprefix("t") for record in records[reach_name(model)]]
     counted = sorted(dict.fromkeys(own), key=lambda t: (-own.count(t), t))
     return ", ".join(t if len(counted) == 1 else f"{t} ({own.count(t)})" for t in counted)
 
 
 def pass_table(run: SimpleNamespace, records: Records) -> DataFrame:
-    """Return a row per model: pass@k at temperature 1, its own temperature, and pass@256 there."""
+    """Return a row per model: pass@k at temperature 1, the model's own temperature, and pass@256 there."""
     return DataFrame(
         _model(run, records, model)
         | {f"pass@{k}": solved(records, model, "t1", k).format() for k in KS}
@@ -190,17 +190,17 @@ def pass_table(run: SimpleNamespace, records: Records) -> DataFrame:
 
 
 def crossing(records: Records, model: str, at: str) -> stats.Interval:
-    """Return from how many samples on the base solves more than a model.
+    """Return the number of samples from which on the base solves more than a model.
 
-    Infinite: not up to 1,024 samples; minus infinite: the base solves more from the first sample on. Runs are
-    resampled, and problems in common for base and runs; of one run the ends are NaN.
+    Infinity: not within 1,024 samples; minus infinity: from the first sample on. Runs are resampled, and problems
+    jointly for base and runs; for a single run the ends of the interval are NaN.
     """
     base, own = chances(records, BASE, at)[0], chances(records, model, at)
     return coverage.overtaken(base, own, CURVE.tolist(), n_resamples=_RESAMPLES)
 
 
 def crossing_told(crossed: stats.Interval) -> str:
-    """Return a crossing with its interval in words."""
+    """Return a crossing and its interval in words."""
 
     def word(k: float) -> str:
         return {np.inf: f"over {CURVE[-1]:,}", -np.inf: "1"}.get(k) or f"{k:.0f}"
@@ -222,13 +222,14 @@ def crossing_table(run: SimpleNamespace, records: Records) -> DataFrame:
 
 
 def at_equal_accuracy(run: SimpleNamespace, records: Records) -> Results:
-    """Compare ES with GRPO at both ends, hot and cold, of the accuracies of one sample that both have somewhere.
+    """Compare ES with GRPO at equal pass@1, at the "hot" and at the "cold" end of the range that both arms reach.
 
-    The level is how often one sample is right there, "more" by how much more ES solves within 256 samples, over the
-    resamples in which both get there, and "without" the share of those in which one does not; all are fractions.
+    The hot end is the pass@1 of GRPO at its hottest temperature, the cold end the best pass@1 of ES; the other arm is
+    interpolated linearly between measured temperatures.
 
-    The ends are the accuracy of GRPO at its hottest temperature, and the best one of ES. The other arm is on the line
-    between the temperatures that were asked. Intervals are over runs and problems, the problems in common.
+    "level" is that pass@1; "more" is how much more ES solves within 256 samples, its interval from the resamples in
+    which both arms reach the end; "without" is the share of resamples in which one does not. All are fractions.
+    Intervals are over runs and problems, with both arms on the same problems.
     """
     ats = [label(t) for t in sorted(run.coverage_temperatures)]
     solved_at = {}  # (one or many samples, temperatures, runs, problems)
@@ -263,23 +264,23 @@ def at_equal_accuracy(run: SimpleNamespace, records: Records) -> Results:
 
 
 def supports(records: Records, model: str, at: str) -> list[Support]:
-    """Return the expected numbers of problems kept, won, lost and out within 256 samples, of each run."""
+    """Return for each run the expected numbers of problems kept, won, lost and out within 256 samples."""
     before = coverage.pass_at(chances(records, BASE, at)[0], SOLVED_WITHIN)
     return [coverage.support(before, after) for after in coverage.pass_at(chances(records, model, at), SOLVED_WITHIN)]
 
 
 def change(records: Records, model: str, at: str, k: int = SOLVED_WITHIN) -> stats.Interval:
-    """Return the net change of support within k samples, as the claims have it within 256."""
+    """Return the net change of support (NSCR) within k samples; the claims use 256."""
     return coverage.support_change(chances(records, BASE, at)[0], chances(records, model, at), k)
 
 
 def null(records: Records, at: str) -> coverage.Null:
-    """Return what two sets of 256 samples of the base itself win and lose."""
+    """Return the null of the net change: what one set of 256 samples of the base wins and loses against another."""
     return coverage.null_nscr(chances(records, BASE, at)[0], SOLVED_WITHIN)
 
 
 def support_table(run: SimpleNamespace, records: Records, at: str = "t1") -> DataFrame:
-    """Return a row per model: problems kept, won, lost and out, the ratios, and the range of the null."""
+    """Return a row per model: problems kept, won, lost and out, their ratios, and the range of the null."""
     chance, rows = null(records, at), []
     for model in MODELS:
         each = supports(records, model, at)
@@ -295,14 +296,14 @@ _REGIONS = ("kept", "won", "lost", "out")
 
 
 def own_support_table(run: SimpleNamespace, records: Records) -> DataFrame:
-    """Return `support_table` with base and models at their own temperatures."""
+    """Return `support_table` with the base and each model at its own temperature."""
     table = support_table(run, records, OWN)
     table.insert(2, "own temperature", [own_temperatures(records, model) for model in MODELS])
     return table
 
 
 def published_table() -> DataFrame:
-    """Return the published counts, and the ratios that follow from them."""
+    """Return the published counts and the ratios that follow from them."""
     return DataFrame(
         {"model or test": what, "table": table}
         | dict(zip(_REGIONS, map(str, counts), strict=True))
@@ -315,7 +316,7 @@ def published_table() -> DataFrame:
 
 
 def checked_table(run: SimpleNamespace, records: Records) -> DataFrame:
-    """Return a row per checked model: exact and counted pass@k, how far counts stray, and right samples listed."""
+    """Return a row per checked model: exact and sampled pass@k, spread of counts, share of right samples listed."""
     rows = []
     for model, record in zip((BASE, *TRAINED), records["checked"], strict=True):
         samples, drawn = record["spec"]["coverage_samples"], record["drawn"]["t1"]
@@ -334,12 +335,12 @@ def checked_table(run: SimpleNamespace, records: Records) -> DataFrame:
 
 
 def voted(records: Records, model: str, at: str) -> np.ndarray:
-    """Return whether the most frequent answer to a problem is right, (runs, problems)."""
+    """Return whether the most frequent answer to each problem is right, (runs, problems)."""
     return np.array([unpack_bits(r["drawn"][at]["vote_bits"], r["n"]) for r in records[reach_name(model)]], float)
 
 
 def variety_table(run: SimpleNamespace, records: Records) -> DataFrame:
-    """Return a row per model: greedy accuracy, that of the vote, and the entropy of answers, at two temperatures."""
+    """Return a row per model: greedy accuracy, and at two temperatures accuracy of the vote and entropy of answers."""
     rows = []
     for model in MODELS:
         row = _model(run, records, model) | {"greedy": solved(records, model, "greedy", 1).format()}
@@ -356,9 +357,9 @@ def variety_table(run: SimpleNamespace, records: Records) -> DataFrame:
 
 
 def copies(records: Records, sigma: float, k: int = SOLVED_WITHIN, part: str = "right") -> np.ndarray:
-    """Return pass@k of copies with noise of one sigma in the place of samples, (repeats, problems).
+    """Return pass@k of k copies of the base with noise of one sigma instead of k samples, (repeats, problems).
 
-    At most as many copies as there are. part: "right", of test problems, or "validation".
+    If there are fewer than k copies, all are used. part: "right" for test problems, or "validation".
     """
     repeats = runs.where(records["perturbed"], sigma=sigma)
     (members,) = {record["spec"]["members"] for record in repeats}
@@ -367,18 +368,18 @@ def copies(records: Records, sigma: float, k: int = SOLVED_WITHIN, part: str = "
 
 
 def solved_by_copies(records: Records, sigma: float, k: int = SOLVED_WITHIN) -> stats.Interval:
-    """Return what so many copies with noise of one sigma solve, or all if there are fewer."""
+    """Return the share of test problems that k copies with noise of one sigma solve, or all copies if fewer."""
     return stats.crossed_bootstrap(copies(records, sigma, k), n_resamples=_RESAMPLES)
 
 
 def best_sigma(run: SimpleNamespace, records: Records) -> float:
-    """Return the sigma whose copies solve most validation problems within `VALIDATED_BY` of them, or within all."""
+    """Return the sigma at which `VALIDATED_BY` copies, or all if fewer, solve most validation problems."""
     solved_by = {sigma: copies(records, sigma, VALIDATED_BY, "validation").mean() for sigma in run.perturbed_sigmas}
     return max(solved_by, key=solved_by.get)
 
 
 def perturbed_table(run: SimpleNamespace, records: Records) -> DataFrame:
-    """Return a row per temperature and per sigma: what as many completions of the base solve, and their vote."""
+    """Return a row per temperature and per sigma: what equally many completions of the base solve, and their vote."""
     (base,), rows = records[reach_name(BASE)], []
     for t, at in ((t, label(t)) for t in run.coverage_temperatures):
         row = {"completions differ by": f"temperature {t:g}"}
@@ -401,11 +402,11 @@ def perturbed_table(run: SimpleNamespace, records: Records) -> DataFrame:
     return DataFrame(rows).fillna("")
 
 
-# ---- what the notebook finds
+# ---- results
 
 
 def results(run: SimpleNamespace, records: Records) -> Results:
-    """Return the numbers that the answers and the paper's macros are read from, by name; shares are fractions."""
+    """Return by name the numbers that the answers and the paper's macros quote; shares are fractions."""
     entries: Results = {"problems": records[reach_name(BASE)][0]["n"], "within": SOLVED_WITHIN}
     entries |= {"runs": len(records["es"]), "sigma": best_sigma(run, records)}
     for model in (BASE, "es", "es_sampled", "grpo"):
@@ -416,7 +417,7 @@ def results(run: SimpleNamespace, records: Records) -> Results:
     chance = null(records, "t1")
     entries |= {"null low": chance.low, "null high": chance.high}
     entries["copies"] = solved_by_copies(records, entries["sigma"])
-    for key in ("es change", "es cold", "grpo change", "grpo cold"):  # whether a change is one
+    for key in ("es change", "es cold", "grpo change", "grpo cold"):  # which way a change goes, if any
         changed = entries[key]
         entries[f"{key} said"] = "a gain" if changed.low > 0 else "a loss" if changed.high < 0 else "not told from none"
     shown = [f"{name(run, m)} {{{m} at 1}} and {{{m} at own}}" for m in (BASE, "es", "es_sampled", "grpo")]
@@ -424,16 +425,16 @@ def results(run: SimpleNamespace, records: Records) -> Results:
     return entries | factors.results(records) | {"base's own temperature": own_temperatures(records, BASE)}
 
 
-# ---- figures: each returns the figure and what it plots
+# ---- figures: each returns the figure and the data that it plots
 
 _DRAWN = tuple(model for model in MODELS if model != "grpo_random")
-"""Models in figures. A random reward leaves GRPO at 0: it stands in the tables."""
+"""Models in figures. GRPO with random reward ends at 0 and is in the tables only."""
 _CURVES = tuple(model for model in _DRAWN if model != "dr_grpo")
-"""Models with curves of their own: those of Dr.GRPO are GRPO's."""
+"""Models with curves. Those of Dr.GRPO are left out, as they coincide with GRPO's."""
 
 
 def _looks(run: SimpleNamespace) -> dict[str, dict[str, Any]]:
-    """Return what a model is called -> how its line is drawn; the mean of ES runs has the colour of ES."""
+    """Return model name -> line style; the mean of ES runs has the colour of ES."""
     looks = {}
     for model in MODELS:
         arm = "es" if model == MEAN else model
@@ -443,7 +444,7 @@ def _looks(run: SimpleNamespace) -> dict[str, dict[str, Any]]:
 
 
 def figure_pass_at_k(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw what is solved within k samples, at temperature 1 and at each model's own."""
+    """Draw pass@k against k, at temperature 1 and at each model's own temperature."""
     panels = {"t1": "temperature 1", OWN: "each at its own temperature"}
     points = DataFrame(
         {"panel": title, "model": name(run, model), "k": k}
@@ -461,7 +462,7 @@ def figure_pass_at_k(run: SimpleNamespace, records: Records) -> tuple[plt.Figure
 
 
 def figure_matched(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw what is solved within 256 samples against what one sample solves, a curve through the temperatures."""
+    """Draw pass@256 against pass@1, with a curve per model through its temperatures."""
     points = DataFrame(
         {"model": name(run, model), "temperature": t, "across": 100 * one.mean(), "value": 100 * many.mean()}
         for model, t in product(_CURVES, run.coverage_temperatures)
@@ -478,7 +479,7 @@ def figure_matched(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, 
 
 
 def figure_support(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw the four regions as a concept, and what each model wins and loses within 256 samples at temperature 1."""
+    """Draw a diagram of the four regions, and each model's problems won and lost in 256 samples at temperature 1."""
     means = {model: DataFrame(map(vars, supports(records, model, "t1"))).mean() for model in _DRAWN}
     points = DataFrame(
         {"model": name(run, model), "won": mean["won"], "lost": mean["lost"], "value": mean["won"] - mean["lost"]}
@@ -503,7 +504,7 @@ def figure_support(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, 
 
 
 def figure_training(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw along the runs what is won and lost within 256 samples against the base, at temperature 1."""
+    """Draw problems won and lost against the base along training, within 256 samples at temperature 1."""
     shown = ("es", "es_sampled", "grpo", "dr_grpo", "es_random")
     points = concat(
         DataFrame({"panel": what, "model": name(run, arm), "step": records[arm][0]["curve"]["step"]}).assign(
@@ -518,7 +519,7 @@ def figure_training(run: SimpleNamespace, records: Records) -> tuple[plt.Figure,
 
 
 def figure_accuracies(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw how many problems have which chance that one sample at temperature 1 is right."""
+    """Draw the numbers of problems by the chance that one sample at temperature 1 is right."""
     edges = np.array([0.0, 0.001, 0.01, 0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0])
     names = ["0", *(f"to {edge:g}" for edge in edges[1:-1]), "below 1", "1"]
     shown = {name(run, model): chances(records, model, "t1") for model in (BASE, "es", "es_sampled", "grpo", "sft")}

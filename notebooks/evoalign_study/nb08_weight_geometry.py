@@ -1,4 +1,4 @@
-"""Notebook 08, weight geometry: its runs, what they say of signal and walk, tables and figures."""
+"""Notebook 08, weight geometry: groups of runs, signal and random walk in their displacements, tables and figures."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -24,48 +24,48 @@ from evoalign_study.results import Results, stated, under
 NOTEBOOK = "08_weight_geometry"
 CLAIMS = ("E5", "E6", "E6b", "E7", "E8", "E9", "E10", "E11", "C20", "C21", "C22", "C23", "C24")
 FACTORIAL = ("grpo_sgd", "grpo_rounded", "grpo_sgd_rounded")
-"""Groups of runs of GRPO that tell its optimiser and rounding apart."""
+"""Groups of GRPO runs that separate the effects of optimiser and rounding."""
 TRAINED = ("es", "es_sampled", "es_shuffled", "es_random", "grpo", "dr_grpo", "grpo_random", "sft", *FACTORIAL)
-"""Groups of training runs, whose displacements are compared."""
+"""Groups of training runs whose displacements are compared."""
 FIRST_STEP = "first step"
-"""Group of runs of GRPO's first step alone, by SGD on many prompts: its gradient at the base, with little noise."""
+"""Group of runs that take only GRPO's first step, by SGD on many prompts: its gradient at the base, with low noise."""
 presets, TINY, SMOKE, FULL = runs.scales(
     {
         "bases": ["A0"],
-        "retrain": [],  # groups that `force` makes anew; none: all
-        "seeds_es": (32, 2),  # of ES, half of them new here
+        "retrain": [],  # groups that `force` runs again; empty: all of them
+        "seeds_es": (32, 2),  # of ES; half of these runs are new here
         "seeds_random": ([*range(8), *range(16, 24)], [0, 1]),  # of ES with random fitness
         "seeds_sampled": ([*range(8), *range(16, 32)], [0, 1]),  # of ES with sampled fitness
-        "means": (  # arm -> numbers of runs of which the mean is taken
+        "means": (  # arm -> numbers of runs to average
             {"es": [1, 2, 4, 8, 16, 32], "es_sampled": [1, 4, 8], "es_random": [1, 4, 16], "grpo": [1, 2, 4, 8, 16]}
             | {arm: [1, 8] for arm in ("dr_grpo", *FACTORIAL, "grpo_random")}
             | {"sft": [1, 4]},
             {"es": [1, 2], "es_random": [1, 2], "grpo": [1, 2]}
             | {arm: [1] for arm in ("es_sampled", "dr_grpo", *FACTORIAL, "grpo_random", "sft")},
         ),
-        "means_of_each": (8, 2),  # means of one number of runs, at most
-        # arm -> size of the means, to whose lengths runs are shrunk one by one
+        "means_of_each": (8, 2),  # at most so many means of each number of runs
+        # arm -> number of runs in the means to whose lengths single runs are shrunk
         "shrunk": ({"es": 4, "es_random": 4}, {"es": 2, "es_random": 2}),
-        "shrunk_far": (16, 2),  # runs of ES to the length of whose mean single ones are shrunk
+        "shrunk_far": (16, 2),  # ES runs in the mean to whose length single runs are shrunk
         "multiples": [0.0, 2.0, 3.0],  # of the mean of all ES runs; 0 is the base
-        "anchor_decays": ([0.005, 0.02], [0.02]),  # share of the way from the base that a step takes back
-        "populations": ([8, 128], [2]),  # besides the tuned one, at as many evaluated members
-        "shares": ([0.125, 0.25, 0.5], [0.5]),  # of the steps of ES and GRPO, of shorter runs
-        "sgd_rates": ([0.03, 0.1, 0.3, 1.0, 3.0], [0.1]),  # learning rates of GRPO with SGD, of which a sweep chooses
+        "anchor_decays": ([0.005, 0.02], [0.02]),  # share of the displacement from the base that each step takes back
+        "populations": ([8, 128], [2]),  # besides the tuned one, at equally many evaluated members
+        "shares": ([0.125, 0.25, 0.5], [0.5]),  # lengths of shorter ES and GRPO runs, relative to the full ones
+        "sgd_rates": ([0.03, 0.1, 0.3, 1.0, 3.0], [0.1]),  # learning rates of GRPO with SGD that a sweep chooses from
         "seeds_factorial": (8, 2),
-        "first_step_prompts": (1024, 16),  # of GRPO's first step, taken alone
-        "first_step_rate": 0.1,  # learning rate of that step, which no cosine depends on
-        "skill_messages": (256, 8),  # of each skill that no reward touches
-        "ends": [],  # two folders, ledgers or adapters of your own, compared with `model`; none: two runs of ES
+        "first_step_prompts": (1024, 16),  # of the runs with GRPO's first step alone
+        "first_step_rate": 0.1,  # learning rate of that step; no cosine depends on it
+        "skill_messages": (256, 8),  # per skill that no reward touches
+        "ends": [],  # two folders, ledgers or adapters of yours, compared with `model`; empty: two runs of ES
         "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
         "validation_problems": (512, 16),
         "test_problems": (2000, 32),
     }
 )
 SHORTER = ("es", "grpo")
-"""Arms whose runs are also made with fewer steps."""
+"""Arms that also have runs with fewer steps."""
 VARIATIONS = ("grpo", "grpo_rounded", "grpo_sgd", "grpo_sgd_rounded")
-"""GRPO with either optimiser, and with weights stored as either dtype."""
+"""GRPO with either optimiser, and with weights stored in either dtype."""
 PAIRS = (
     *(("es", arm) for arm in ("grpo", "dr_grpo", "sft", "es_sampled")),
     ("es_sampled", "grpo"),
@@ -76,18 +76,18 @@ PAIRS = (
     *((arm, FIRST_STEP) for arm in ("grpo", "grpo_sgd", "es", "es_sampled")),
     *((arm, "grpo") for arm in ("es_random", "grpo_random")),
 )
-"""Arms whose cosine is shown."""
+"""Pairs of arms whose cosine is shown."""
 DECODINGS = tuple(style.STROKES)
-"""Under which merged models are measured."""
+"""Decodings under which merged models are measured."""
 
 
 # ---- groups of runs
 
 
 def groups(run: SimpleNamespace, records: Records) -> Groups:
-    """Return the runs by name: those of notebook 02's arms, their products, and models that are merged from them.
+    """Return the groups of runs by name: notebook 02's arms, inner products of their displacements, and merged models.
 
-    At scale full the runs are those of the tiny world, and the model's own ends are compared apart from them.
+    At scale full these are still runs of the tiny world; the ends of the model itself are compared separately.
     """
     scale, exact = loading.of_tiny_world(run, TINY)
     settings = SimpleNamespace(**exact)
@@ -100,9 +100,9 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
 
 
 def _factorial(run: SimpleNamespace, records: Records, grpo: Group, scale: str) -> dict[str, Any]:
-    """Return runs of GRPO with SGD, with weights in bfloat16, and with both; and of its first step alone.
+    """Return GRPO runs with SGD, with bfloat16 weights and with both, and runs of its first step alone.
 
-    SGD chooses a learning rate of its own, by a sweep.
+    SGD gets its own learning rate, chosen by a sweep.
     """
     rates = [{"learning_rate": rate, "beta": grpo.settings["beta"]} for rate in run.sgd_rates]
     sweep = sweep_specs("grpo_sgd", run.bases[0], grpo.settings, scale, rates)
@@ -119,9 +119,9 @@ def _factorial(run: SimpleNamespace, records: Records, grpo: Group, scale: str) 
 
 
 def _varied(run: SimpleNamespace, groups: Mapping[str, Group]) -> dict[str, Group]:
-    """Return ES runs that may drift less, pulled to the base or with another population, and runs with fewer steps.
+    """Return ES runs that may drift less, anchored to the base or with another population, and runs with fewer steps.
 
-    The prompts of a shorter run are drawn as a full run's, and are others.
+    A shorter run draws its prompts as a full run does, but gets different ones.
     """
     changed = {f"es_anchored={decay:g}": ("es_anchored", {"anchor_decay": decay}) for decay in run.anchor_decays}
     changed |= {f"es N={N}": ("es", loading.of_size(groups["es"].settings, N)) for N in run.populations}
@@ -134,12 +134,12 @@ def _varied(run: SimpleNamespace, groups: Mapping[str, Group]) -> dict[str, Grou
 
 
 def shorter_names(run: SimpleNamespace, arm: str, steps: int) -> dict[str, int]:
-    """Return group -> steps of an arm's shorter runs; steps: those of its full ones."""
+    """Return group -> number of steps of an arm's shorter runs; steps: the number that its full runs take."""
     return {f"{arm} T={round(share * steps)}": round(share * steps) for share in run.shares}
 
 
 def _merged(run: SimpleNamespace, records: Records, scale: str, varied: Iterable[str]) -> dict[str, After]:
-    """Return the models that are made of several runs, one group for each way."""
+    """Return the models that are merged from several runs, a group for each way of merging."""
     make = partial(merge_specs, settings=vars(run), scale=scale)
     es = records.get("es", ())
     singles, far = es[: run.means_of_each], es[: run.shrunk_far]
@@ -166,12 +166,12 @@ def ends(run: SimpleNamespace, records: Records) -> tuple[str, str, str]:
     """Return what section 7 compares: a base and two ends of training from it.
 
     Raises:
-        ValueError: another number of ends than two.
+        ValueError: `run.ends` is neither empty nor a pair.
     """
     if not run.ends:
         return records["es"][0]["spec"]["base"], *(str(ledger_file(record)) for record in records["es"][:2])
     if len(run.ends) != 2:
-        raise ValueError(f"ends={run.ends}: give two models that started from {run.bases[0]!r}, or none.")
+        raise ValueError(f"ends={run.ends} must be empty or two models that started from {run.bases[0]!r}.")
     return run.bases[0], *run.ends
 
 
@@ -184,29 +184,29 @@ def label(arm: str) -> str:
 
 
 def displacements(records: Records, *names: str) -> geometry.Displacements:
-    """Return the products of all runs of some arms, by layer, in their order."""
+    """Return the inner products of the displacements of all runs of some arms, by layer, in the order of the arms."""
     return geometry.recorded(records["products"], [run for arm in names for run in records[arm]])
 
 
 def gram_of_two(records: Records, a: str, b: str) -> tuple[np.ndarray, list[int], list[int]]:
-    """Return the products of all runs of two arms, and the rows of each."""
+    """Return the inner products of all runs of two arms, and the rows that belong to each."""
     n, m = len(records[a]), len(records[b])
     return displacements(records, a, b).total, list(range(n)), list(range(n, n + m))
 
 
 def norms(records: Records, arm: str) -> np.ndarray:
-    """Return the norm of the displacement of each run, weight units."""
+    """Return the norm of each run's displacement, weight units."""
     return np.sqrt(np.diagonal(displacements(records, arm).total))
 
 
 def over_walk(records: Records, arm: str) -> np.ndarray:
-    """Return the norm of each run of an ES arm that moved over alpha sqrt(d T / N), T without its tied steps."""
+    """Return norm / (alpha sqrt(d T / N)), T without tied steps, of each run of an ES arm that moved at all."""
     ratios = quantities.norms_over_walk(displacements(records, arm), records[arm])
     return ratios[~np.isnan(ratios)]
 
 
 def stays(records: Records, arm: str) -> stats.Interval:
-    """Return the share of an arm's weights that stay where the base has them, both ends rounded to bfloat16."""
+    """Return the share of weights equal to the base's after an arm's training, both rounded to bfloat16."""
     return stats.bootstrap_mean(quantities.unmoved(displacements(records, arm), "bfloat16"))
 
 
@@ -218,7 +218,7 @@ def _mean_and_std(values: Sequence[float] | np.ndarray, form: str) -> str:
 
 
 def displacement_table(run: SimpleNamespace, records: Records) -> DataFrame:
-    """Return a row per arm: norm, norm over the walk's, evenness over layers, the head, and weights that stay."""
+    """Return a row per arm: norm, norm over a random walk's, evenness over layers, the head, and unchanged weights."""
     rows = []
     for arm in TRAINED:
         moved = displacements(records, arm)
@@ -226,7 +226,7 @@ def displacement_table(run: SimpleNamespace, records: Records) -> DataFrame:
         row["over a walk's"] = _mean_and_std(over_walk(records, arm), ".4f") if trainers.of(arm).has_members else ""
         row["distance from even"] = _mean_and_std(quantities.unevenness(moved), ".3f")
         row["head over its size"] = _mean_and_std(quantities.head_shares(moved), ".2f")
-        for dtype in ("float32", "bfloat16"):  # rounding the base moves nearly every weight of it
+        for dtype in ("float32", "bfloat16"):  # rounding the base by itself moves nearly every weight
             counts = dtype == "bfloat16" or style.ARMS[arm].weights == "float32"
             row[f"stay, {dtype}, %"] = _mean_and_std(100 * quantities.unmoved(moved, dtype), ".1f") if counts else ""
         rows.append(row)
@@ -237,7 +237,7 @@ def displacement_table(run: SimpleNamespace, records: Records) -> DataFrame:
 
 
 def factorial_table(run: SimpleNamespace, records: Records) -> DataFrame:
-    """Return a row per optimiser and dtype of GRPO: rate, weights that stay, norm, head, and what the runs can do."""
+    """Return a row per optimiser and dtype of GRPO: learning rate, unchanged weights, norm, head, and test accuracy."""
     return DataFrame(
         {"optimiser": "SGD" if style.ARMS[arm].options.get("optim") == "sgd" else "AdamW"}
         | {"weights": style.ARMS[arm].weights, "learning rate": f"{own[0]['spec']['learning_rate']:g}"}
@@ -253,17 +253,17 @@ def factorial_table(run: SimpleNamespace, records: Records) -> DataFrame:
 
 
 def corrected(records: Records, a: str, b: str) -> attenuation.Corrected:
-    """Return the cosine of what the runs of two arms have in common."""
+    """Return the cosine of two arms' signals, corrected for the noise of single runs."""
     return attenuation.corrected_cosine(*gram_of_two(records, a, b))
 
 
 def signal(records: Records, arm: str) -> attenuation.Signal:
-    """Return what the runs of an arm have in common."""
+    """Return an arm's signal: the displacement that its runs have in common."""
     return attenuation.signal(displacements(records, arm).total)
 
 
 def signal_table(run: SimpleNamespace, records: Records) -> DataFrame:
-    """Return a row per arm: how much of a run is common to all of them."""
+    """Return a row per arm: how much of a run's displacement is common to all its runs."""
     return DataFrame(
         {"arm": label(arm), "runs": len(records[arm]), "common share of |D|^2 [95 %]": stated(own.share, ".4f")}
         | {"norm of the common part": f"{np.sqrt(own.square.value):.2f}" if own.square.value > 0 else "none"}
@@ -273,7 +273,7 @@ def signal_table(run: SimpleNamespace, records: Records) -> DataFrame:
 
 
 def cosine_table(run: SimpleNamespace, records: Records) -> DataFrame:
-    """Return a row per pair of arms: the cosine of two runs, of the means of all, and of what each has in common."""
+    """Return a row per pair of arms: the cosine of two runs, of the arms' means, and of their common displacements."""
     return DataFrame(
         {"arms": f"{label(a)} and {label(b)}", "runs": f"{len(records[a])} and {len(records[b])}"}
         | {"two runs": f"{cosine.run_cosine:.4f}", "means": f"{cosine.mean_cosine:.3f}"}
@@ -293,12 +293,12 @@ def accuracies(models: Sequence[Record], decoding: str = "greedy") -> np.ndarray
 
 
 def accuracy_difference(records: Records, a: str, b: str, decoding: str = "greedy") -> stats.Interval:
-    """Return by how much models of one group are more accurate than those of another, fractions."""
+    """Return the difference in accuracy between the models of two groups, a - b, fractions."""
     return stats.crossed_bootstrap(accuracy_matrix(records[a], decoding), accuracy_matrix(records[b], decoding))
 
 
 def drift_ratio(records: Records, a: str, b: str) -> stats.Interval:
-    """Return the geometric mean of the KL on other skills of models of one group over that of another; NaN where 0."""
+    """Return the ratio a / b of two groups' geometric mean KL on other skills; NaN if a KL is not above 0."""
     over, under = (skills(records[group], "kl") for group in (a, b))
     if min(*over, *under) <= 0:
         return stats.Interval(np.nan, np.nan, np.nan, min(len(over), len(under)))
@@ -307,9 +307,9 @@ def drift_ratio(records: Records, a: str, b: str) -> stats.Interval:
 
 
 def by_steps(run: SimpleNamespace, records: Records, arm: str) -> list[tuple[int, Sequence[Record]]]:
-    """Return steps and measured models of an arm's shorter runs and of its full ones.
+    """Return the numbers of steps and the measured models of an arm's shorter runs and of its full ones.
 
-    A shorter run is no part of a longer one, since its prompts are others; it is drawn as one that stops there.
+    A shorter run is not the start of a longer one, since its prompts differ; figures draw it as if it were.
     """
     full = records[arm][0]["spec"]["steps"]
     shorter = [(steps, records[f"{name} mean=1"]) for name, steps in shorter_names(run, arm, full).items()]
@@ -317,10 +317,10 @@ def by_steps(run: SimpleNamespace, records: Records, arm: str) -> list[tuple[int
 
 
 def equal_gain(run: SimpleNamespace, records: Records) -> list[tuple[int, stats.Interval]]:
-    """Return how far GRPO drifts over how far ES does, where GRPO solves greedily what ES does.
+    """Return the drift of GRPO over that of ES at equal greedy accuracy.
 
-    An entry per number of steps of ES: the steps, and the ratio (`curves.cost_at_equal_score`, from the base on, whose
-    KL is 0).
+    An entry per number of steps of ES: the steps, and the ratio (`curves.cost_at_equal_score`, starting from the base,
+    whose KL is 0).
     """
     base = _base_right(records)
     es, grpo = (
@@ -331,7 +331,7 @@ def equal_gain(run: SimpleNamespace, records: Records) -> list[tuple[int, stats.
 
 
 def equal_gain_table(run: SimpleNamespace, records: Records) -> DataFrame:
-    """Return a row per number of steps of ES: its accuracy and drift, and GRPO's drift where it solves as much."""
+    """Return a row per number of steps of ES: its accuracy and drift, and GRPO's drift over it at equal accuracy."""
     return DataFrame(
         {"steps of ES": steps, "runs": len(models), "greedy, %": f"{100 * accuracies(models).mean():.1f}"}
         | {"KL off the task": f"{skills(models, 'kl').mean():.3f}", "GRPO's there, times [95 %]": stated(ratio, ".2f")}
@@ -340,7 +340,7 @@ def equal_gain_table(run: SimpleNamespace, records: Records) -> DataFrame:
 
 
 def merged_models(run: SimpleNamespace, records: Records) -> dict[str, Sequence[Record]]:
-    """Return what each kind of merged model is called -> its records."""
+    """Return the name of each kind of merged model -> its records."""
     es = label("es")
     named = {label("base"): records["es times 0"]} if 0 in run.multiples else {}
     for arm, size in ((arm, size) for arm, sizes in run.means.items() for size in sizes):
@@ -369,14 +369,14 @@ def merged_table(run: SimpleNamespace, records: Records) -> DataFrame:
 
 
 def remedies(run: SimpleNamespace) -> dict[str, str]:
-    """Return what runs that may drift less are called -> the group of their models."""
+    """Return the name of each kind of run that may drift less -> the group of its models."""
     named = {f"{label('es_anchored')}, {decay:g} a step": f"es_anchored={decay:g}" for decay in run.anchor_decays}
     named |= {f"{label('es')}, N = {N}": f"es N={N}" for N in run.populations}
     return {words: f"{name} mean=1" for words, name in named.items()}
 
 
 def remedy_table(run: SimpleNamespace, records: Records) -> DataFrame:
-    """Return a row per way of drifting less: norm, and drift and accuracies against those of a run of ES."""
+    """Return a row per remedy for drift: norm, and drift and accuracies relative to a run of ES."""
     size, one = run.shrunk["es"], "es mean=1"
     kinds = remedies(run) | {f"{label('es')}, mean of {size}": f"es mean={size}"}
     return DataFrame(
@@ -407,11 +407,11 @@ def skills_table(run: SimpleNamespace, records: Records) -> DataFrame:
     )
 
 
-# ---- what the notebook finds
+# ---- results
 
 
 def results(run: SimpleNamespace, records: Records) -> Results:
-    """Return the numbers that the answers and the paper's macros are read from, by name; shares are fractions."""
+    """Return by name the numbers that the answers and the paper's macros quote; shares are fractions."""
     size, many = run.shrunk["es"], max(run.means["es"])
     entries: Results = {"size": size, "many": many}
     entries |= {f"{arm} runs": len(records[arm]) for arm in ("es", "es_sampled", *VARIATIONS, FIRST_STEP)}
@@ -446,11 +446,11 @@ def results(run: SimpleNamespace, records: Records) -> Results:
     return entries | {"drifts": ", ".join(drifts), "shed": "; ".join(shed)}
 
 
-# ---- figures: each returns the figure and what it plots
+# ---- figures: each returns the figure and the data that it plots
 
 
 def figure_signal(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw what the mean of K runs can do, and how far it drifts off the task, against K."""
+    """Draw the test accuracy of the mean of K runs, and its drift off the task, against K."""
     short, size = "es, one run as short", run.shrunk["es"]
     groups = {(arm, n): records[f"{arm} mean={n}"] for arm in ("es", "grpo", "es_random") for n in run.means[arm]}
     groups |= {(short, size): records[f"es shrunk={size}"], (short, run.shrunk_far): records["es shrunk far"]}
@@ -485,7 +485,7 @@ def _base_right(records: Records, decoding: str = "greedy") -> float:
 
 
 def figure_norms(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw the norm of every run, and of ES arms the norm over that of a walk, with the band of a random direction."""
+    """Draw every run's norm and, for ES arms, its ratio to a random walk's, with the band of a random direction."""
     walkers = [arm for arm in TRAINED if trainers.of(arm).has_members]
     points = DataFrame(
         {"panel": panel, "arm": arm, "value": value}
@@ -526,7 +526,7 @@ def figure_layers(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, D
 
 
 def figure_cosines(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw the cosine of the means of K runs of ES and K of GRPO, its ceilings and its null, against K."""
+    """Draw the cosine of the means of K ES runs and K GRPO runs, its prediction and its null, against K."""
     words = {"es": "ES, GRPO", "es_random": "ES with random fitness, GRPO"}
     counted = {arm: attenuation.cosine_by_count(*gram_of_two(records, arm, "grpo")) for arm in words}
     drawn = [("means", "es", "cosine"), ("foretold", "es", "predicted"), ("means", "es_random", "cosine")]
@@ -537,7 +537,7 @@ def figure_cosines(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, 
     )
     cosines = {f"{label(a)} · {label(b)}": corrected(records, a, b).value for a, b in reversed(PAIRS)}
     common = DataFrame({"panel": "in common", "pair": pair} | plots.ends(each) for pair, each in cosines.items())
-    common = common.dropna()  # of arms whose runs have nothing in common
+    common = common.dropna()  # NaN: arms whose runs have nothing in common
     fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 3.1))
     looks = {("means", pair): plots.look(arm, ms=3, label=pair) for arm, pair in words.items()}
     looks["foretold", words["es"]] = plots.look("es", ls=":", lw=1, marker=None, label="foretold from all runs")
@@ -555,9 +555,9 @@ def figure_cosines(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, 
 
 
 def figure_drift(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw what models forget on skills that no reward touches against what they gain on the task.
+    """Draw drift and accuracy on skills that no reward touches against accuracy on the task.
 
-    A line joins the means of an arm's runs at growing numbers of steps.
+    For each arm a line joins the means of its runs in the order of their numbers of steps.
     """
     drifting = ("es", "es_sampled", "es_random", "grpo", "grpo_random", "sft")
     looks = {f"{arm} mean=1": plots.look(arm, ms=4, ls="") for arm in drifting}

@@ -1,4 +1,4 @@
-"""Notebook 09, linear mode connectivity: its runs, what they say of barriers and of noise, tables and figures."""
+"""Notebook 09, linear mode connectivity: groups of runs, barriers, noise on the weights, tables and figures."""
 
 from collections.abc import Sequence
 from itertools import combinations, product
@@ -20,24 +20,24 @@ from evoalign_study.results import MISSING, Results, stated
 NOTEBOOK = "09_lmc_analysis"
 CLAIMS = ("C25", "C26", "C27", "C28")
 TRAINED = ("es", "es_sampled", "es_random", "grpo", "grpo_random", "sft")
-"""Groups of training runs, between whose ends lines are drawn."""
+"""Groups of training runs whose ends are joined by lines in weight space."""
 presets, TINY, SMOKE, FULL = runs.scales(
     {
         "bases": ["A0"],
-        "retrain": [],  # groups that `force` makes anew; none: all
-        "seeds_es": (32, 4),  # of ES, of which means are taken
+        "retrain": [],  # groups that `force` runs again; empty: all of them
+        "seeds_es": (32, 4),  # of ES; means are taken over these runs
         "seeds_random": (list(range(8)), [0, 1]),  # of ES with random fitness
         "seeds_sampled": (list(range(8)), [0, 1]),  # of ES with sampled fitness
-        "mean": (4, 2),  # ES runs whose mean is an end
+        "mean": (4, 2),  # ES runs per mean
         "pairs": (8, 2),  # lines of each kind
         "path_points": (21, 3),
         "max_completion_length": tiny.MAX_COMPLETION_LENGTH,
-        "validation_problems": (256, 16),  # asked at every point, and under every noise
+        "validation_problems": (256, 16),  # answered at every point and under every noise
         "noise_sigmas": ([0.005, 0.01, 0.02, 0.03], [0.01]),  # weight units
         "noise_trials": (4, 1),  # draws of each noise
-        "regime_base": "B0",  # of the task of notebook 03, on which runs are hacked
-        "regime_seeds": (list(range(16, 20)), [16]),  # no seed that notebook 03 has
-        "regime_steps": {  # small steps and large ones of each arm: what notebook 03's maps end clean and hacked with
+        "regime_base": "B0",  # for the task of notebook 03, where some runs hack the reward
+        "regime_seeds": (list(range(16, 20)), [16]),  # seeds that notebook 03 does not use
+        "regime_steps": {  # per arm: in notebook 03's maps runs end clean with small steps, hacked with large ones
             "es": {"small": {"alpha": 0.0015}, "large": {"alpha": 0.015}},
             "grpo": {"small": {"learning_rate": 1e-4}, "large": {"learning_rate": 1e-3}},
             "es_random": {"large": {"alpha": 0.015}},
@@ -48,7 +48,7 @@ presets, TINY, SMOKE, FULL = runs.scales(
     }
 )
 BASE, MEAN, RANDOM = "base", "es mean", "random"
-"""Ends that are no runs: the base, means of ES runs, and random directions with an ES run's norms in each tensor."""
+"""Ends that are not runs: base, means of ES runs, and random directions with an ES run's norm in each tensor."""
 PAIRS = (
     *(("es", end) for end in ("grpo", "es")),
     ("grpo", "grpo"),
@@ -57,30 +57,30 @@ PAIRS = (
     ("es", "es_random"),
     *((end, "grpo") for end in ("es_random", "grpo_random", RANDOM)),
 )
-"""Kinds of end that lines join. A line between two runs of one arm joins different seeds."""
+"""Pairs of kinds of end that lines join. A line within an arm joins runs with different seeds."""
 NULLS = (("es_random", "grpo"), (RANDOM, "grpo"), ("es", "es_random"), ("grpo_random", "grpo"))
 """Lines with an end that learned nothing."""
 REACHED = ("es", "grpo", "sft", MEAN, "es_random", RANDOM)
-"""Kinds of end to which lines lead from the base."""
+"""Kinds of end that lines from the base lead to."""
 SHAKEN = (BASE, "es", "grpo", "sft", MEAN, "es_random", "grpo_random", RANDOM)
-"""Kinds of end whose weights get noise."""
+"""Kinds of model whose weights are perturbed with noise."""
 REGIMES = {f"{arm}, {steps} steps": (arm, steps) for arm, every in TINY["regime_steps"].items() for steps in every}
-"""Groups of runs on the task of notebook 03, of which some are hacked; each with its arm and what steps it takes."""
+"""Group of runs on the task of notebook 03 -> its arm and the size of its steps; some of these runs are hacked."""
 LEARNED = tuple(name for name, (arm, _) in REGIMES.items() if not arms.get(arm).null)
 SMALL = tuple(name for name in LEARNED if REGIMES[name][1] == "small")
-"""Groups of runs that learned something, and of these the ones with small steps."""
+"""Groups of runs whose arm is not a null, and those among them with small steps."""
 BROKEN = next(name for name, (arm, _) in REGIMES.items() if arms.get(arm).reward == "random")
-"""Group of runs that a random reward has destroyed."""
+"""Group of runs whose models a random reward has destroyed."""
 DECODINGS = tuple(style.STROKES)
-"""Under which every point of a line is answered."""
-_RESAMPLES, _REGIME_RESAMPLES = 1000, 200  # as many as the verdicts take: table and verdict show one number
+"""Decodings under which problems are answered at every point of a line."""
+_RESAMPLES, _REGIME_RESAMPLES = 1000, 200  # as in the verdicts, so that tables show the same numbers
 
 
 # ---- groups of runs
 
 
 def groups(run: SimpleNamespace, records: Records) -> Groups:
-    """Return the runs by name: notebook 02's arms, products of their displacements, lines, noise."""
+    """Return the groups of runs by name: notebook 02's arms, inner products of their displacements, lines, noise."""
     scale, exact = loading.of_tiny_world(run, TINY)
     settings = SimpleNamespace(**exact)
     shared = runs.countdown(records, scale, exact)
@@ -96,10 +96,10 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
 
 
 def _regimes(run: SimpleNamespace, records: Records, scale: str) -> dict[str, Any]:
-    """Return runs of notebook 03's task with small steps and with large ones, and the lines between them.
+    """Return runs on notebook 03's task with small and with large steps, and the lines between them.
 
-    Every two runs of `LEARNED` are joined. Runs with a random reward are joined with one another, and with those that
-    took small steps.
+    All pairs of `LEARNED` runs are joined. Runs with a random reward are joined with the others of their arm, and with
+    the runs that took small steps.
     """
     declared: dict[str, Any] = {}
     for name, (arm, steps) in REGIMES.items():
@@ -122,22 +122,22 @@ def name_of(first: str, last: str) -> str:
 
 
 def _needed(*ends: str) -> tuple[str, ...]:
-    """Return the groups of runs that kinds of end are made of."""
+    """Return the groups of runs from which kinds of end are made."""
     return tuple(dict.fromkeys("es" if end in (MEAN, RANDOM) else end for end in ends if end != BASE))
 
 
 def _lines(run: SimpleNamespace, records: Records, first: str, last: str, scale: str) -> list[Spec]:
     starts, ends = (_ends(run, records, end) for end in (first, last))
-    if first == last:  # each run with that half of the runs further
+    if first == last:  # join each run with the one `pairs` places further on
         starts, ends = starts[: run.pairs], (starts[run.pairs :] or starts[1:])
     pairs = list(zip(starts, ends, strict=False))[: run.pairs]
     return [path_spec(run.bases[0], *pair, vars(run), scale) for pair in pairs]
 
 
 def _ends(run: SimpleNamespace, records: Records, end: str) -> Sequence[dict[str, Any] | None]:
-    """Return the ends of one kind, as specs name them, in the order of their seeds; none before its runs are loaded.
+    """Return the ends of one kind as specs name them, in the order of their seeds; empty until its runs are loaded.
 
-    The base is always the same.
+    The base is repeated for each line.
     """
     if end == BASE:
         return [None] * run.pairs
@@ -165,14 +165,14 @@ def errors(records: Records, first: str, last: str, decoding: str) -> np.ndarray
 
 
 def barrier(records: Records, first: str, last: str, decoding: str) -> connectivity.BarrierEstimate:
-    """Return the height of the mean error over the straight line between the ends' errors, a fraction."""
+    """Return the barrier: the height of the mean error above the straight line between the ends' errors, a fraction."""
     return path_points.mean_barrier(errors(records, first, last, decoding), _RESAMPLES)
 
 
 def half_gain(records: Records, end: str, decoding: str, by: str = "weights") -> stats.Interval:
-    """Return where on the way from the base half of the gain of accuracy lies: a share of the way, or of the final KL.
+    """Return where on the way from the base half of the gain in accuracy is reached.
 
-    by: "weights" or "KL". NaN where no line of the kind has a gain.
+    by: "weights" for a share of the way, "KL" for a share of the final KL. NaN if no line of the kind has a gain.
     """
     kl = path_points.curves(records[name_of(BASE, end)], "kl") if by == "KL" else None
     gains = 1 - errors(records, BASE, end, decoding)
@@ -180,7 +180,7 @@ def half_gain(records: Records, end: str, decoding: str, by: str = "weights") ->
 
 
 def barrier_table(run: SimpleNamespace, records: Records) -> DataFrame:
-    """Return a row per kind of line: the barrier of the error under each decoding, and that of the likelihood."""
+    """Return a row per kind of line: barriers of the error under each decoding, and of the negative log-likelihood."""
     rows = []
     for pair in PAIRS:
         lines = records[name_of(*pair)]
@@ -195,7 +195,7 @@ def barrier_table(run: SimpleNamespace, records: Records) -> DataFrame:
 
 
 def from_base_table(run: SimpleNamespace, records: Records) -> DataFrame:
-    """Return a row per kind of end: gain, and where half of it lies, by weights and by KL."""
+    """Return a row per kind of end and decoding: gain, and where half of it is reached, by weights and by KL."""
     rows = []
     for end, decoding in product(REACHED, DECODINGS):
         wrong = errors(records, BASE, end, decoding)
@@ -204,7 +204,7 @@ def from_base_table(run: SimpleNamespace, records: Records) -> DataFrame:
         row["gain, points [95 %]"] = gain.format()
         for by in ("weights", "KL"):
             half = half_gain(records, end, decoding, by)
-            # without a gain of its own a line has no half of it
+            # without a gain there is no half of it
             known = gain.low > 0 and np.isfinite(half.low)
             row[f"half of it, by {by}"] = stated(half, ".2f") if known else "no gain"
         rows.append(row)
@@ -215,7 +215,7 @@ def from_base_table(run: SimpleNamespace, records: Records) -> DataFrame:
 
 
 def noise_table(run: SimpleNamespace, records: Records) -> DataFrame:
-    """Return a row per kind of model and decoding: accuracy without noise, and the share that is kept of it."""
+    """Return a row per kind of model and decoding: accuracy without noise, and the share of it kept under noise."""
     parts = ("isotropic", "relative", "head", "body")
     return DataFrame(
         {"model": end_label(end), "decoding": style.STROKES[d].label, "models": len(shaken)}
@@ -227,9 +227,9 @@ def noise_table(run: SimpleNamespace, records: Records) -> DataFrame:
 
 
 def kept_share(records: Records, end: str, part: str, decoding: str) -> stats.Interval | None:
-    """Return the share of their accuracy that models keep, the mean over draws and sizes of the noise.
+    """Return the share of their accuracy that models keep under noise, the mean over its draws and sizes.
 
-    Models that solve less than a hundredth without noise have nothing to keep, and are left out; None: all of them.
+    Models that solve less than a hundredth without noise are left out; None if that leaves none.
     """
     able = [r for r in records[f"noise on {end}"] if r["clean"][decoding] >= 0.01]
     shares = [np.mean(np.mean(r[part][decoding], axis=1) / r["clean"][decoding]) for r in able]
@@ -237,7 +237,7 @@ def kept_share(records: Records, end: str, part: str, decoding: str) -> stats.In
 
 
 def kept_told(share: stats.Interval | None, models: int = 0) -> str:
-    """Return a share that is kept in words, with the number of its models unless that is `models`, or one."""
+    """Return a kept share in words, with its number of models unless that is `models` or one."""
     if share is None or share.n == 1:
         return f"{100 * share.value:.1f}" if share else "nothing to keep"
     return stated(share) + ("" if share.n == models else f" (n = {share.n})")
@@ -253,13 +253,13 @@ def regime_label(name: str) -> str:
 
 
 def regime_barriers(records: Records, names: Sequence[str], decoding: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the barriers between any two runs of some groups, and the same with problems resampled (`path_points`)."""
+    """Return the barriers between all pairs of runs of groups, and resamples of them over problems (`path_points`)."""
     ends = [record for name in names for record in records[name]]
     return path_points.barriers(records["regimes"], ends, decoding, _REGIME_RESAMPLES)
 
 
 def mean_barriers(records: Records, name: str, decoding: str) -> tuple[float, float]:
-    """Return the mean barrier among the runs of a group, NaN of one alone, and to the runs with small steps."""
+    """Return a group's mean barrier among its own runs, NaN if there is only one, and to the runs with small steps."""
     n = len(records[name])
     matrix, _ = regime_barriers(records, dict.fromkeys((name, *SMALL)), decoding)
     matrix = np.fmax(np.nan_to_num(matrix), np.nan_to_num(matrix.T))
@@ -268,7 +268,7 @@ def mean_barriers(records: Records, name: str, decoding: str) -> tuple[float, fl
 
 
 def regime_table(records: Records) -> DataFrame:
-    """Return a row per group of runs: how they end, and their barriers to one another and to runs with small steps."""
+    """Return a row per group of runs: how they end, and barriers among them and to the runs with small steps."""
     rows = []
     for name in REGIMES:
         ended, heights = records[name], 100 * np.array([mean_barriers(records, name, d) for d in DECODINGS])
@@ -281,11 +281,11 @@ def regime_table(records: Records) -> DataFrame:
     return DataFrame(rows)
 
 
-# ---- what the notebook finds
+# ---- results
 
 
 def results(run: SimpleNamespace, records: Records) -> Results:
-    """Return the numbers that the answers and the paper's macros are read from, by name; shares are fractions."""
+    """Return by name the numbers that the answers and the paper's macros quote; shares are fractions."""
     entries: Results = {"lines": len(records[name_of("es", "grpo")])}
     entries |= {f"barrier {decoding}": barrier(records, "es", "grpo", decoding).interval for decoding in DECODINGS}
     entries |= {f"null {decoding}": barrier(records, *NULLS[0], decoding).interval for decoding in DECODINGS}
@@ -305,11 +305,11 @@ def results(run: SimpleNamespace, records: Records) -> Results:
 
 
 _ASKED = ("es", "grpo", "es_random")
-# ---- figures: each returns the figure and what it plots
+# ---- figures: each returns the figure and the data that it plots
 
 
 def _looks(ends: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return kind of end -> how its line is drawn."""
+    """Return kind of end -> line style."""
     own = {MEAN: {"color": "#0B3C5D", "marker": "v"}, RANDOM: {"color": "black", "marker": "x"}}
     return {end: own[end] | {"label": end_label(end)} if end in own else plots.look(end) for end in ends}
 
@@ -339,7 +339,7 @@ def figure_barriers(run: SimpleNamespace, records: Records) -> tuple[plt.Figure,
         plots.whiskers(right, heights[heights["decoding"] == d], up=up, label=looks[d]["label"], mfc=fill, **bars)
     names = [f"{'null: ' if pair in NULLS else ''}{line_label(*pair)}" for pair in PAIRS[::-1]]
     right.set_yticks(range(len(names)), names, fontsize=6)
-    right.axvline(2, **plots.NULL)  # points, of claim C25
+    right.axvline(2, **plots.NULL)  # points, as in claim C25
     right.set(xlabel="largest error above the line, points", title="barrier")
     for ax in (left, right):
         ax.legend(fontsize=6.5)
@@ -347,7 +347,7 @@ def figure_barriers(run: SimpleNamespace, records: Records) -> tuple[plt.Figure,
 
 
 def figure_from_base(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw the accuracy on the way from the base to each kind of end, by weights and by KL."""
+    """Draw accuracy on the way from the base to each kind of end, by weights and by KL."""
 
     def way(end: str, decoding: str, by: str) -> dict[str, np.ndarray]:
         right = 100 * (1 - errors(records, BASE, end, decoding).mean((0, 1)))
@@ -368,8 +368,8 @@ def figure_from_base(run: SimpleNamespace, records: Records) -> tuple[plt.Figure
 def figure_plane(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw all runs in the plane through the base, the mean of the ES runs and the mean of the GRPO runs.
 
-    A run lies where its displacement falls on the plane; how far it lies off it is written beside the arm. The means
-    are those of all other runs: a run would lie near a mean that it is part of, whatever it learned.
+    Each displacement is projected onto the plane; the legend gives each arm's mean distance from it. A run is placed by
+    the means of all other runs, since it would lie near a mean that includes it, whatever it learned.
     """
     arm_of = np.array([arm for arm in TRAINED for _ in records[arm]])
     gram = geometry.recorded(records["products"], [record for arm in TRAINED for record in records[arm]]).total
@@ -389,16 +389,16 @@ def figure_plane(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, Da
 
 
 def _place(gram: np.ndarray, arm_of: np.ndarray, i: int) -> np.ndarray:
-    """Return where run i falls on the plane of the means of the other runs: along GRPO's, and across it."""
+    """Project run i onto the plane of the other runs' means: return its coordinates along GRPO's mean and across it."""
     others = np.array([arm_of == arm for arm in ("grpo", "es")]) & (np.arange(len(arm_of)) != i)
     means = others / np.maximum(others.sum(1, keepdims=True), 1)
-    # of Gram and Schmidt; a mean without length gets no share of anything
+    # Gram-Schmidt; along a mean of zero length every coordinate is 0
     lengths = np.linalg.cholesky(means @ gram @ means.T + 1e-12 * np.eye(2))
     return np.linalg.solve(lengths, means @ gram[i])
 
 
 def figure_noise(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw the accuracy under noise on the weights against its standard deviation, by kind of noise and decoding."""
+    """Draw accuracy against the standard deviation of noise on the weights, by kind of noise and decoding."""
 
     def right(end: str, part: str, decoding: str) -> np.ndarray:
         shaken = records[f"noise on {end}"]
@@ -414,7 +414,7 @@ def figure_noise(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, Da
 
 
 def figure_likelihood(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw the negative log-likelihood of right answers along the lines to GRPO, over the line between its ends."""
+    """Draw the negative log-likelihood of right answers along lines to GRPO, less the line between their ends."""
     pairs = [pair for pair in PAIRS if pair[1] == "grpo"]
     nll = {pair: path_points.curves(records[name_of(*pair)], "nll").mean(0) for pair in pairs}
     x = np.linspace(0, 1, len(nll[pairs[0]]))
@@ -432,7 +432,7 @@ def figure_likelihood(run: SimpleNamespace, records: Records) -> tuple[plt.Figur
 
 
 def figure_regimes(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw the barriers between any two runs with small and with large steps, greedily and at temperature 1."""
+    """Draw the barriers between all pairs of runs with small and with large steps, greedily and at temperature 1."""
     matrices = {decoding: 100 * regime_barriers(records, LEARNED, decoding)[0] for decoding in ("greedy", "t1")}
     named = [regime_label(name) for name in LEARNED for _ in records[name]]
     points = DataFrame(

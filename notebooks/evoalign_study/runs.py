@@ -1,4 +1,4 @@
-"""Runs that several notebooks share: the arms of notebooks 01, 02 and 03, with the settings that all of them have."""
+"""Runs that several notebooks share: the arms of notebooks 01, 02 and 03 with their common settings."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ TUNED = ("es", "grpo")
 Table = Mapping[str, Any]
 """Setting -> its value at every scale, or a tuple of its values at scales tiny, smoke and full.
 
-A tuple that ends before a scale has there what tiny has; ... says that a scale has no such setting.
+A scale beyond the end of the tuple takes the value of tiny; ... means that a scale does not have the setting.
 """
 ES_COUNTDOWN: Table = {
     "n_seeds": (8, 2),
@@ -46,29 +46,29 @@ TUNED_SIZES: Table = {
     "grpo_prompts_per_step": (16, 4),
     "grpo_steps": (250, 4),
 }
-"""Settings of the runs of ES and GRPO that notebooks 02, 05 and 06 tune."""
+"""Settings of the ES and GRPO runs that notebooks 02, 05 and 06 tune."""
 MEASURED: Table = {
     "max_completion_length": (tiny.MAX_COMPLETION_LENGTH, tiny.MAX_COMPLETION_LENGTH, 1024),
     "validation_problems": (512, 16),
     "test_problems": (2000, 32),
     "curve_points": (25, 3),
     "curve_spacing": "log",
-    "micro_batch": (..., ..., 16),  # completions in a backward pass
+    "micro_batch": (..., ..., 16),  # completions per backward pass
     "tensor_parallel": (..., ..., 1),  # GPUs that share a copy of the model
 }
-"""How these are measured, and how a model of one's own is held."""
+"""Settings of how these runs are measured, and of how a user's own model is held in memory."""
 FACTORS = {"sigma": 0.1, "alpha": 0.05, "learning_rate": 0.01, "beta": 0.1}
-"""Setting -> what multiplies it at scale full, in sweeps that were made for tiny models."""
+"""Setting -> the factor that scales it at scale full, in sweeps that were designed for tiny models."""
 COUNTDOWN: Table = {
     **TUNED_SIZES,
     "sft_prompts": (4096, 16),
     "sft_num_generations": 16,
     "sft_batch_size": 64,
     "sft_epochs": 2,
-    "seeds_match": (16, 2),  # of the arms that may match
+    "seeds_match": (16, 2),  # of the arms tested for a match
     "seeds_compare": (8, 1),  # of arms that a claim compares
     "seeds_describe": (4, 1),  # of all others
-    "sweep_size": (12, 2),  # settings an arm
+    "sweep_size": (12, 2),  # settings per arm
     "sweep_factors": ({}, {}, FACTORS),
     **MEASURED,
 }
@@ -80,7 +80,7 @@ CONCISENESS: Table = {
     "max_completion_length": (24, 24, 128),
     "validation_problems": (None, 8),  # split A; None: all
     "test_problems": (None, 8),  # split B; None: all
-    "noise_draws": (None, 2),  # under which a reward is measured; None: the task's own
+    "noise_draws": (None, 2),  # draws of noise under which a reward is measured; None: the task's default
     "curve_spacing": "log",
     "es_population_size": (30, 4),
     "es_prompts_per_step": (100, 4),
@@ -92,15 +92,15 @@ CONCISENESS: Table = {
     "grpo_steps": (250, 2),
     "grpo_learning_rate": (3e-4, 3e-4, 3e-6),
     "grpo_beta": 0.0,
-    "temperatures": [0.6],  # between greedy decoding and 1, at which the repeated runs are measured, too
-    "micro_batch": (..., ..., 16),  # completions in a backward pass
+    "temperatures": [0.6],  # besides greedy decoding and 1: temperatures at which the repeated runs are measured
+    "micro_batch": (..., ..., 16),  # completions per backward pass
     "tensor_parallel": (..., ..., 1),  # GPUs that share a copy of the model
 }
 """Settings of the runs of notebook 03."""
 
 
 def settings_at(scale: str, table: Table) -> dict[str, Any]:
-    """Return the settings of a scale."""
+    """Return the settings of a table at one scale."""
     place = ("tiny", "smoke", "full").index(scale)
     tuples = {name: value if isinstance(value, tuple) else (value,) for name, value in table.items()}
     chosen = {name: values[place if place < len(values) else 0] for name, values in tuples.items()}
@@ -110,24 +110,24 @@ def settings_at(scale: str, table: Table) -> dict[str, Any]:
 def scales(
     table: Table, model: str = "Qwen/Qwen2.5-0.5B-Instruct"
 ) -> tuple[Callable[..., dict[str, dict[str, Any]]], dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return a notebook's presets, and its settings at scales tiny, smoke and full.
+    """Return a notebook's function `presets`, and its settings at scales tiny, smoke and full.
 
     Args:
-        table: of the settings.
-        model: of scale full. `presets(model)` takes another; it returns scale -> settings.
+        table: the notebook's settings.
+        model: base at scale full. `presets(model)` returns scale -> settings with another one.
     """
     own = {scale: settings_at(scale, table) for scale in ("tiny", "smoke", "full")}
     own["full"] |= {"bases": [model]}
 
     def presets(model: str = "") -> dict[str, dict[str, Any]]:
-        """Return scale -> settings; model: that of scale full, empty for the scale's own."""
+        """Return scale -> settings; model: base at scale full, empty for the default."""
         return own | {"full": own["full"] | ({"bases": [model]} if model else {})}
 
     return presets, *own.values()
 
 
 def sweep(run: SimpleNamespace, *tried: str) -> Groups:
-    """Return the sweeps that tune arms of notebook 02 on the first base, under their names."""
+    """Return by name the sweeps that tune these arms of notebook 02 on the first base."""
     own = {arm: (loading.own_settings(run, arm), run.scale, loading.swept_choices(run, arm)) for arm in tried}
     return {f"sweep {arm}": sweep_specs(arm, run.bases[0], *asked) for arm, asked in own.items()}
 
@@ -141,16 +141,16 @@ def tuned(
     ledgers: Sequence[str] = (),
     **changes: Any,
 ) -> Group:
-    """Return runs of an arm with the setting that its sweep chose, or before that has run with the first it tries.
+    """Return runs of an arm with the setting that its sweep chose; until the sweep has run, the first that it tries.
 
     Args:
         run: settings of notebook 02, with `bases` and `scale`.
-        records: of the sweeps, where they are loaded.
-        arm: an arm without a sweep, such as filtered fine-tuning, takes GRPO's learning rate.
-        bases: on which it runs.
+        records: the sweeps' records, if they are loaded.
+        arm: one without a sweep, such as filtered fine-tuning, takes GRPO's learning rate.
+        bases: the bases to run it on.
         seeds: as in `Group`.
         ledgers: as in `Group`.
-        **changes: of the arm's settings.
+        **changes: settings of the arm to change.
     """
     by = arms.get(arm).sweep or "grpo"
     best = loading.ranked_choices(run, by, records.get(f"sweep {by}"))[0]
@@ -159,7 +159,7 @@ def tuned(
 
 
 def countdown(records: Records, scale: str, exact: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tuned arms of notebook 02 on one base, with the sweeps that tune them, notebook 01's nulls, the base.
+    """Return notebook 02's tuned arms on one base with their sweeps, notebook 01's shuffled fitness, and the base.
 
     Args:
         records: of the groups loaded so far.
@@ -169,7 +169,7 @@ def countdown(records: Records, scale: str, exact: Mapping[str, Any]) -> dict[st
     """
     here = exact["bases"][:1]
     own, shuffled = settings_at(scale, COUNTDOWN), settings_at(scale, ES_COUNTDOWN)
-    if scale == "smoke":  # arms are compared by their spread
+    if scale == "smoke":  # a spread over seeds takes two runs
         own |= {"seeds_compare": 2, "seeds_describe": 2}
     tune = SimpleNamespace(**own, bases=here, scale=scale)
     seeds = {"es": exact["seeds_es"], "es_sampled": exact["seeds_sampled"], "es_random": exact["seeds_random"]}
@@ -182,18 +182,18 @@ def countdown(records: Records, scale: str, exact: Mapping[str, Any]) -> dict[st
 
 
 def conciseness(scale: str, arm: str) -> dict[str, Any]:
-    """Return an arm's settings in notebook 03, measured at its start and end only, at all its temperatures."""
+    """Return an arm's settings in notebook 03 with a minimal curve, measured at all of its temperatures."""
     run = SimpleNamespace(**settings_at(scale, CONCISENESS))
     return loading.own_settings(run, arm) | {"curve_points": 3, "sampled_at": run.temperatures}
 
 
 def where(records: Sequence[Record], **fields: Any) -> list[Record]:
-    """Return the records whose spec has these values."""
+    """Return the records whose specs have these values."""
     return [record for record in records if fields.items() <= record["spec"].items()]
 
 
 def means(records: Sequence[Record], size: int, most: int) -> list[Sequence[Record]]:
-    """Return groups of so many runs, in the order of their seeds; no run is in two of them."""
+    """Return at most `most` disjoint groups of `size` runs each, in the order of their seeds."""
     return [records[first : first + size] for first in range(0, len(records) - size + 1, size)][:most]
 
 
@@ -203,14 +203,14 @@ def curve_bands(
     """Return validation accuracy along training runs, a row per group, decoding and point.
 
     Args:
-        groups: columns that name a group, and its runs, of one setting and with as many points.
-        axes: budgets of the curve, of which the mean over runs is taken.
-        scale: of the accuracies, 1 for shares.
-        first: point with which the rows begin; on a logarithmic axis the first has no place.
+        groups: pairs of the columns that name a group, and its runs, which share one setting and number of points.
+        axes: budgets of the curve, averaged over runs.
+        scale: factor on accuracies, 1 for shares.
+        first: index of the point at which rows begin; 1 leaves out the start, which a logarithmic axis cannot show.
 
     Returns:
         The axes; mean, low and high of accuracy (in %, if `scale` is 100), a 95 % band over seeds; decoding; n, the
-        runs; and the columns of the groups.
+        number of runs; and the columns of the groups.
     """
     bands = []
     for names, records in groups:
@@ -224,6 +224,6 @@ def curve_bands(
 
 
 def after(records: Records, needed: Sequence[str], make: Callable[..., Sequence[Spec]]) -> After:
-    """Return specs that are made from the records of groups, once these are loaded."""
+    """Return the specs that `make` derives from the records of other groups; none until all of these are loaded."""
     ready = all(name in records for name in needed)
     return After(make(*(records[name] for name in needed)) if ready else [], tuple(needed))

@@ -1,4 +1,4 @@
-"""The families of arms: who trains their runs, where those run, and what they draw."""
+"""The families of arms: which trainer runs them, where it runs, and how many completions it draws."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Family(NamedTuple):
     """What the arms of a family (`arms.Arm.family`) have in common."""
 
     trainer: str
-    """A module, and behind a colon its context `(spec, place, lasting, keep)`, where that is not called `train`."""
+    """Module of the trainer; after a colon its context manager `(spec, place, lasting, keep)`, if not named `train`."""
     completions: tuple[str, ...]
     """Settings whose product is the number of completions that a run draws in training."""
     has_members: bool = False
-    """Whether a run evaluates members on an engine, which it drives from its own process and which may be on several
-    machines, and keeps a ledger. Else TRL trains a float32 model in processes of its own, on one machine."""
+    """Whether a run keeps a ledger and evaluates members on an engine, which it drives from its own process and which
+    may span several machines. If not, TRL trains a float32 model in separate processes on one machine."""
     samples_first: bool = False
-    """Of a family without members: whether a run draws all its completions before it trains, in batches of batch_size
-    on one GPU. Else it draws some in every step, which GPUs and micro batches share."""
+    """For a family without members: whether a run draws all its completions first, then trains on one GPU in batches of
+    batch_size. If not, it draws some in every step, which are split over GPUs and micro batches."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -35,27 +35,27 @@ FAMILIES: dict[str, Family] = {
     "gradient": Family("evoalign_study.gradients", ("steps", "prompts_per_step", "num_generations")),
     "sft": Family("evoalign_study.gradients:fine_tune", ("prompts", "num_generations"), samples_first=True),
 }
-"""The registry: a new family is a file with `train` and an entry here."""
+"""Name -> family. To add a family, write a module with `train` and add an entry here."""
 
 
 def of(arm: str) -> Family:
     """Return the family of an arm.
 
     Raises:
-        ValueError: an unknown arm.
+        ValueError: the arm is unknown.
     """
     return FAMILIES[arms.get(arm).family]
 
 
 def train(spec: Spec, place: Path, lasting: bool = False, keep: Path | None = None) -> AbstractContextManager[Trained]:
-    """Train as a spec says; the model is there as long as the context lasts.
+    """Return a context that trains as a spec says and holds the trained model while it lasts.
 
     Args:
         spec: of a training run.
         place: folder to work in.
-        lasting: whether checkpoints and logs stay there, and the run goes on from what is there; of a family without
-            members the model stays in it, too, or its adapter alone.
-        keep: where the ledger of a family with members goes, compressed; None: it is not kept.
+        lasting: whether checkpoints and logs stay in the folder, and the run resumes from what is there; families
+            without members leave the model there too, or its adapter alone.
+        keep: where the compressed ledger of a family with members goes; None: it is not kept.
     """
     module, _, name = of(spec["arm"]).trainer.partition(":")
     return getattr(import_module(module), name or "train")(spec, place, lasting, keep)

@@ -1,8 +1,8 @@
-"""What every training run shares: where it works, what it goes on from, its curve, and what it has come to.
+"""What all training runs share: working folder, starting model, learning curve and final measurements.
 
-A run whose weights stop being finite goes on to its end like any other, with a model that answers nothing right: its
-record has the step after which that was so, `diverged`, and null for every number that is not finite. Evaluation is in
-no budget.
+A run whose weights become non-finite continues to its end like any other, with a model that answers nothing right: its
+record has the first step after which that was so, `diverged`, and null for every number that is not finite. Evaluation
+counts towards no budget.
 """
 
 import json
@@ -24,13 +24,13 @@ from evoalign_study.records import Record, Spec
 
 _SETTLED = "settled"
 _CHECKPOINTS = 10
-"""checkpoints of a run that keeps them, over its steps; the last one stays"""
+"""checkpoints that a lasting run writes over its steps; only the latest stays"""
 
 
 def world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
-    """Return model, tokenizer and the problems of each split, as the task of the spec has them.
+    """Return a spec's model and tokenizer, and the problems of each split of its task.
 
-    The model is the base; of a run that goes on from another one (kind "composed"), where that ended.
+    The model is the base; for a run that continues another (kind "composed"), it has that run's final weights.
     """
     model, tokenizer = base_models.model_of(spec)
     if "start" in spec:
@@ -41,28 +41,28 @@ def world(spec: Spec) -> tuple[Any, Any, dict[str, list]]:
 
 @contextmanager
 def opened(spec: Spec) -> Iterator[tuple[Any, dict[str, list]]]:
-    """Yield an engine with the model of a spec, which decodes its problems, and the problems of each split."""
+    """Yield an engine that decodes a spec's problems with its model, and the problems of each split."""
     model, tokenizer, sets = world(spec)
     with closing(evaluation_engine(spec, model, tokenizer, sets)) as engine:
         yield engine, sets
 
 
 def rows(spec: Spec, tokenizer: Any, problems: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return rows of problems for a trainer or an engine."""
+    """Return problems as rows for a trainer or an engine."""
     return measures.of(spec).rows(spec, tokenizer, problems)
 
 
 def evaluation_engine(spec: Spec, model: Any, tokenizer: Any, sets: Mapping[str, list]) -> Any:
-    """Return an engine that decodes the validation and test problems with weights that somebody else trains."""
+    """Return an engine that decodes the validation and test problems with weights that are trained elsewhere."""
     asked = {name: rows(spec, tokenizer, sets[name]) for name in sets if name != "train"}
     return base_models.evaluation_engine(spec, model, tokenizer, asked)
 
 
 def take_weights(engine: Any, model: Any) -> None:
-    """Copy a model's weights into an engine's; of a model with an adapter those of the merged one, W + scaling * B A.
+    """Copy a model's weights into an engine; an adapter is merged first, W + scaling * B A.
 
-    What is measured of an adapter is thus measured of a full model: its digest, and its distance from the base, are
-    those of the merged float32 weights.
+    So an adapter is measured as a full model: its digest and its distance from the base are those of the merged
+    float32 weights.
     """
     merged = _adapters.dense(model)
     for name, tensor in engine.weights.tensors().items():
@@ -70,22 +70,22 @@ def take_weights(engine: Any, model: Any) -> None:
 
 
 class Trained(NamedTuple):
-    """A model that was trained just now; whoever asked for it closes its engine."""
+    """A model that was just trained; its engine is open while the context that yields it lasts."""
 
     engine: Any
-    """has its weights, and decodes the problems of the sets"""
+    """has the trained weights, and decodes the problems of the sets"""
     start: np.ndarray
-    """flat float32 weights that it was trained from, as the engine has them"""
+    """flat float32 weights that training started from, in the engine's layout"""
     sets: Mapping[str, list]
     """problems of each split"""
     result: Record
-    """what its record has so far"""
+    """fields of its record so far"""
     diverged: Sequence[int]
     """steps after which a weight was not finite"""
 
 
 def outcome(spec: Spec, ended: Trained) -> Record:
-    """Return what is measured of every trained model, and the first step after which a weight was not finite."""
+    """Return the measurements of a trained model, and the first step after which a weight was not finite."""
     engine, start, sets, _, diverged = ended
     # in blocks: all at once it would take 12 bytes per weight
     blocks = (slice(i, i + (1 << 24)) for i in range(0, start.size, 1 << 24))
@@ -103,7 +103,7 @@ def outcome(spec: Spec, ended: Trained) -> Record:
 
 @contextmanager
 def workplace(folder: Path | None) -> Iterator[Path]:
-    """Yield a temporary folder; or one that stays, emptied where the run in it was settled, for this process alone.
+    """Yield a temporary folder; or `folder`, locked for this process, and emptied first if the run in it was settled.
 
     Raises:
         RuntimeError: another process works in the folder.
@@ -116,22 +116,22 @@ def workplace(folder: Path | None) -> Iterator[Path]:
         try:
             held.enter_context(files.locked(folder, wait=0))
         except BlockingIOError as error:
-            raise RuntimeError(f"another process trains in {folder}: wait for it, or end it.") from error
-        if (folder / _SETTLED).exists():  # asked for again: nothing of the finished run may stand in for it
+            raise RuntimeError(f"another process is training in {folder}. Wait for it, or stop it.") from error
+        if (folder / _SETTLED).exists():  # it runs again: nothing of the finished run may be reused
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
 
 
 def settle(folder: Path) -> None:
-    """Remove what a run kept in case it was killed; its record is stored. A run there begins anew from now on."""
+    """Remove what a run kept for resuming, now that its record is stored. The next run there starts from scratch."""
     (folder / _SETTLED).touch()
     for left in (*folder.glob("checkpoint-*"), *folder.glob("partial-*")):
         shutil.rmtree(left)
 
 
 def reports(spec: Spec, lasting: bool) -> dict[str, Any]:
-    """Return what a trainer is told to write beside the record: checkpoints and TensorBoard's logs, or nothing."""
+    """Return a trainer's settings for checkpoints and TensorBoard logs; it writes neither unless the run is lasting."""
     if not lasting:
         return {"report_to": "none", "save_strategy": "no"}
     every = max(1, spec.get("steps", 1) // _CHECKPOINTS)
@@ -142,7 +142,7 @@ def reports(spec: Spec, lasting: bool) -> dict[str, Any]:
 
 
 class Progress:
-    """What a run has shown so far, on disk where a killed run is to go on.
+    """What a run has measured so far, kept on disk if a killed run is to resume.
 
     Attributes:
         curve: the points measured.
@@ -158,19 +158,19 @@ class Progress:
             self.curve, self.diverged = kept["curve"], kept["diverged"]
 
     def go_on(self, step: int) -> None:
-        """Forget what came after a step: the run begins, or goes on from a checkpoint, there."""
+        """Forget what came after the step at which the run starts, or resumes from a checkpoint."""
         known = sum(s <= step for s in self.curve.get("step", ())) if step else 0
         self.curve = {name: values[:known] for name, values in self.curve.items() if known}
         self.diverged = [s for s in self.diverged if s <= step]
 
     def add(self, point: Mapping[str, Any]) -> None:
-        """Add a point of the curve."""
+        """Add a point to the curve."""
         for name, value in point.items():
             self.curve.setdefault(name, []).append(value)
         self._save()
 
     def diverge(self, step: int) -> None:
-        """Note that after a step the weights are not finite."""
+        """Record that the weights are not finite after a step."""
         self.diverged.append(step)
         self._save()
 
@@ -180,7 +180,7 @@ class Progress:
 
 
 def points(spec: Spec) -> tuple[set[int], list[str]]:
-    """Return the steps after which a run is evaluated, and the axes of its budget that its curve has."""
+    """Return the steps after which a run is evaluated, and the axes of budget in its curve."""
     steps, count = spec["steps"], spec["curve_points"]
     if spec.get("curve_spacing") == "log":
         axes = ["completions", "generated_tokens", "forward_flops", "core_seconds"]
@@ -191,16 +191,16 @@ def points(spec: Spec) -> tuple[set[int], list[str]]:
 
 
 def rounded(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a point of a curve shows, as it is recorded."""
+    """Return the measurements of a point, rounded as curves record them."""
     return {name: round(value, 5) if isinstance(value, float) else value for name, value in measured.items()}
 
 
 def curve_callback(
     spec: Spec, sets: Mapping[str, list], progress: Progress, look: Callable[[], tuple[Any, Mapping[str, Any]]]
 ) -> Any:
-    """Return the trainer's callback that measures the model at the points of its curve and adds them to its progress.
+    """Return a trainer's callback that measures the model at the points of its curve and adds them to its progress.
 
-    look: returns an engine that has the weights of this moment, and what the run has spent so far.
+    look: returns an engine with the current weights, and the budget that the run has spent so far.
     """
     from transformers import TrainerCallback
 
@@ -216,7 +216,7 @@ def curve_callback(
     class Curve(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
             progress.go_on(state.global_step)
-            if state.global_step == 0 and 0 in steps:  # a checkpoint's point is known
+            if state.global_step == 0 and 0 in steps:  # a resumed run has this point already
                 record(0, {})
 
         def on_log(self, args, state, control, logs=None, **kwargs):  # after each step, when its reward is known
@@ -230,7 +230,7 @@ def curve_callback(
 
 
 def watch_divergence(trainer: Any, progress: Progress) -> None:
-    """Note in a run's progress the steps after which a weight is not finite."""
+    """Record in a run's progress the steps after which a weight is not finite."""
     from transformers import TrainerCallback
 
     class Watch(TrainerCallback):
@@ -241,21 +241,21 @@ def watch_divergence(trainer: Any, progress: Progress) -> None:
     trainer.callback_handler.add_callback(Watch())
 
 
-# ---- the adapter that a run begins from: a new one, or one fine-tuned on right answers to problems that no run sees
-# (for a model from outside the tiny world, whose runs have few problems, to some of those)
+# ---- the adapter that a run starts from: a new one, or one fine-tuned on right answers to problems that no run sees
+# (outside the tiny world, where problems are few, to some of the runs' own)
 
 WARM_START = ("warm_rows", "warm_epochs", "warm_learning_rate")
-"""Of a spec: how many right answers, and how the adapter is fine-tuned on them."""
+"""Fields of a spec: number of right answers, and epochs and learning rate of fine-tuning the adapter on them."""
 _WARM_SEEDS = 1 << 20
-"""What seeds of training problems for warm starts are apart from those of the runs."""
+"""Offset between the seeds that draw training problems for warm starts and those of the runs."""
 
 
 def adapted(spec: Spec, model: Any, tokenizer: Any, folder: Path) -> tuple[Any, dict[str, Any] | None]:
-    """Return a model with the adapter that a spec begins from, drawn from its seed, and what fine-tuning it took.
+    """Return a model with the adapter that a spec starts from, drawn from its seed, and the cost of fine-tuning it.
 
-    A spec without `warm_rows` has a new adapter, whose B is zero, and None. folder: for TRL's files.
+    Without `warm_rows` the adapter is new, with B = 0, and the cost is None. folder: for TRL's files.
     """
-    from evoalign_lib.essa import fine_tune, lora_config  # and transformers, which no plan needs
+    from evoalign_lib.essa import fine_tune, lora_config  # imports transformers, which no plan needs
 
     model = _adapters.attach(model, lora_config(spec["lora_rank"]), spec["seed"]).eval()
     if "warm_rows" not in spec:
@@ -264,7 +264,7 @@ def adapted(spec: Spec, model: Any, tokenizer: Any, folder: Path) -> tuple[Any, 
 
 
 def with_warm_start(budget: Mapping[str, Any], cost: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the budget of a run with what fine-tuning its adapter took; None: nothing."""
+    """Return a run's budget plus the cost of fine-tuning its adapter; None: it had no fine-tuning."""
     if cost is None:
         return dict(budget)
     more = {name: budget[name] + cost[name] for name in ("forward_flops", "core_seconds")}
@@ -272,7 +272,7 @@ def with_warm_start(budget: Mapping[str, Any], cost: Mapping[str, Any] | None) -
 
 
 def warm_rows(spec: Spec, tokenizer: Any) -> list[dict[str, Any]]:
-    """Return prompts and right answers with the end token, `warm_rows` of them, drawn from the seed of a spec."""
+    """Return `warm_rows` prompts with right answers that close with the end token, drawn from the spec's seed."""
     measure, rng = measures.of(spec), random.Random(f"warm start {spec['seed']}")
     drawn = {k: v for k, v in spec.items() if k not in ("steps", "prompts_per_step")} | {"prompts": spec["warm_rows"]}
     problems = measure.sets(drawn | {"seed": spec["seed"] + _WARM_SEEDS})["train"]
@@ -282,7 +282,7 @@ def warm_rows(spec: Spec, tokenizer: Any) -> list[dict[str, Any]]:
 
 
 def warm_arguments(spec: Spec, folder: Path) -> Any:
-    """Return the `trl.SFTConfig` of a spec. folder: for its files."""
+    """Return the `trl.SFTConfig` of a spec's warm start. folder: for its files."""
     import torch
     from trl import SFTConfig
 

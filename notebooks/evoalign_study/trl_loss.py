@@ -1,4 +1,4 @@
-"""A loss that is written out, beside TRL's, on completions that TRL's own trainer samples."""
+"""Compare a loss that is written out by hand with TRL's, on completions that TRL's own trainer samples."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,15 +9,15 @@ from evoalign_study import style
 
 
 def losses_agree(arm: str, written: Callable[..., Any], folder: Path) -> dict[str, str]:
-    """Say whether a loss that was written out is TRL's, in value and in gradient.
+    """Return a table row on whether a loss written out by hand equals TRL's, in value and in gradient.
 
-    TRL's trainer samples four completions of each of eight problems from base A0 and computes their advantages; then
-    noise moves the policy, so that ratio, clip and KL all count, and both losses are computed.
+    TRL's trainer samples four completions for each of eight problems from base A0 and computes their advantages; then
+    noise moves the policy, so that ratio, clip and KL all matter, and both losses are computed.
 
     Args:
         arm: "grpo", "dr_grpo" or "dapo".
-        written: takes log-probabilities under policy, old policy and reference, rewards and mask, in groups.
-        folder: for what TRL writes.
+        written: the loss; takes log-probabilities under policy, old policy and reference, rewards and mask, by group.
+        folder: for the files that TRL writes.
     """
     import torch
     from transformers.utils import logging
@@ -25,7 +25,7 @@ def losses_agree(arm: str, written: Callable[..., Any], folder: Path) -> dict[st
     from evoalign_lib import grpo
     from evoalign_lib.tasks import countdown
 
-    logging.disable_progress_bar()  # TRL loads a reference of half a megabyte
+    logging.disable_progress_bar()  # no bar while TRL loads a reference of half a megabyte
     policy, tokenizer = tiny.load("A0")
     toy = {"steps": 1, "prompts_per_step": 8, "num_generations": 4, "learning_rate": 1e-4, "beta": 0.04}
     toy |= {"max_completion_length": tiny.MAX_COMPLETION_LENGTH, "seed": 0, "report_to": "none"}
@@ -52,7 +52,7 @@ def losses_agree(arm: str, written: Callable[..., Any], folder: Path) -> dict[st
 
 
 def _log_probabilities(policy: Any, batch: Mapping[str, Any]) -> Any:
-    """(completions, tokens) log-probabilities of the completions' tokens, from the model's plain logits."""
+    """Return log-probabilities of the completions' tokens from the model's plain logits, (completions, tokens)."""
     import torch
 
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)

@@ -1,8 +1,8 @@
-"""Weights that runs of the tiny world ended with: made again from their records, and kept on this machine.
+"""A cache of the final weights of runs of the tiny world, which are rebuilt from the records when missing.
 
-A record names the digest of its weights and not the weights. To look at a trained model again, it is replayed from a
-ledger or trained again, which takes minutes: so what a run of scale tiny ended with, and what was made again, is kept
-in `runs/weights`, by its digest, and read the next time. That folder may be removed at any time.
+A record holds the digest of its weights, not the weights. To rebuild a trained model it is replayed from a ledger or
+trained again, which takes minutes. So the final weights of runs at scale tiny, and all weights that were rebuilt, are
+kept in `runs/weights` under their digest and read the next time. That folder may be removed at any time.
 """
 
 import io
@@ -22,7 +22,7 @@ from evoalign_study.records import Record, Spec, ledger_file, read_records, reco
 
 
 def keep(master: np.ndarray) -> Path:
-    """Keep flat float32 weights, and return the file. What is there already stays."""
+    """Store flat float32 weights under their digest, and return the file. A file that exists is left as it is."""
     if not (path := _path(models.flat_digest(master))).is_file():
         written = io.BytesIO()
         np.save(written, master, allow_pickle=False)
@@ -31,31 +31,31 @@ def keep(master: np.ndarray) -> Path:
 
 
 def kept(digest: str) -> np.ndarray | None:
-    """Return the flat float32 weights that have a digest (`models.flat_digest`); None where they are not kept here.
+    """Return the stored flat float32 weights with a digest (`models.flat_digest`); None if they are not stored.
 
     Raises:
-        ValueError: the file of that name holds others.
+        ValueError: the file of that name holds other weights.
     """
     if not (path := _path(digest)).is_file():
         return None
     master = np.load(path, allow_pickle=False)
     now = models.flat_digest(master)
-    require(now == digest, f"{path} holds weights with the digest {now}: it is damaged. Remove it.")
+    require(now == digest, f"{path} is damaged: its weights have the digest {now}. Remove it.")
     return master
 
 
 def again(spec: Spec, digest: str) -> tuple[np.ndarray, str]:
-    """Return the flat float32 weights that a training run ended with, and how they were made.
+    """Return the flat float32 weights that a training run ended with, and how they were obtained.
 
-    They are read where they are "kept"; or "replayed" from the ledger of the run's committed record, or else "trained
-    again" without looking at the run on its way, and then kept.
+    They are read if they are "kept". If not, they are "replayed" from the ledger of the run's committed record or, if
+    there is none, "trained again" without evaluation on the way, and then stored.
 
     Args:
         spec: of the run.
-        digest: of its record.
+        digest: of the weights, from the run's record.
 
     Raises:
-        ValueError: what is made has another digest.
+        ValueError: the rebuilt weights have another digest.
     """
     if (master := kept(digest)) is not None:
         return master, "kept"
@@ -71,16 +71,16 @@ def again(spec: Spec, digest: str) -> tuple[np.ndarray, str]:
 
 
 def check_digest(found: str, wanted: str, how: str) -> None:
-    """Raise ValueError where the digest of weights, made in the way that `how` says, is not that of a record."""
-    weights = f"the weights, {how}, have the digest {found}, in the record it is {wanted}"
-    require(found == wanted, f"{weights}: this machine trains otherwise, or the record is of other code.")
+    """Raise ValueError if weights, obtained in the way that `how` names, do not have the digest of their record."""
+    weights = f"the weights, {how}, have the digest {found}, not {wanted} as in the record"
+    require(found == wanted, f"{weights}: this machine computes differently, or other code made the record.")
 
 
 def kept_ledger(spec: Spec, digest: str) -> Path | None:
-    """Return the ledger of the committed record of a spec, or None: without such a record, ledger, or these weights.
+    """Return the ledger of a spec's committed record, or None if no such record has a ledger and these weights.
 
-    digest: of the weights that the run ended with. A run made anew on another machine ends with others than the
-    committed one, whose ledger is then not its own.
+    digest: of the weights that the run ended with. If a run was repeated on another machine, it ended with other
+    weights than the committed one, whose ledger is then not its own.
     """
     for path in record_files(spec["scale"]):
         for record in read_records(path, [spec_hash(spec)]):
@@ -100,69 +100,69 @@ def layout_of(base: str) -> noise.Layout:
     return precision.open_weights(tiny.load(base)[0]).layout
 
 
-# ---- groups of runs that differ in their seeds alone
+# ---- groups of runs that differ only in their seeds
 
 
 def group(records: Sequence[Record]) -> dict[str, Any]:
-    """Return how a spec names the weights of several runs: their common spec, their seeds and their digests.
+    """Return the entry that names the weights of several runs in a spec: their common spec, seeds and digests.
 
     Raises:
-        ValueError: no runs, runs that differ in more than their seeds, or what is no training run.
+        ValueError: there are no runs, they differ in more than their seeds, or one of them is not a training run.
     """
     specs = [{name: value for name, value in r["spec"].items() if name != "seed"} for r in records]
     if not specs or any(spec != specs[0] or spec["kind"] not in ("train", "composed") for spec in specs):
-        raise ValueError(f"{len(specs)} runs make no group: take training runs that differ in their seeds alone.")
+        raise ValueError(f"{len(specs)} runs make no group. Pass training runs that differ only in their seeds.")
     seeds, digests = [r["spec"]["seed"] for r in records], [r["digest"] for r in records]
     return {"run": specs[0], "seeds": seeds, "digests": digests}
 
 
 def of_group(named: Mapping[str, Any]) -> list[np.ndarray]:
-    """Return the flat float32 weights of each run of a group, made as `again` makes them."""
+    """Return the flat float32 weights of each run of a group, as `again` obtains them."""
     runs = zip(named["seeds"], named["digests"], strict=True)
     return [again(named["run"] | {"seed": seed}, digest)[0] for seed, digest in runs]
 
 
-# ---- points in the space of weights that runs define
+# ---- points in weight space that are defined by runs
 
 
 def end(
     records: Sequence[Record], *, factor: float = 1.0, as_long_as: Sequence[Record] = (), draw: int | None = None
 ) -> dict[str, Any]:
-    """Return how a spec names the point base + factor * (mean of the runs' weights - base).
+    """Return the entry that names the point base + factor * (mean of the runs' weights - base) in a spec.
 
     Args:
-        records: of the runs, which make a group; one alone is where it ended.
+        records: of the runs, which must form a `group`; a single run gives the weights that it ended with.
         factor: what the mean displacement is multiplied by.
-        as_long_as: runs whose mean displacement gives this one its length, before the factor; none: its own length.
-        draw: instead of the mean displacement a random direction, the draw of this number, with the same norm in each
-            tensor. None: the mean itself.
+        as_long_as: runs whose mean displacement sets the length of this one, before the factor; empty: its own length.
+        draw: number of a random direction that replaces the mean displacement, with the same norm in each tensor. None:
+            the mean itself.
 
     Raises:
-        ValueError: runs that make no group, runs from another base, or a factor that is not finite.
+        ValueError: the runs do not form a group, start from different bases, or the factor is not finite.
     """
     require(np.isfinite(factor), f"factor={factor} must be a finite number.")
     named: dict[str, Any] = {"of": group(records), "factor": float(factor)}
     if as_long_as:
         named["as_long_as"] = group(as_long_as)
         base, other = (named[name]["run"]["base"] for name in ("of", "as_long_as"))
-        require(base == other, f"as_long_as: runs from base {other!r} for runs from {base!r}.")
+        require(base == other, f"as_long_as has runs from base {other!r}. Pass runs from {base!r}.")
     return named if draw is None else named | {"draw": draw}
 
 
 def at_end(spec: Spec, end: Mapping[str, Any] | None) -> Spec:
-    """Return the spec of what is asked of a base, or of a model that was trained from it.
+    """Return the spec of a measurement, on its base or on a model that was trained from that base.
 
     Args:
-        spec: what is asked.
-        end: the model, of `end`; None: the base itself.
+        spec: of the measurement on the base.
+        end: the model, from `end`; None: the base itself.
 
     Raises:
-        ValueError: an end of another base.
+        ValueError: the model was trained from another base.
     """
     if end is None:
         return spec
     begun = end["of"]["run"]["base"]
-    require(begun == spec["base"], f"the model started from base {begun!r}, the spec is of {spec['base']!r}.")
+    require(begun == spec["base"], f"the model started from base {begun!r}, but the spec is of {spec['base']!r}.")
     return spec | {"end": dict(end)}
 
 
@@ -170,12 +170,12 @@ def displacement(named: Mapping[str, Any], start: np.ndarray, layout: noise.Layo
     """Return the displacement from the base that `end` names, float64 (layout.size,).
 
     Args:
-        named: of `end`.
+        named: entry made by `end`.
         start: flat float32 weights of the base.
         layout: of the weights.
 
     Raises:
-        ValueError: weights that are not those of their record.
+        ValueError: rebuilt weights are not those of their record.
     """
     mean = _mean(named["of"], start)
     if "as_long_as" in named:
