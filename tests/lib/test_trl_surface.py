@@ -52,10 +52,9 @@ def table() -> str:
 LEAD = """# From GRPOTrainer to ESTrainer
 
 `ESTrainer` replaces TRL's `GRPOTrainer` in a script: data set, reward functions, callbacks, trackers and folders stay
-the same. This page lists every argument, setting and public method of `GRPOTrainer`, read from TRL's own signatures,
-and says how `ESTrainer` treats it: *same*; *refused*, with the reason and what to do instead, which is also the text of
-the error; or *missing*. Nothing is accepted and then ignored. A refused setting is no error as long as it has its
-default value.
+the same. This page lists every argument, setting and public method of `GRPOTrainer` (read from TRL's signatures) and
+how `ESTrainer` treats it: *same*; *refused*, with the reason and what to do instead, which is also the text of the
+error; or *missing*. Nothing is accepted and then ignored. A refused setting may keep its default.
 
 """
 
