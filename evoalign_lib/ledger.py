@@ -264,7 +264,7 @@ def refuse_existing(path: str | os.PathLike) -> None:
     if not (data.startswith(_ledger_lines.BEGIN) or _ledger_lines.BEGIN.startswith(data)):
         raise LedgerError(f"{path} exists and is no ledger of a run: set another output_dir, or move it elsewhere.")
     if recorded(path):
-        remedy = "another output_dir, overwrite_output_dir=True, or resume_from_checkpoint=True to go on with it"
+        remedy = "another output_dir, overwrite_output_dir=True, or resume_from_checkpoint=True to continue it"
         raise LedgerError(f"{path} is the ledger of another run: use {remedy}.")
 
 
@@ -527,7 +527,7 @@ def check_quantisation(ledger: Ledger, model: Any) -> None:
     If another version gives different codes for the same weights, the digest in the setting `frozen` shows it.
     """
     recorded, found = ledger.header["model"].get("quantisation"), _adapters.quantisation_of(model)
-    if recorded is None:  # not quantised here; perhaps by transformers
+    if recorded is None:  # not quantised by this library; perhaps by transformers
         return
     for name in ("mode", "group_size", "base"):
         if (found or {}).get(name) != recorded[name]:

@@ -323,7 +323,7 @@ def _api(_: str) -> str:
     for title in GROUPS:
         names = [name for name in modules() if _group_of(name) == title]
         rows = [(f"[{_short(name)}](api/{name}.md)", _summary(name)) for name in names]
-        lines += [f"## {title}", "", _table(("module", "what it has"), rows), ""]
+        lines += [f"## {title}", "", _table(("module", "contents"), rows), ""]
     return "\n".join(lines)
 
 
@@ -364,7 +364,7 @@ def _module_page(name: str) -> str:
     lines = [f"# {name}", "", "```{eval-rst}", f".. automodule:: {name}", "```", ""]
     if below:
         rows = [(f"[{_short(module)}]({module}.md)", _summary(module)) for module in below]
-        lines += ["## Modules", "", _table(("module", "what it has"), rows), ""]
+        lines += ["## Modules", "", _table(("module", "contents"), rows), ""]
     return "\n".join(lines)
 
 
