@@ -457,7 +457,7 @@ def verify(source: str | os.PathLike | Ledger, model: Any = None) -> Report:
 def write_model(
     source: str | os.PathLike | Ledger, out: str | os.PathLike, model: str | None = None, step: int | None = None
 ) -> str:
-    """Replay a run and write the model after any step as `ESTrainer.save_model` did: a Hugging Face folder.
+    """Replay a run and write the model after any step as `ESTrainer.save_model` would: a Hugging Face folder.
 
     Args:
         source: a ledger, or its path.
@@ -544,7 +544,7 @@ def check_start(ledger: Ledger, weights: Weights) -> None:
 def _check_start_digest(ledger: Ledger, found: str) -> None:
     if found != (model := ledger.header["model"])["digest"]:
         what = f"these are not the weights that the run started from ({model['name']})"
-        raise LedgerError(f"{what}: they have the digest {found:.16}, not {model['digest']:.16}. Load that one again.")
+        raise LedgerError(f"{what}: they have the digest {found:.16}, not {model['digest']:.16}. Load the right model.")
 
 
 def check_weights(ledger: Ledger, step: int, weights: Weights) -> None:
