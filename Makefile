@@ -1,8 +1,8 @@
-# Every target that runs Python first makes .venv, or brings it up to date with pyproject.toml and constraints.txt.
-# make PYTHON=python3.12 chooses the interpreter of a new .venv. pip's own variables (PIP_EXTRA_INDEX_URL,
-# PIP_FIND_LINKS, ...) reach pip as they are.
+# Every target that runs Python first creates .venv, or updates it to match pyproject.toml and constraints.txt.
+# make PYTHON=python3.12 chooses the interpreter for a new .venv. pip's own variables (PIP_EXTRA_INDEX_URL,
+# PIP_FIND_LINKS, ...) are passed on unchanged.
 PYTHON ?= python3
-# make reproduce NOTEBOOKS="01 02" takes only these; FORCE=1 trains everything again beside the committed records.
+# make reproduce NOTEBOOKS="01 02" runs only these; FORCE=1 trains everything again, beside the committed records.
 NOTEBOOKS ?= $(patsubst notebooks/%.ipynb,%,$(wildcard notebooks/*.ipynb))
 FORCE ?= 0
 
@@ -12,16 +12,16 @@ STAMP := $(VENV)/.installed
 SITE := $(VENV)/.installed-site
 CHOSEN = $(foreach n,$(NOTEBOOKS),$(or $(wildcard notebooks/$(n)*.ipynb),$(error NOTEBOOKS: no notebook begins with "$(n)")))
 PAPERMILL := $(BIN)/papermill -k python3 --cwd notebooks
-# A file of tests at a time to each of two processes, in the order of their names: the slow ones come first, and short
-# ones fill up the end. Without a process that died, the other would wait for ever for its tests.
+# Two processes take one test file at a time, in order of name: slow files come first, and short ones fill up the end.
+# No restarts: when a process dies, the other would otherwise wait for ever for its tests.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 NBVAL = rm -rf runs/test && EVOALIGN_ARTIFACTS="$(CURDIR)/runs/test" $(BIN)/python -m pytest $(PARALLEL) -p nbval.plugin \
 	--nbval-lax --nbval-current-env --nbval-cell-timeout 120 --nbval-sanitize-with tests/notebooks/sanitize.cfg notebooks
 FORCED := runs/reproduce/.forced
-# A second environment, with vLLM's CPU build and Ray, for the tests of engines.
+# A second environment with vLLM's CPU build and Ray, for the engine tests.
 ENGINES := .venv-engines
 
-# One thread per process: parallelism comes from worker processes, and two threads on shared cores are far slower.
+# One thread per process: worker processes run in parallel, and two threads on shared cores are far slower.
 export OMP_NUM_THREADS = 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
@@ -38,7 +38,7 @@ $(STAMP): pyproject.toml notebooks/pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt -e ".[analysis,notebooks,dev,judges,adapters]" -e notebooks
 	@touch $@
 
-# Train two ES seeds of notebook 01 on this machine, in minutes, and draw its figures. Made anew each time.
+# Train two ES seeds of notebook 01 on this machine, in minutes, and draw its figures. Starts from scratch every time.
 quickstart: $(STAMP)
 	@rm -rf runs/quickstart && mkdir -p runs/quickstart
 	EVOALIGN_RUN_DIR="$(CURDIR)/runs/quickstart" $(PAPERMILL) \
@@ -49,11 +49,11 @@ quickstart: $(STAMP)
 	@echo "Figures:"; find runs/quickstart -path '*/figures/*.png' | sort | sed 's/^/  /'
 	@echo "Tables:"; find runs/quickstart -path '*/generated/*.csv' | sort | sed 's/^/  /'
 
-# Run what is missing of all notebooks, load the rest, redraw all, check it and compile the paper. With FORCE=1 a run
-# that was interrupted goes on from its records in runs/reproduce; after one that came to its end, the next begins anew.
+# In all notebooks run what has no record yet and load the rest; redraw and check everything; compile the paper. With
+# FORCE=1 an interrupted run resumes from its records in runs/reproduce; after a complete one, the next starts over.
 reproduce: $(STAMP)
 	@if [ "$(FORCE)" = 1 ] && [ -e $(FORCED) ]; then \
-		echo "runs/reproduce holds a forced run that came to its end: removed, to train everything again"; \
+		echo "runs/reproduce holds a complete forced run: removed, to train everything again"; \
 		rm -rf runs/reproduce; \
 	fi
 	@mkdir -p runs/reproduce
@@ -70,24 +70,24 @@ reproduce: $(STAMP)
 	@$(MAKE) --no-print-directory paper
 	@if [ "$(FORCE)" = 1 ]; then touch $(FORCED); fi
 
-# Unit and equivalence tests and doctests; then the notebooks as committed, their marked outputs compared.
+# Run unit tests, equivalence tests and doctests; then execute the notebooks as committed and compare marked outputs.
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL)
 	$(NBVAL)
 
-# The tests marked slow: longer kills, every committed ledger replayed, notebooks on a model and data of the user's own, a
-# wheel in a fresh environment. Those of engines are in the second environment (tests/engines).
+# Run the tests marked slow: longer kill tests, a replay of every committed ledger, notebooks on the user's own model and
+# data, a wheel in a fresh environment. The slow engine tests need the second environment (tests/engines).
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m slow --timeout 900 --ignore tests/engines tests
 
-# The tests that failed last time, one after the other; then the notebooks.
+# Run the tests that failed last time again, one after the other; then the notebooks.
 test-failed: $(STAMP)
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none || test $$? = 5 # 5: none failed
 	$(NBVAL)
 
-# uv reads neither pip's configuration nor its variables: where wheels lie is passed on. A CPU build of torch is needed,
-# from PIP_FIND_LINKS or an extra index (see the README). Compiled here, as pip does: with PYTHONDONTWRITEBYTECODE, which
-# images of Python set, each process of the tests would compile all that it imports, for ten seconds and more.
+# uv reads neither pip's configuration nor its variables, so the places of wheels are passed on. A CPU build of torch is
+# needed, from PIP_FIND_LINKS or an extra index (see the README). Bytecode is compiled here, as pip does: Python images
+# set PYTHONDONTWRITEBYTECODE, and every test process would spend ten seconds or more compiling what it imports.
 $(ENGINES)/.installed: pyproject.toml constraints.txt tests/engines/requirements.txt tests/engines/overrides.txt $(STAMP)
 	rm -rf $(ENGINES)
 	$(BIN)/python -m pip install -q "uv==0.13.9" --target $(ENGINES)/uv
@@ -100,12 +100,12 @@ $(ENGINES)/.installed: pyproject.toml constraints.txt tests/engines/requirements
 	PYTHONPATH=$(ENGINES)/uv $(BIN)/python -m uv pip install -q --python $(ENGINES)/bin/python --no-deps -e notebooks
 	@touch $@
 
-# Engines for real, without a GPU: vLLM's and Ray's, against transformers in one process; kills of actors included. A
-# third party's warnings are no errors here.
+# Test the vLLM and Ray engines for real, without a GPU, against transformers in one process, with kills of actors.
+# Warnings are not errors here, because third parties raise some.
 test-engines: $(ENGINES)/.installed
 	$(ENGINES)/bin/python -m pytest -W default $(PARALLEL) tests/engines
 
-# Execute every cell of every notebook, training included, at a scale whose numbers mean nothing.
+# Execute every cell of every notebook, including training, at a scale whose numbers mean nothing.
 smoke: $(STAMP)
 	@rm -rf runs/smoke && mkdir -p runs/smoke
 	@printf '%s\n' notebooks/*.ipynb | xargs -P 2 -I {} sh -c '\
@@ -114,12 +114,12 @@ smoke: $(STAMP)
 			$$notebook runs/smoke/$${notebook##*/} || { echo "smoke: $$notebook failed"; exit 255; }; \
 		echo "smoke: $$notebook ran in $$(($$(date +%s) - start)) s"'
 
-# Measure what ES costs on this machine's CPU, in under 15 minutes, into paper/results/bench.json. Leave the machine
-# alone meanwhile. The benchmark sets its threads itself; one arm takes torch's default instead of one.
+# Measure the cost of ES on this machine's CPU in under 15 minutes and write it to paper/results/bench.json. Do not use
+# the machine meanwhile. The benchmark sets its own threads: one each, but torch's default in one arm.
 bench: $(STAMP)
 	$(BIN)/python -m tests.benchmarks.cpu
 
-# Compile paper/main.tex. The PDF has the same bytes for the same commit: TeX takes its dates from SOURCE_DATE_EPOCH.
+# Compile paper/main.tex. The same commit gives the same bytes, because TeX takes its dates from SOURCE_DATE_EPOCH.
 paper:
 	@if command -v latexmk >/dev/null; then \
 		mkdir -p runs/paper && cd paper && \
@@ -135,8 +135,8 @@ $(SITE): $(STAMP)
 	$(BIN)/python -m pip install -c constraints.txt -e ".[site]"
 	@touch $@
 
-# The notebooks as committed, figures, claims, user pages and the reference as one static site, its links checked. No
-# notebook is executed, and nothing is fetched: neither now nor when a page is viewed.
+# Build one static site from the notebooks as committed, figures, claims, user pages and the reference; check its links.
+# No notebook is executed, and nothing is fetched, neither now nor when a page is viewed.
 site: $(SITE)
 	@rm -rf runs/site
 	$(BIN)/python site/pages.py runs/site/source
@@ -144,10 +144,10 @@ site: $(SITE)
 	$(BIN)/python site/check.py runs/site/html
 	@echo "Site: runs/site/html/index.html"
 
-# Style of code and notebooks, the directions of imports, and the notebooks' size.
+# Check the style of code and notebooks, the directions of imports, and the notebooks' size.
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --no-logo
 	@large=$$(find notebooks -name '*.ipynb' -size +300000c); \
-		if [ -n "$$large" ]; then echo "Over 300 kB; draw fewer or smaller pictures: $$large" >&2; exit 1; fi
+		if [ -n "$$large" ]; then echo "Over 300 kB: $$large. Draw fewer or smaller pictures." >&2; exit 1; fi

@@ -1,7 +1,7 @@
 """EvoAlign: Evolution Strategies and GRPO on language models, compared under one interface.
 
-`from evoalign_lib import ESConfig, ESTrainer` gives the trainer. Every other module is one room and is imported by its
-own name (`from evoalign_lib import noise`); importing the package itself loads nothing heavy.
+`from evoalign_lib import ESConfig, ESTrainer` gives the trainer. Import every other module by its own name
+(`from evoalign_lib import noise`); importing the package itself loads nothing heavy.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["ESConfig", "ESTrainer"]
 
-# Where torchao is installed transformers imports it with every model. What it then says is of no use to anyone here: of
-# kernels that a CPU build of torch cannot load, and no quantised base uses; and of an old way to declare enums.
+# Where torchao is installed, transformers imports it with every model. Two of its messages are no use here: one about
+# kernels that a CPU build of torch cannot load and no quantised base uses, one about an old way to declare enums.
 logging.getLogger("torchao").addFilter(lambda record: not str(record.msg).startswith("Failed to load "))
 logging.getLogger("torch.utils._pytree").addFilter(lambda record: "is an Enum subclass" not in str(record.msg))
 
 
 def __getattr__(name: str) -> Any:
-    """Import the trainer, and torch with it, when it is first asked for (PEP 562)."""
+    """Import the trainer, and torch with it, on first access (PEP 562)."""
     if name in __all__:
         from evoalign_lib import es
 

@@ -1,4 +1,4 @@
-"""What models cannot be trained or decode here, each refused by name before anything runs."""
+"""Checks that refuse, before anything runs, models that cannot be trained or cannot decode here."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,15 +10,15 @@ _PLAIN = "load it unquantised, or let ESTrainer train an adapter over it (peft_c
 
 
 def check_plain(model: Any) -> None:
-    """Raise ValueError for a model with PEFT adapters or quantised weights: updates would be lost, or move codes.
+    """Raise ValueError for a model with PEFT adapters or quantised weights: updates would be lost, or change codes.
 
-    And for one that does not write from left to right (`check_decoder`).
+    Models that do not write from left to right are refused, too (`check_decoder`).
     """
     check_decoder(getattr(model, "config", None))
     adapted = next((type(m).__name__ for m in model.modules() if type(m).__module__.partition(".")[0] == "peft"), None)
-    # transformers puts adapters into a model of its own class
+    # transformers adds adapters without changing the model's class
     if adapted or getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False):
-        remedy = "give model.merge_and_unload(), the base, or to ESTrainer what get_peft_model() returns"
+        remedy = "pass model.merge_and_unload(), the base, or to ESTrainer the result of get_peft_model()"
         raise ValueError(f"the model has PEFT adapters ({adapted or type(model).__name__}): {remedy}.")
     check_quantisation(getattr(getattr(model, "config", None), "quantization_config", None))
     for name, parameter in model.named_parameters():
@@ -29,14 +29,14 @@ def check_plain(model: Any) -> None:
 
 
 def check_parameter(name: str, parameter: torch.nn.Parameter) -> None:
-    """Raise ValueError unless a parameter is a plain tensor of a dtype that takes noise."""
+    """Raise ValueError unless a parameter is a plain tensor of a dtype to which noise can be added."""
     if parameter.dtype not in _DTYPES or type(parameter.data) is not torch.Tensor:
         kind = parameter.dtype if type(parameter.data) is torch.Tensor else type(parameter.data).__name__
         raise ValueError(f"parameter {name!r} is {kind}, not plain float32, bfloat16 or float16: {_PLAIN}.")
 
 
 def check_quantisation(quantisation: Any) -> None:
-    """Raise ValueError for a quantization_config, of a model or of the arguments that load it; None is fine."""
+    """Raise ValueError if a quantization_config, of a model or in the arguments that load it, is set."""
     if quantisation:
         found = quantisation if isinstance(quantisation, Mapping) else vars(quantisation)
         method = getattr(found.get("quant_method"), "value", found.get("quant_method"))
@@ -44,7 +44,7 @@ def check_quantisation(quantisation: Any) -> None:
 
 
 def check_decoder(config: Any) -> None:
-    """Raise ValueError for the config of an encoder, or of an encoder-decoder: they do not write from left to right."""
+    """Raise ValueError for the config of an encoder or encoder-decoder: these do not write from left to right."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     kind, causal = getattr(config, "model_type", None), ("is_decoder", "causal")
@@ -54,31 +54,31 @@ def check_decoder(config: Any) -> None:
         what = "an encoder, whose tokens see those that come after them"
     else:
         return
-    raise ValueError(f"the model is of type {kind!r}, {what}: give a decoder-only model, such as Qwen2 or Llama.")
+    raise ValueError(f"the model is of type {kind!r}, {what}: pass a decoder-only model, such as Qwen2 or Llama.")
 
 
 def check_padding(model: Any, tokenizer: Any) -> None:
     """Raise ValueError for a padding token that the model has no embedding for."""
     pad, rows = tokenizer.pad_token_id, _embeddings(model)
     if pad >= rows:
-        what = f"the padding token {tokenizer.pad_token!r} has the id {pad}, and the model has {rows} embeddings"
+        what = f"the padding token {tokenizer.pad_token!r} has the id {pad}, but the model has {rows} embeddings"
         raise ValueError(f"{what}: set tokenizer.pad_token = tokenizer.eos_token, or resize_token_embeddings().")
 
 
 def check_prompts(model: Any, name: str, prompts: Any, max_completion_length: int) -> None:
-    """Raise ValueError for prompts (`engines.base.Prompts`) that the model cannot read, or not with a completion.
+    """Raise ValueError for prompts (`engines.base.Prompts`) with unknown tokens or no room for a completion.
 
     name: of the prompts, for the error. max_completion_length: new tokens.
     """
     rows, most = _embeddings(model), prompts.ids.max(axis=1)
     if most.max() >= rows:
         what = f"the {name} prompt of row {int(most.argmax())} has a token with the id {most.max()}"
-        raise ValueError(f"{what}, and the model has {rows} embeddings: give the tokenizer that belongs to the model.")
+        raise ValueError(f"{what}, but the model has {rows} embeddings: pass the tokenizer that belongs to the model.")
     context = _context(model.config)
     if context is not None and prompts.width + max_completion_length > context:
         longest = f"the longest {name} prompt, {prompts.width} tokens in row {int(prompts.lengths.argmax())}"
         what = f"the model's context of {context} tokens is too short for {longest}, and {max_completion_length=}"
-        raise ValueError(f"{what}: set that lower, or leave out long prompts.")
+        raise ValueError(f"{what}: lower max_completion_length, or leave out long prompts.")
 
 
 def _embeddings(model: Any) -> int:
@@ -86,13 +86,13 @@ def _embeddings(model: Any) -> int:
 
 
 def _context(config: Any) -> int | None:
-    """Tokens that a model reads at most, with what scales its rotary positions; None where its config does not say."""
+    """Return the most tokens that a model reads, with its scaling of rotary positions; None if its config is silent."""
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
         return None
     rope = getattr(text, "rope_parameters", None) or {}
-    for scaling in (rope, *rope.values()):  # of all layers, or of each kind of layer
+    for scaling in (rope, *rope.values()):  # one setting for all layers, or one for each kind of layer
         if isinstance(scaling, Mapping) and scaling.get("factor"):
             limit = max(limit, int(scaling["factor"] * (scaling.get("original_max_position_embeddings") or limit)))
     return limit

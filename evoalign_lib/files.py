@@ -1,4 +1,4 @@
-"""Files that several processes use: locks, writing in one piece, compression, and the one JSON text of a value."""
+"""Files that several processes share: locks, atomic writes, compression, and canonical JSON."""
 
 import gzip
 import io
@@ -15,28 +15,28 @@ from filelock import FileLock, Timeout
 
 @contextmanager
 def locked(path: str | os.PathLike[str], wait: float = -1) -> Iterator[None]:
-    """Hold the lock of a file or folder: one holder at a time, over all processes and threads of the machine.
+    """Lock a file or folder for the block: one holder at a time among all processes and threads of the machine.
 
-    The lock is a file `.<name>.lock` beside the path, made with its folder. It may stay there after the block (deleting
-    it would let two holders in), and git ignores it. The lock of a process that was killed is free again. Works on
-    Linux, macOS and Windows.
+    The lock is a file `.<name>.lock` beside the path; missing folders are created. The file may stay after the block
+    (deleting it would let two holders in), and git ignores it. A killed process releases its lock. Works on Linux,
+    macOS and Windows.
 
     Args:
-        path: of what is locked; it need not exist.
-        wait: seconds to wait for another holder to finish; below 0: until it does.
+        path: file or folder to lock; it need not exist.
+        wait: seconds to wait for another holder to finish; below 0: without limit.
 
     Raises:
-        BlockingIOError: another holder still has it after that time.
-        OSError: the file system has no locks.
+        BlockingIOError: another holder still has the lock after that time.
+        OSError: the file system does not support locks.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # a lock by mere existence of a file, filelock's fall-back, would outlive a killed process
+    # filelock's fall-back, a lock that consists in a file's existence, would outlive a killed process
     lock = FileLock(path.with_name(f".{path.name}.lock"), fallback_to_soft=False)
     try:
         lock.acquire(timeout=wait, poll_interval=0.002)
     except Timeout as error:
-        raise BlockingIOError(f"{path} is locked by another process: wait for it, or end it.") from error
+        raise BlockingIOError(f"{path} is locked by another process: wait for it to end, or stop it.") from error
     try:
         yield
     finally:
@@ -44,17 +44,17 @@ def locked(path: str | os.PathLike[str], wait: float = -1) -> Iterator[None]:
 
 
 def replace_text(path: str | os.PathLike[str], text: str, sync: bool = False) -> None:
-    """Write a text file, UTF-8 with line ends \\n, in one piece: as `replace_bytes`."""
+    """Write a text file atomically, as `replace_bytes` does, in UTF-8 with line ends \\n."""
     replace_bytes(path, text.encode(), sync)
 
 
 def replace_bytes(path: str | os.PathLike[str], data: bytes, sync: bool = False) -> None:
-    """Write a file in one piece: whoever reads it, and after a kill, finds all of the old file or all of the new one.
+    """Write a file atomically: readers find all of the old file or all of the new one, even if the writer is killed.
 
     Args:
-        path: of the file, made with its folder. The data are written beside it, as `.<name>.<process>.part` (which git
-            ignores), and renamed.
-        data: all of the file.
+        path: of the file; missing folders are created. The data are written to `.<name>.<process>.part` beside it
+            (which git ignores), which is then renamed.
+        data: the whole content.
         sync: force the file and its name to disk before returning, so that they survive a power cut.
     """
     path = Path(path)
@@ -82,14 +82,14 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def check_new_folder(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError, before any work, where something would be overwritten."""
+    """Raise ValueError if a path exists and is not an empty folder, so that nothing gets overwritten."""
     path = Path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{str(path)!r} exists: give a new folder.")
+        raise ValueError(f"{str(path)!r} exists: pass a new folder.")
 
 
 def compressed(data: bytes) -> bytes:
-    """Return data compressed with gzip: a function of the data alone, without name or time of a file."""
+    """Return data compressed with gzip; the bytes depend on the data alone, not on a file name or time."""
     out = io.BytesIO()
     with gzip.GzipFile("", "wb", 9, out, mtime=0) as file:
         file.write(data)
@@ -97,11 +97,11 @@ def compressed(data: bytes) -> bytes:
 
 
 def decompressed(path: str | os.PathLike[str], most: int) -> bytes:
-    """Return the data of a file that is compressed with gzip.
+    """Return the unpacked data of a gzip file.
 
     Args:
         path: of the file.
-        most: bytes that it may unpack to: a few kB can unpack to gigabytes.
+        most: largest number of bytes it may unpack to; a few kB can unpack to gigabytes.
 
     Raises:
         ValueError: the file is damaged, its end is missing, or it unpacks to more than `most` bytes.
@@ -112,15 +112,15 @@ def decompressed(path: str | os.PathLike[str], most: int) -> bytes:
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is damaged ({error}): restore it from a copy.") from error
     if len(data) > most:
-        raise ValueError(f"{path} unpacks to more than {most // 10**6} MB: if you trust it, unpack it (gunzip).")
+        raise ValueError(f"{path} unpacks to more than {most // 10**6} MB: if you trust it, unpack it with gunzip.")
     return data
 
 
 def canonical_json(value: Any) -> str:
-    """Return the canonical JSON of a value, the text that is hashed: sorted keys, no spaces, ASCII alone.
+    """Return a value as canonical JSON, the text that is hashed: sorted keys, no spaces, ASCII only.
 
     Raises:
-        ValueError: NaN or an infinity.
+        ValueError: the value contains NaN or an infinity.
 
     >>> canonical_json({"b": 1, "a": [0.5, None, "σ"]})
     '{"a":[0.5,null,"\\\\u03c3"],"b":1}'

@@ -1,41 +1,41 @@
-"""The ledger of an ES run: every weight of the run in some 200 kB, and the point from which a killed run goes on.
+"""The ledger of an ES run: some 200 kB that give the weights after any step and let a killed run resume.
 
-Noise is a function of keys (`evoalign_lib.noise`), so a run adds only the rewards of its members to its settings; keys
-and coefficients are computed again from these. A ledger is a file of JSON lines.
+Noise is a function of keys (`evoalign_lib.noise`), so besides its settings a run has to record only the rewards of its
+members; keys and coefficients are computed again from these. A ledger is a file of JSON lines.
 
-Line 1, the header, holds the versions of format and noise law, the run key, the settings (the batch plan included), and
-name, dtype, parameters and digest of the model. A digest is `precision.digest` of the weights in the form that the
-setting `precision` names: the float32 master; with "inplace" the values in the model's dtype; with "kahan" the values
-and compensations. The last two lose bits: the members of a step leave their mark on the weights, which `log` measures,
-and a replay goes over all of them. `parameters` lists [name, shape], or [name with #, shape, n] for the n layers
-# = 0 .. n - 1. The number of the format tells which readers know all settings that decide how rewards become weights:
-that of a new run is 4; 5 where its noise has a low `rank`, which a header names only then (so has an older run whose
-update has another `update_scaling`); 6 for a `search` (see below). Runs of format 1, which have `prev` instead of
-`hash`, are read, continued and replayed to the same bits; 2 and 3 are no longer read.
+Line 1, the header, holds the versions of the format and of the noise law, the run key, the settings (with the batch
+plan), and the model's name, dtype, parameters and digest. A digest is `precision.digest` of the weights in the form
+that the setting `precision` names: the float32 master; for "inplace" the values in the model's dtype; for "kahan" the
+values and compensations. The last two modes lose bits: each evaluated member leaves a small error in the weights, which
+`log` measures and a replay repeats. `parameters` lists [name, shape], or [name with #, shape, n] for the n layers
+# = 0 .. n - 1. The format number tells readers whether they know all settings that decide how rewards become weights.
+A new run has format 4; 5 if its noise has a low `rank`, which a header names only then (as does an older run with
+another `update_scaling`); 6 for a `search` (see below). Runs of format 1, which have `prev` instead of `hash`, can
+still be read, continued and replayed to the same bits; formats 2 and 3 are no longer read.
 
-Of a run that moves a part of its model (an adapter over its base, or a model of which a part is frozen) `parameters`
-and all digests are of what moves, and the setting `frozen` is the digest of the rest, which a run that goes on must
-share. With an adapter (PEFT) `adapter` in `model` names the folder beside the ledger that holds the adapter as it was
-at the start. Over a base that `evoalign_lib.quantisation` made codes of, `quantisation` in `model` says how: `mode`,
-`group_size`, the version of `torchao`, and the digest of the plain weights, `base`. It decides rewards, but not how
-they become weights, so the number of the format does not change.
+If a run trains only part of its model (an adapter over its base, or a partly frozen model), `parameters` and all
+digests cover that part alone. The setting `frozen` is the digest of the rest, which must be the same when the run
+resumes. For a PEFT adapter, `adapter` in `model` names the folder beside the ledger that holds the adapter as it was at
+the start. If the base was quantised by `evoalign_lib.quantisation`, `quantisation` in `model` says how: `mode`,
+`group_size`, the version of `torchao`, and `base`, the digest of the unquantised weights. Quantisation affects the
+rewards but not how they become weights, so it does not change the format number.
 
-Of a run that searches an adapter's singular values by CMA-ES (`evoalign_lib.essa`) the settings name `search`, what
-decides it (`_singular.SETTINGS`), its `dimension`, whether the members of a step share their prompts
-(`shared_batch`), and the `machine`: CMA-ES decomposes matrices by LAPACK, so the bits of such a run are those of one
-machine. On another one a replay compares no digests but `search/sigma` and `search/distance` of the log of every step,
-which may differ by `_singular.TOLERANCE`. `warm_start` beside the settings is what fine-tuning before the run cost.
+If a run searches an adapter's singular values by CMA-ES (`evoalign_lib.essa`), the settings name the `search`, its own
+settings (`_singular.SETTINGS`), its `dimension`, whether the members of a step share their prompts (`shared_batch`),
+and the `machine`. CMA-ES decomposes matrices with LAPACK, so only that machine reproduces the run's bits. On another
+one, a replay does not compare digests but `search/sigma` and `search/distance` in the log of every step, which may
+differ by `_singular.TOLERANCE`. `warm_start`, beside the settings, is what fine-tuning before the run cost.
 
-Then one line per step, synced to disk before the weights move (`_ledger_lines`).
+After the header comes one line per step, synced to disk before the weights move (`_ledger_lines`).
 
-When `train()` returns, a line with `end` (steps so far) and `weights` (the digest after them) closes the ledger; a run
-that goes on continues below it.
+When `train()` returns, it closes the ledger with a line that has `end` (the number of steps so far) and `weights` (the
+digest after them). A run that is continued appends its lines below that one.
 
-A line counts once its newline is there. When a killed run resumes, its torn last line is cut off and the step is
-computed again, with the same result. Anything else that is wrong is an error that names the line.
+A line counts once its newline is on disk. When a killed run resumes, a torn last line is cut off and its step is
+computed again, with the same result. Any other fault is an error that names the line.
 
-A ledger may come from anybody: its header is checked, and what it asks for is bounded, before anything is made by it.
-Of the models that it may name only a shipped base is loaded without the user's word (`start_of`).
+A ledger may come from anyone: its header is checked, and the sizes it asks for are bounded, before they are used. It
+may name any model, but only a shipped base is loaded unless the user passes the model (`start_of`).
 """
 
 from __future__ import annotations
@@ -62,45 +62,45 @@ logger = logging.getLogger(__name__)
 
 NAME = "ledger.jsonl"
 START = "start"
-"""folder beside the ledger of an adapter's run: the adapter as it was at the start"""
+"""name of the folder beside an adapter run's ledger that holds the adapter as it was at the start"""
 DIGEST_EVERY = 10  # steps
 _MOST_UNPACKED = 64_000_000  # bytes; at N = 30 that is 150,000 steps
 
 
 @dataclass
 class Step:
-    """One step of a run, as its line holds it."""
+    """One step of a run, as recorded in its line of the ledger."""
 
     step: int
     """0, 1, ..."""
     rewards: np.ndarray
-    """(members,) float64, reward units: what the coefficients were computed from"""
+    """(members,) float64, reward units: the values from which the coefficients were computed"""
     tokens: int = 0
-    """generated in this step"""
+    """tokens generated in this step"""
     seconds: float = 0.0
     """wall time of the evaluation"""
     core: float = 0.0
-    """CPU seconds of the run, this evaluation included"""
+    """CPU seconds of the run so far, including this evaluation"""
     counts: dict[str, int] = field(default_factory=dict)
-    """failed rewards of this step, by kind"""
+    """number of failed rewards in this step, by kind"""
     log: dict[str, float] = field(default_factory=dict)
-    """metrics that do not follow from the rewards"""
+    """metrics that cannot be computed from the rewards"""
     reward_state: dict[str, dict[str, float]] = field(default_factory=dict)
-    """reward function -> its state after the step, of those that have one"""
+    """reward function -> its state after the step; only functions that have a state"""
 
 
 @dataclass
 class Report:
-    """What `verify` found."""
+    """The result of `verify`."""
 
     run: Ledger
-    """the ledger, with steps, digests of weights, and what stands at its end"""
+    """the ledger that was checked"""
     recomputed: bool
-    """whether all digests, the model's included, were computed again"""
+    """whether all digests, including the model's, were computed again"""
     weights: str | None
-    """digest of the last weights, if ledger or replay gave it"""
+    """digest of the last weights, if the ledger or a replay gave it"""
     within: float | None = None
-    """of a search that was made on another machine, the tolerance within which a replay agrees; no digest does"""
+    """for a search recorded on another machine: the tolerance within which its replay agrees, instead of by digests"""
 
     def text(self) -> str:
         """Return the report in a few lines."""
@@ -114,7 +114,7 @@ class Report:
 
 
 class Ledger:
-    """A ledger in memory and, for a run that writes it, on disk; made by `create`, `open` or `read`."""
+    """A ledger in memory and, while a run writes it, on disk. Get one from `create`, `open` or `read`."""
 
     def __init__(self, path: Path, header: dict[str, Any]):
         text, last = _ledger_lines.sealed(header, "", header["evoalign_ledger"])
@@ -124,71 +124,71 @@ class Ledger:
         self.steps: list[Step] = []
         """the recorded steps"""
         self.weights: dict[int, str] = {0: header["model"]["digest"]}
-        """number of steps -> digest of the weights after them, where the ledger has it"""
+        """number of steps -> digest of the weights after them, where the ledger records one"""
         self.tips = [last]
-        """by number of steps: hash of the line of the last one"""
+        """hash of the last line after each number of steps, 0 included"""
         self.ended = False
         """whether the last line closes the ledger"""
         self.torn = b""
-        """a torn last line, which does not count"""
-        self._last, self._text, self._size = last, text, len(text) + 1  # hash and text of the last line, bytes of all
+        """bytes of a torn last line, which does not count"""
+        self._last, self._text, self._size = last, text, len(text) + 1  # hash and text of the last line, bytes in all
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings of the run; where an older header does not name one, the only value there was."""
+        """The run's settings, with defaults for those that an older header does not name."""
         return _ledger_lines.with_defaults(self.header["settings"])
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the bits of the run are those of another machine than this."""
+        """Whether another machine recorded this run and only that machine can reproduce its bits."""
         return self.settings["search"] is not None and self.settings["machine"] != _singular.machine()
 
     @classmethod
     def create(cls, path: str | os.PathLike, header: dict[str, Any]) -> Ledger:
-        """Begin a ledger with the line of `header`, synced to disk; replace a file in which no step is recorded.
+        """Create a ledger that holds its header, synced to disk; replace a file in which no step is recorded.
 
         Raises:
-            LedgerError: the file holds steps of a run, or is no ledger.
-            OSError: it cannot be written.
+            LedgerError: the file holds steps of a run, or is not a ledger.
+            OSError: the file cannot be written.
         """
         path = Path(path)
         refuse_existing(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         ledger = cls(path, header)
-        path.write_bytes(b"")  # less than a header, perhaps, of a run that was killed
+        path.write_bytes(b"")  # a killed run may have left part of a header
         try:
             _ledger_lines.append(path, 0, b"", ledger._text + b"\n", "the start of the run")
         except OSError:
             path.unlink()
             raise
-        files.sync_folder(path.parent)  # the new name
+        files.sync_folder(path.parent)  # so that the file's name is on disk, too
         return ledger
 
     @classmethod
     def open(cls, path: str | os.PathLike) -> Ledger:
-        """Read a ledger to go on with it; cut a torn last line off the file and keep it in `torn`.
+        """Read a ledger in order to continue it; cut a torn last line off the file and keep it in `torn`.
 
         Raises:
-            LedgerError: as for `read`.
+            LedgerError: as for `read`, or the file is compressed.
         """
         ledger = read(path)
         if ledger.path.suffix == ".gz":
-            raise LedgerError(f"{ledger.path} is compressed: unpack it (gunzip) to go on with it.")
+            raise LedgerError(f"{ledger.path} is compressed: unpack it with gunzip to resume the run.")
         if ledger.torn:
             os.truncate(ledger.path, ledger._size)
         return ledger
 
     def append(self, step: Step, weights: str | None = None) -> None:
-        """Add one step, synced to disk.
+        """Append one step, synced to disk.
 
         Args:
-            step: the next one.
-            weights: digest of the weights before it.
+            step: the next step.
+            weights: digest of the weights before the step.
 
         Raises:
-            LedgerError: a step out of order, a wrong number of rewards or one that is not finite, the state of other
-                reward functions than the run's, or a file that another process has written to.
-            OSError: the line cannot be written (a full disk); the file is then as it was before.
+            LedgerError: the step is out of order, has a wrong number of rewards or one that is not finite, or its
+                reward states are not of the run's reward functions; or another process has written to the file.
+            OSError: the line cannot be written (a full disk, say); the file is left as it was.
         """
         self._check(step)
         names, values = list(step.log), step.log.values()
@@ -198,7 +198,7 @@ class Ledger:
         optional = {
             "counts": {name: n for name, n in step.counts.items() if n} or None,
             "names": names if names != self._names() else None,
-            # JSON has no NaN: such values become text that float() reads
+            # JSON has no NaN and no infinities: they are written as text that float() reads
             "log": [x if math.isfinite(x) else str(float(x)) for x in values] or None,
             "reward_state": step.reward_state or None,
             "weights": weights,
@@ -207,11 +207,11 @@ class Ledger:
         self._add(line, f"step {step.step}", weights, step)
 
     def end(self, weights: str) -> None:
-        """Close the ledger with the digest of the weights after its last step; errors as for `append`."""
+        """Close the ledger with the digest of the weights after its last step. Raises as `append`."""
         self._add({"end": len(self.steps), "weights": weights}, "the end of the run", weights)
 
     def check_file(self) -> None:
-        """Raise LedgerError if the file is not as this run left it."""
+        """Raise LedgerError if the file has changed since this run last wrote to it."""
         with open(self.path, "rb", buffering=0) as file:
             _ledger_lines.check_end(file, self.path, self._size, self._text + b"\n")
 
@@ -222,7 +222,7 @@ class Ledger:
             self._take(text, last, weights, step)
 
     def _take(self, text: bytes, last: str, weights: str | None, step: Step | None) -> None:
-        """Know of a line that the file has, with its hash: that of a step, or None where it closes the ledger."""
+        """Take note of a line that is in the file; last: its hash; step: None for the line that closes the ledger."""
         self._last, self._text, self._size = last, text, self._size + len(text) + 1
         if weights is not None:
             self.weights[len(self.steps)] = weights
@@ -232,7 +232,7 @@ class Ledger:
         self.ended = step is None
 
     def _names(self) -> list[str]:
-        """Return the metrics of the last step."""
+        """Return the names of the last step's metrics."""
         return list(self.steps[-1].log) if self.steps else []
 
     def _check(self, step: Step) -> None:
@@ -240,52 +240,52 @@ class Ledger:
         if step.step != len(self.steps):
             raise LedgerError(f"step {step.step} is out of order: the next one in {self.path} is {len(self.steps)}.")
         if (shape := step.rewards.shape) != (n,):
-            raise LedgerError(f"step {step.step} has rewards of shape {shape}, the population has N = {n}.")
+            raise LedgerError(f"step {step.step} has rewards of shape {shape}, but the population has N = {n}.")
         for member in np.flatnonzero(~np.isfinite(step.rewards)):
             what = f"member {member} of step {step.step} has the reward {step.rewards[member]}"
-            raise LedgerError(f"{what}: rewards must be finite; return None where one does not apply.")
+            raise LedgerError(f"{what}: rewards must be finite. Return None where a reward does not apply.")
         if (found := step.reward_state.keys()) != stateful.keys():
-            raise LedgerError(f"step {step.step} has the state of {sorted(found)}, the run that of {sorted(stateful)}.")
+            raise LedgerError(f"step {step.step} has states of {sorted(found)}, but the run of {sorted(stateful)}.")
 
 
 def recorded(path: str | os.PathLike) -> bool:
-    """Return whether a file holds a ledger with at least one step (a killed run may leave less than a header)."""
+    """Return whether a file holds a ledger with at least one step (a killed run may leave part of a header)."""
     path = Path(path)
     return path.is_file() and path.read_bytes().count(b"\n") > 1
 
 
 def refuse_existing(path: str | os.PathLike) -> None:
-    """Raise LedgerError if a file holds recorded steps, which a new run would destroy, or is anything but a ledger."""
+    """Raise LedgerError if a path holds recorded steps, which a new run would destroy, or anything but a ledger."""
     path = Path(path)
     if not path.exists():
         return
     data = path.read_bytes() if path.is_file() else b"\0"
-    # a killed run may leave a part of it
+    # a killed run may leave part of a header
     if not (data.startswith(_ledger_lines.BEGIN) or _ledger_lines.BEGIN.startswith(data)):
-        raise LedgerError(f"{path} is there and is no ledger of a run: use another output_dir, or move it elsewhere.")
+        raise LedgerError(f"{path} exists and is no ledger of a run: set another output_dir, or move it elsewhere.")
     if recorded(path):
-        remedy = "another output_dir, overwrite_output_dir=True, or resume_from_checkpoint=True to go on with it"
+        remedy = "another output_dir, overwrite_output_dir=True, or resume_from_checkpoint=True to continue it"
         raise LedgerError(f"{path} is the ledger of another run: use {remedy}.")
 
 
 def read(path: str | os.PathLike | Ledger) -> Ledger:
-    """Read a ledger, plain or compressed with gzip, and check its chain; the file does not change.
+    """Read a ledger, plain or compressed with gzip, and check its hash chain; the file is not changed.
 
-    One that is read already is returned as it is.
+    A `Ledger` object is returned as it is.
 
     Returns:
-        The ledger, with `header`, `steps`, `weights`, and in `torn` the last line of a killed run.
+        The ledger, with `header`, `steps` and `weights`; `torn` holds the last line if a killed run left it incomplete.
 
     Raises:
-        LedgerError: no such file, no header, another format or noise law; a line that is damaged, was edited, or does
-            not follow from the one before (the message names it); or a compressed file that is damaged or unpacks to
-            more than 64 MB.
+        LedgerError: there is no such file, or no header, or its format or noise law is not known here; a line is
+            damaged, was edited, or does not follow from the one before (the message names it); or a compressed file
+            is damaged or unpacks to more than 64 MB.
     """
     if isinstance(path, Ledger):
         return path
     path = Path(path)
     if not path.is_file():
-        raise LedgerError(f"there is no ledger {str(path)!r}.")
+        raise LedgerError(f"{str(path)!r} does not exist: pass the path of a ledger.")
     try:
         data = files.decompressed(path, _MOST_UNPACKED) if path.suffix == ".gz" else path.read_bytes()
     except ValueError as error:
@@ -296,7 +296,7 @@ def read(path: str | os.PathLike | Ledger) -> Ledger:
         try:
             line = json.loads(text, parse_constant=_ledger_lines.no_number)
         except (ValueError, RecursionError) as error:
-            # the machine stopped before all of the line was on disk: there are zeros in its place
+            # the machine stopped before the whole line was on disk: the file has zeros there instead
             if number == len(lines) > 1 and not torn and b"\0" in text:
                 torn = text + b"\n"
                 break
@@ -311,18 +311,18 @@ def read(path: str | os.PathLike | Ledger) -> Ledger:
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             if isinstance(error, LedgerError):
                 raise LedgerError(f"{path}, line {number}: {error}") from error
-            raise _damaged(path, number, f"is no line of a ledger ({type(error).__name__}: {error})") from error
+            raise _damaged(path, number, f"is not a line of a ledger ({type(error).__name__}: {error})") from error
     if ledger is None:
-        raise LedgerError(f"{path} has no header: no step was recorded in it, so nothing is lost if it is deleted.")
+        raise LedgerError(f"{path} has no header: no step was recorded in it. Delete it; nothing is lost.")
     ledger.torn = torn
     return ledger
 
 
 def pack(path: str | os.PathLike) -> bytes:
-    """Return a finished ledger compressed with gzip: a function of its lines alone, without name or time of the file.
+    """Return a finished ledger, compressed with gzip; the bytes depend on its lines only, not on file name or time.
 
     Raises:
-        LedgerError: an invalid ledger, or one that is not closed.
+        LedgerError: the ledger is invalid or not closed.
     """
     run = read(path)
     if not run.ended or run.torn:
@@ -336,7 +336,7 @@ def _damaged(path: Path, number: int, what: str) -> LedgerError:
 
 
 def _read_line(ledger: Ledger, line: Any, text: bytes) -> None:
-    """Check a line of a file and take it into the ledger."""
+    """Check a line of a file and add it to the ledger in memory."""
     last, n = _ledger_lines.followed(text, line, ledger._last, ledger.header["evoalign_ledger"]), len(ledger.steps)
     step, weights = None, str(line["weights"]) if "weights" in line else None
     if "end" not in line:
@@ -356,30 +356,30 @@ def _read_line(ledger: Ledger, line: Any, text: bytes) -> None:
 
 
 def replay(source: str | os.PathLike | Ledger, model: Any, step: int | None = None) -> np.ndarray:
-    """Compute the weights of a run after any step again, with the same bits.
+    """Replay a run and return its weights after any step, with the same bits.
 
     Args:
         source: a ledger, or its path.
-        model: the model that the run started from: an object (not changed), a folder, or a name. Of an adapter's run:
+        model: the model that the run started from: an object (not changed), a folder, or a name. For an adapter's run:
             the adapter over its base, or the folder START beside the ledger.
-        step: how many steps to replay; None: all.
+        step: number of steps to replay; None: all.
 
     Returns:
         The weights, float32 in the order of `noise.Layout` over the model's parameters, padding included: the master,
-        or what the values (and compensations) of the other precision modes stand for. Of a run that moved a part of
-        them these alone, whatever requires_grad says.
+        or in the other precision modes the numbers that the values (and compensations) represent. If the run trained
+        only some parameters, only these, whatever requires_grad says.
 
     Raises:
-        LedgerError: an invalid ledger, another model, a step that is not recorded, or weights that differ from a
-            digest of the ledger.
+        LedgerError: the ledger is invalid, the model is not the one that the run started from, the step is not
+            recorded, or the weights differ from a digest in the ledger.
     """
     return _replay(read(source), model, step).float32()
 
 
 def replay_by_name(source: str | os.PathLike | Ledger, model: Any, step: int | None = None) -> dict[str, np.ndarray]:
-    """Return the weights that `replay` gives as float32 arrays by canonical name, in their shapes, without padding.
+    """Replay a run and return its weights as float32 arrays by canonical name, in their shapes, without padding.
 
-    Arguments and errors: as for `replay`.
+    Takes the arguments of `replay` and raises its errors.
     """
     weights = _replay(read(source), model, step)
     return weights.layout.views(weights.float32())
@@ -388,13 +388,13 @@ def replay_by_name(source: str | os.PathLike | Ledger, model: Any, step: int | N
 def _replay(ledger: Ledger, model: Any, step: int | None) -> Weights:
     n = len(ledger.steps) if step is None else step
     if not 0 <= n <= len(ledger.steps):
-        raise LedgerError(f"step {n} is not in {ledger.path}, which has {len(ledger.steps)}: choose one of 0 to these.")
+        raise LedgerError(f"step {n} is not in {ledger.path}: pass a step from 0 to {len(ledger.steps)}.")
     if isinstance(model, (str, os.PathLike)):
         model, _ = _load(ledger, model)
     settings, recorded = ledger.settings, ledger.header["model"]["dtype"]
     precision = settings["precision"]
     if precision != "master" and (dtype := str(model.dtype).removeprefix("torch.")) != recorded:
-        raise LedgerError(f"the run computed in {recorded}, this model is {dtype}: load it in {recorded}.")
+        raise LedgerError(f"the run computed in {recorded}, but this model is {dtype}: load it in {recorded}.")
     if settings["search"] is None:
         decay, rank = settings["anchor_decay"], settings["rank"]
         layout = _layout(ledger, model)
@@ -410,39 +410,39 @@ def _replay(ledger: Ledger, model: Any, step: int | None) -> Weights:
 
 
 def _searched(ledger: Ledger, model: Any) -> _singular.SingularWeights:
-    """Return the weights of a search at its start."""
+    """Return the starting weights of a search."""
     if ledger.elsewhere:
         there = ledger.settings["machine"]
-        logger.warning(f"{ledger.path} is of {there}: here sigma and distance are compared, and no digests.")
+        logger.warning(f"{ledger.path} was recorded on {there}: this machine compares sigma and distance, not digests.")
     _adapters.check_movable(model)
     key = int(ledger.header["run_key"], 16)
     return _singular.SingularWeights(model, _layout(ledger, model), key, ledger.settings)
 
 
 def _layout(ledger: Ledger, model: Any) -> noise.Layout:
-    """Return the layout of what the run moved: all parameters, or those that the header names."""
+    """Return the layout of the parameters that the run trained: all of them, or those that the header names."""
     shapes, frozen = {name: tuple(p.shape) for name, p in model.named_parameters()}, ledger.settings["frozen"]
     if frozen is not None:
         names = {name for name, _ in unpack_shapes(ledger.header["model"]["parameters"])}
         if missing := sorted(names - shapes.keys()):
-            what = f"the model has no parameter {missing[0]!r}, which the run moved"
-            raise LedgerError(f"{what}: give the adapter that it started from, {START!r} beside its ledger.")
+            what = f"the model has no parameter {missing[0]!r}, which the run trained"
+            raise LedgerError(f"{what}: give the adapter that the run started from, {START!r} beside its ledger.")
         shapes = {name: shape for name, shape in shapes.items() if name in names}
         if not _adapters.is_adapted(model) and (found := _adapters.frozen_digest(model, names)) != frozen:
             what = f"the frozen weights are not those of the run: they have the digest {found:.16}, not {frozen:.16}"
-            raise LedgerError(f"{what}. Give the model that the run started from.")
+            raise LedgerError(f"{what}. Pass the model that the run started from.")
     return noise.Layout.from_shapes(shapes.items())
 
 
 def verify(source: str | os.PathLike | Ledger, model: Any = None) -> Report:
-    """Check form and chain of a ledger and, given the model, every digest in it by a replay.
+    """Check a ledger's format and hash chain and, given the model, replay the run to check every digest.
 
     Args:
         source: a ledger, or its path.
         model: the model that the run started from, as for `replay`; None: no replay.
 
     Raises:
-        LedgerError: what is wrong, and where.
+        LedgerError: a check failed; the message says what is wrong, and where.
     """
     ledger = read(source)
     elsewhere = model is not None and ledger.elsewhere
@@ -457,14 +457,14 @@ def verify(source: str | os.PathLike | Ledger, model: Any = None) -> Report:
 def write_model(
     source: str | os.PathLike | Ledger, out: str | os.PathLike, model: str | None = None, step: int | None = None
 ) -> str:
-    """Write the Hugging Face folder of any step of a run, with the weights that `ESTrainer.save_model` wrote then.
+    """Replay a run and write the model after any step as `ESTrainer.save_model` would: a Hugging Face folder.
 
     Args:
         source: a ledger, or its path.
         out: a new folder.
         model: folder or name of the model that the run started from; None: the shipped base that the ledger names, or
-            of an adapter's run the folder START beside it, from which an adapter is written.
-        step: how many steps to replay; None: all.
+            for an adapter's run the folder START beside the ledger (an adapter is then written).
+        step: number of steps to replay; None: all.
 
     Returns:
         The digest of the weights. (The folder holds them in the model's dtype, without compensations.)
@@ -488,11 +488,11 @@ def header(settings: Mapping[str, Any], run_key: int, model: Any, layout: noise.
 
     Args:
         settings: of the run. Replays need population_size, sigma, alpha and prompts_per_step; with schedules max_steps,
-            sigma_final_fraction and alpha_final_fraction; those of `_ledger_lines._SINCE` that are not what they were
-            before they were named; of a search those of `_singular.SETTINGS` and machine instead of alpha.
-        run_key: of its noise.
-        model: the Hugging Face model, for name and dtype.
-        layout: of those of its parameters that move.
+            sigma_final_fraction and alpha_final_fraction; those in `_ledger_lines._SINCE` that differ from the value
+            given there; for a search `_singular.SETTINGS` and machine instead of alpha.
+        run_key: of the run's noise.
+        model: the Hugging Face model, which gives name and dtype.
+        layout: of the parameters that the run trains.
         weights: digest of the starting weights.
     """
     about: dict[str, Any] = {"name": models.name_of(model), "dtype": str(model.dtype).removeprefix("torch.")}
@@ -516,27 +516,27 @@ def check_model(ledger: Ledger, weights: Weights) -> None:
     shapes = {e.name: e.shape for e in layout.entries}
     for name in sorted(shapes.keys() | recorded.keys()):
         if shapes.get(name) != recorded.get(name):
-            what = f"{name!r} has the shape {shapes.get(name)}, in the run {recorded.get(name)}"
+            what = f"{name!r} has the shape {shapes.get(name)}, but in the run {recorded.get(name)}"
             raise LedgerError(f"this is not the model that the run started from ({model['name']}): {what}.")
     _check_start_digest(ledger, weights.digest())
 
 
 def check_quantisation(ledger: Ledger, model: Any) -> None:
-    """Raise LedgerError unless a model's base is quantised as that of the run, whatever the version of torchao.
+    """Raise LedgerError unless a model's base is quantised as in the run; the version of torchao may differ.
 
-    Versions may make other codes of the same weights: the setting `frozen` tells.
+    If another version gives different codes for the same weights, the digest in the setting `frozen` shows it.
     """
     recorded, found = ledger.header["model"].get("quantisation"), _adapters.quantisation_of(model)
-    if recorded is None:  # by transformers, perhaps
+    if recorded is None:  # not quantised by this library; perhaps by transformers
         return
     for name in ("mode", "group_size", "base"):
         if (found or {}).get(name) != recorded[name]:
-            what = f"the run of {ledger.path} has a base with the quantisation {recorded}, this one {found or 'none'}"
-            raise LedgerError(f"{what}: make it by evoalign_lib.quantisation.quantise from the same model.")
+            what = f"the base in {ledger.path} has the quantisation {recorded}, but this one has {found or 'none'}"
+            raise LedgerError(f"{what}: make it with evoalign_lib.quantisation.quantise from the same model.")
 
 
 def check_start(ledger: Ledger, weights: Weights) -> None:
-    """Raise LedgerError unless weights that decay do so toward those that the run started from."""
+    """Raise LedgerError if weights decay toward an anchor that is not the run's starting weights."""
     if weights.start is not None:
         _check_start_digest(ledger, digest(weights.layout, weights.start))
 
@@ -544,35 +544,35 @@ def check_start(ledger: Ledger, weights: Weights) -> None:
 def _check_start_digest(ledger: Ledger, found: str) -> None:
     if found != (model := ledger.header["model"])["digest"]:
         what = f"these are not the weights that the run started from ({model['name']})"
-        raise LedgerError(f"{what}: they have the digest {found:.16}, not {model['digest']:.16}. Load that model anew.")
+        raise LedgerError(f"{what}: they have the digest {found:.16}, not {model['digest']:.16}. Load the right model.")
 
 
 def check_weights(ledger: Ledger, step: int, weights: Weights) -> None:
-    """Raise LedgerError if these weights do not have the digest that the ledger notes after this many steps, if any.
+    """Raise LedgerError if the weights differ from the digest that the ledger has after this many steps, if any.
 
-    Of a search that was made on another machine these are nearly the sigma and distance in the log of the next step.
+    For a search recorded on another machine, compare sigma and distance with the next step's log, within a tolerance.
     """
     if ledger.elsewhere and step:
         recorded = ledger.steps[step].log if step < len(ledger.steps) else weights.metrics()
         for name, value in weights.metrics().items():
             if not math.isclose(value, recorded.get(name, math.nan), rel_tol=_singular.TOLERANCE):
-                what = f"after {step} steps {name} is {value:.10g}, in {ledger.path} {recorded.get(name)}"
-                raise LedgerError(f"{what}, more than another machine explains: rewards or log were edited.")
+                what = f"after {step} steps {name} is {value:.10g}, but in {ledger.path} {recorded.get(name)}"
+                raise LedgerError(f"{what}: machines differ by less, so the rewards or the log were edited.")
         return
     expected = ledger.weights.get(step)
     if expected is not None and (found := weights.digest()) != expected:
-        what = f"after {step} steps the weights have the digest {found:.16}, in {ledger.path} {expected:.16}"
-        raise LedgerError(f"{what}: rewards or digest were edited, or this machine computes other noise.")
+        what = f"after {step} steps the weights have the digest {found:.16}, but in {ledger.path} {expected:.16}"
+        raise LedgerError(f"{what}: rewards or digest were edited, or this machine computes different noise.")
 
 
 def updates(ledger: Ledger, steps: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the updates of the first steps: (keys, coefficients) of each that was not tied.
+    """Return the updates of the first steps as (keys, coefficients); steps whose rewards were all tied have none.
 
-    With anchor_decay tied ones are among them, without keys: they decay all the same.
+    With anchor_decay, tied steps are included with empty keys, because their weights still decay.
 
     Args:
-        ledger: of a run.
-        steps: how many of its steps.
+        ledger: of the run.
+        steps: number of steps.
     """
     found = (_update(ledger, record) for record in ledger.steps[:steps])
     return [update for update in found if update is not None]
@@ -603,17 +603,17 @@ def _move(ledger: Ledger, record: Step, weights: Weights) -> None:
 
 
 def start_of(ledger: Ledger, model: str | None = None) -> str:
-    """Return folder or name of the model to replay a run from: what the user gives, or the shipped base it names.
+    """Return the folder or name of the model to replay a run from: the user's, or the shipped base in the ledger.
 
-    Of an adapter's run it is the folder START beside the ledger; no code of its base is run, as of no model.
+    For an adapter's run it is the folder START beside the ledger. As with any model, no code beside the base is run.
 
     Args:
         ledger: of the run.
         model: folder or name of the model that the run started from; None: the user gave none.
 
     Raises:
-        LedgerError: no model is given, and the ledger names none, or one that is not shipped. Whoever wrote the ledger
-            would choose what is loaded here.
+        LedgerError: no model is given, and the ledger names none or one that is not shipped. Otherwise the ledger's
+            author would decide what is loaded here.
     """
     if model is not None:
         return model
@@ -621,12 +621,12 @@ def start_of(ledger: Ledger, model: str | None = None) -> str:
         return str(ledger.path.parent / START)
     name = ledger.header["model"]["name"]
     if name not in tiny.SHIPPED:
-        raise LedgerError(f"{ledger.path} names {name!r:.200}, which is no shipped base: give the model (--model).")
+        raise LedgerError(f"{ledger.path} names {name!r:.200}, which is no shipped base: pass the model (--model).")
     return name
 
 
 def _load(ledger: Ledger, name: str | os.PathLike) -> tuple[Any, Any]:
-    """Return model and tokenizer of a folder or a name; an adapter over a base that is quantised as that of the run."""
+    """Load model and tokenizer from a folder or by name; quantise an adapter's base as the run did."""
     how, folder = ledger.header["model"].get("quantisation"), Path(name)
     keywords = {"dtype": getattr(torch, ledger.header["model"]["dtype"])}
     if how is None or not (folder / "adapter_config.json").is_file():
@@ -635,11 +635,11 @@ def _load(ledger: Ledger, name: str | os.PathLike) -> tuple[Any, Any]:
     base, tokenizer = models.load(_adapters.base_name(folder), tokenizer, keywords)
     if (found := models.base_digest(base)) != how["base"]:
         what = f"{_adapters.base_name(folder)!r}, the base of {str(folder)!r}, has the digest {found}"
-        raise LedgerError(f"{what}, in {ledger.path} it is {how['base']}: restore the model that the run started from.")
+        raise LedgerError(f"{what}, not {how['base']} as in {ledger.path}: restore the model that the run began with.")
     quantisation.quantise(base, how["mode"], how["group_size"])
     model = _adapters.open_adapter(base, folder).eval()
     names = {name for name, _ in unpack_shapes(ledger.header["model"]["parameters"])}
-    if names <= dict(model.named_parameters()).keys():  # else `_layout` says what is missing
+    if names <= dict(model.named_parameters()).keys():  # otherwise `_layout` says what is missing
         if _adapters.frozen_digest(model, names) != ledger.settings["frozen"]:
             made = _adapters.quantisation_of(model)["torchao"]
             raise LedgerError(f"torchao {made} makes other codes of the base: pip install torchao=={how['torchao']}.")
@@ -652,12 +652,12 @@ def _load(ledger: Ledger, name: str | os.PathLike) -> tuple[Any, Any]:
 def storage(
     population: int, steps: int, stored: Mapping[str, int], models: Mapping[str, int], itemsize: int = 2
 ) -> list[dict[str, Any]]:
-    """Return what a run costs to keep, beside a checkpoint of the model that it trained.
+    """Compare the bytes that keep a run with the bytes of a checkpoint of the model that it trained.
 
     Args:
         population: N, members per step.
         steps: T.
-        stored: form of the run -> its bytes, such as those of the ledger, plain and compressed.
+        stored: form in which the run is kept -> its bytes; for example the ledger, plain and compressed.
         models: name -> parameters d.
         itemsize: bytes per parameter in a checkpoint (2: bfloat16); optimiser states are not counted.
 

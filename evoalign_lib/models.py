@@ -1,4 +1,4 @@
-"""Models: load one, given by a name, a folder, a shipped base or an object, and say which one it is."""
+"""Models: load one from a name, a folder, a shipped base or an object, and identify it by digests."""
 
 import hashlib
 import json
@@ -18,9 +18,9 @@ from evoalign_lib._model_checks import check_decoder, check_quantisation
 from evoalign_lib.files import canonical_json
 from evoalign_lib.tiny.base import without_bars
 
-# what Llama 3's templates state where they have no clock
+# the date that Llama 3's templates state if they have no clock
 _DATE = datetime(2024, 7, 26)
-# arguments of from_pretrained that say where the files are
+# arguments of from_pretrained that say where the files come from
 _HUB = {"revision", "cache_dir", "token", "local_files_only", "subfolder"}
 _SECRET = re.compile("(.*_)?(token|key|secret|password|authorization)", re.IGNORECASE)
 
@@ -33,22 +33,22 @@ def load(
     adapters: bool = False,
     quantised: bool = False,
 ) -> tuple[Any, Any]:
-    """Return a model in evaluation mode on the CPU, and its tokenizer, which has a padding token.
+    """Load a model in evaluation mode on the CPU, and its tokenizer, with a padding token.
 
     Args:
         model: a model object, a folder, the name of a shipped base ("A0", see `evoalign_lib.tiny`), or a name on the
-            Hub. What is loaded is float32 unless keywords say otherwise; weights come from safetensors, and no code
-            that lies beside them is ever run.
-        tokenizer: its tokenizer; None: the one saved with the model.
-        keywords: further arguments of from_pretrained; those that say which files of the Hub (`revision`, `cache_dir`,
-            ...) hold for the tokenizer, too.
-        adapters: whether model may be the folder of a PEFT adapter. It is loaded over its base, to be trained.
-        quantised: whether what is loaded may be quantised; the base of an adapter may.
+            Hub. A loaded model is float32 unless keywords say otherwise; weights are read from safetensors only, and
+            code that lies beside them is never run.
+        tokenizer: the model's tokenizer; None: the one saved with the model.
+        keywords: further arguments of from_pretrained; those that select files on the Hub (`revision`, `cache_dir`,
+            ...) apply to the tokenizer, too.
+        adapters: whether model may be the folder of a PEFT adapter, which is loaded over its base, ready for training.
+        quantised: whether a loaded model may be quantised; an adapter's base always may.
 
     Raises:
-        ValueError: the model cannot be found, needs code of its own, is no decoder, is a PEFT adapter or quantised and
-            may not be, it has no tokenizer, or keywords are given for an object.
-        ImportError: an adapter, and PEFT is not installed.
+        ValueError: the model cannot be found, needs code of its own, or is not a decoder; it is a PEFT adapter or
+            quantised, and that is not allowed; it has no tokenizer; or keywords are given for an object.
+        ImportError: the model is an adapter, and PEFT is not installed.
     """
     keywords, beside = keywords or {}, None
     if isinstance(model, (str, os.PathLike)):
@@ -61,7 +61,7 @@ def load(
             model = _from_pretrained(str(model), keywords, quantised)
     elif keywords:
         given = ", ".join(keywords)
-        raise ValueError(f"model_init_kwargs ({given}) is for a model given by name; the model is an object already.")
+        raise ValueError(f"model_init_kwargs ({given}) is for a model given by name, not an object: leave it out.")
     if tokenizer is None:
         origin = {k: v for k, v in keywords.items() if k in _HUB}
         tokenizer = tokenizer_of(beside or model.config._name_or_path, **origin)
@@ -69,25 +69,25 @@ def load(
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has neither a padding nor an end token: set tokenizer.eos_token.")
         tokenizer.pad_token = tokenizer.eos_token
-    if not getattr(model, "is_quantized", False):  # of which some refuse to be moved
+    if not getattr(model, "is_quantized", False):  # some quantised models cannot be moved
         model = model.to("cpu")
     return model.eval(), tokenizer
 
 
 def tokenizer_of(folder: str, **origin: Any) -> Any:
-    """Return the tokenizer beside a model. Raises ValueError where there is none.
+    """Load the tokenizer saved beside a model. Raises ValueError if there is none.
 
-    folder: of the model, or its name on the Hub; origin: the keywords that say which files of the Hub.
+    folder: of the model, or its name on the Hub; origin: keywords that select files on the Hub.
     """
     from transformers import AutoTokenizer
 
-    lacking = f"no tokenizer lies beside the model {folder!r}: save it there, or give it as processing_class. "
+    lacking = f"no tokenizer lies beside the model {folder!r}: save it there, or pass it as processing_class. "
     lacking += "A tokenizer.model without tokenizer.json needs the package sentencepiece."
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **origin)
     except (ImportError, OSError, ValueError) as error:
         raise ValueError(lacking) from error
-    # without files transformers makes one of the model's kind, which has special tokens alone
+    # if the files are missing, transformers makes a tokenizer of the model's kind with special tokens only
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
         raise ValueError(lacking)
     return tokenizer
@@ -98,10 +98,10 @@ def _from_pretrained(name: str, keywords: Mapping[str, Any], quantised: bool) ->
 
     _refuse_adapter(name)
     if trusted := keywords.get("trust_remote_code"):
-        raise ValueError(f"trust_remote_code={trusted!r} would run code beside the model: give it as an object.")
+        raise ValueError(f"trust_remote_code={trusted!r} would run code beside the model: pass a model object.")
     shipped = name in tiny.SHIPPED
     folder = place(name) if shipped else name
-    safe = {"trust_remote_code": False}  # left open, transformers would ask, and `yes |` would answer
+    safe = {"trust_remote_code": False}  # unset, transformers would ask the user, and `yes |` would answer
     files = {k: v for k, v in keywords.items() if k in _HUB} | safe
     settings = {"dtype": torch.float32, "use_safetensors": True} | dict(keywords) | safe
     with _named(name):
@@ -115,22 +115,22 @@ def _from_pretrained(name: str, keywords: Mapping[str, Any], quantised: bool) ->
 
 def _refuse_adapter(name: str) -> None:
     if (Path(name) / "adapter_config.json").is_file():
-        raise ValueError(f"model {name!r} is a PEFT adapter: merge it (merge_and_unload()), or give the base model.")
+        raise ValueError(f"model {name!r} is a PEFT adapter: merge it (merge_and_unload()), or pass the base model.")
 
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Let errors of transformers name the model that it does not find, and what to give."""
+    """Turn transformers' errors in the block into a ValueError that names the model and the remedy."""
     try:
         yield
     except (OSError, ValueError) as error:
-        remedy = "Give a folder, a model object, or a name on the Hub, which is fetched once, with a network"
+        remedy = "Pass a folder, a model object, or a name on the Hub, which is fetched once, with a network"
         what = f"model {name!r} is neither a folder with a model nor could it be loaded from the Hub"
         raise ValueError(f"{what}: {str(error).splitlines()[0]} {remedy}.") from error
 
 
 def masked(keywords: Any) -> Any:
-    """Return arguments for `load` as they may be written down: without tokens, keys and passwords, at any depth.
+    """Return arguments of `load` with tokens, keys and passwords masked at any depth, so that they may be recorded.
 
     >>> masked({"revision": "main", "token": "hf_abc", "headers": [{"api_key": "x"}], "max_tokens": 3})
     {'revision': 'main', 'token': '<TOKEN>', 'headers': [{'api_key': '<API_KEY>'}], 'max_tokens': 3}
@@ -144,7 +144,7 @@ def masked(keywords: Any) -> Any:
 
 
 def place(model: str | os.PathLike) -> str:
-    """Return where a model given by name lies: a folder as every process finds it, or its name on the Hub."""
+    """Return where a named model is: the absolute path of its folder, or its name on the Hub."""
     if str(model) in tiny.SHIPPED:
         return str(tiny.bases_folder() / str(model))
     return os.path.abspath(model) if os.path.isdir(model) else str(model)
@@ -153,21 +153,21 @@ def place(model: str | os.PathLike) -> str:
 def name_of(model: Any) -> str | None:
     """Return the name or folder that a model was loaded from; None if it has none.
 
-    Of a shipped base it is the name alone, since its folder is another one on every machine.
+    For a shipped base it is the name alone, because its folder differs between machines.
     """
     origin = getattr(model.config, "_name_or_path", "")
     return Path(origin).name if origin and Path(origin).parent == tiny.bases_folder() else origin or None
 
 
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]], **settings: Any) -> str:
-    """Return messages by a tokenizer's chat template, the same on every day: one that states the date has a fixed one.
+    """Render messages by a tokenizer's chat template, with a fixed date if it states one, so that no day matters.
 
     settings: further arguments of apply_chat_template.
     """
     return tokenizer.apply_chat_template(messages, tokenize=False, strftime_now=_DATE.strftime, **settings)
 
 
-# ---- identity: what a spec says of its base (`precision` says which digest is which)
+# ---- identity: the digests by which a spec identifies its base (`precision` tells the kinds of digest apart)
 
 
 def base_digest(model: Any) -> str:
@@ -177,7 +177,7 @@ def base_digest(model: Any) -> str:
 
 
 def stored_digest(file: Path) -> str:
-    """Return `base_digest` of a model from its file of weights: making a model of it takes seconds of imports.
+    """Return the `base_digest` of a model from its weights file, without the seconds that loading the model takes.
 
     Args:
         file: safetensors with all parameters under their names, and nothing else.
@@ -189,18 +189,18 @@ def stored_digest(file: Path) -> str:
 
 
 def flat_digest(master: np.ndarray) -> str:
-    """Return what a record calls the `digest` of trained weights: SHA-256 of the flat float32 master, 16 digits."""
+    """Return the `digest` of trained weights in a record: 16 digits of the SHA-256 of the flat float32 master."""
     return hashlib.sha256(master.tobytes()).hexdigest()[:16]
 
 
 NO_WEIGHTS = "no weights"
-"""What a folder with a configuration alone has in the place of a digest: enough for the plan of a run."""
+"""Stands for the digest of a folder that has only a configuration, which is enough to plan a run."""
 
 
 def plan_digest(name: str) -> str:
-    """Return `origin_digest`, or NO_WEIGHTS for a folder that holds a configuration and no weights of PyTorch.
+    """Return `origin_digest`, or NO_WEIGHTS for a folder that holds a configuration but no PyTorch weights.
 
-    Raises ValueError as `origin_digest`, and for a model that is no decoder.
+    Raises ValueError as `origin_digest` does, and for a model that is not a decoder.
     """
     from transformers import AutoConfig
 
@@ -213,14 +213,14 @@ def plan_digest(name: str) -> str:
 
 
 def origin_digest(name: str) -> str:
-    """Return what identifies a user's model without loading it, 16 hexadecimal digits.
+    """Return 16 hexadecimal digits that identify a user's model, without loading it.
 
     Args:
-        name: a folder: the SHA-256 of its configuration and weights (names and bytes of the files). Or a name on the
-            Hub: the commit of the revision, so that no weights are fetched for it.
+        name: a folder, identified by the SHA-256 of its configuration and weights (file names and bytes); or a name on
+            the Hub, identified by the commit of the revision, so that no weights are fetched.
 
     Raises:
-        ValueError: no such model, an adapter, or a folder without configuration or without weights in safetensors
+        ValueError: there is no such model, it is an adapter, or the folder has no configuration or no safetensors
             files.
     """
     from transformers import AutoConfig
@@ -231,23 +231,23 @@ def origin_digest(name: str) -> str:
             commit = AutoConfig.from_pretrained(name, trust_remote_code=False)._commit_hash
         except (OSError, ValueError):
             commit = None
-        return commit[:16] if commit else base_digest(load(name)[0])  # which says what is wrong with the name
+        return commit[:16] if commit else base_digest(load(name)[0])  # load() says what is wrong with the name
     _refuse_adapter(name)
     if not (folder / "config.json").is_file():
         raise ValueError(f"model {name!r} is a folder without config.json: save it with save_pretrained().")
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"model {name!r} has no *.safetensors: other formats may hold code. Save it anew.")
+        raise ValueError(f"model {name!r} has no *.safetensors: other formats may hold code. Save it again.")
     found = hashlib.sha256()
     for path in (folder / "config.json", *files):
         found.update(path.name.encode() + b"\0")
         with open(path, "rb") as file:
-            hashlib.file_digest(file, lambda: found)  # goes on with what is hashed so far
+            hashlib.file_digest(file, lambda: found)  # adds to what is hashed so far
     return found.hexdigest()[:16]
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Return what identifies a tokenizer, its special tokens' roles and its chat template, 16 hexadecimal digits."""
+    """Return 16 hexadecimal digits that identify a tokenizer, its special tokens' roles and its chat template."""
     if backend := getattr(tokenizer, "backend_tokenizer", None):
         known = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("truncation", "padding")}
     else:

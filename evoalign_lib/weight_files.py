@@ -1,13 +1,13 @@
-"""The weights of a model as a read-only mapping that reads one tensor, or a part of one, at a time, as float32.
+"""A model's weights as a read-only mapping of float32 tensors, read one at a time or in parts.
 
-`weights` opens a Hugging Face folder, a PEFT LoRA adapter over a base, or the ledger of an ES run, without loading a
+`weights` opens a Hugging Face folder, a PEFT LoRA adapter over a base, or the ledger of an ES run without loading a
 model: names and shapes come from the files' headers, and the files are mapped into memory, not read. So two models of
 any size can be compared in the memory of a few parts of one tensor. (A ledger is the exception: its replay holds the
-model.)
+whole model.)
 
-A head that is tied to the embedding appears once, under the embedding's name. Files nearly always store it that way;
-where one stores both names with the same values, and its configuration does not say that they are untied, the head's is
-left out. Buffers that old files store among the weights (causal masks, rotary frequencies) are left out too.
+A head that is tied to the embedding appears once, under the embedding's name. Most files store it that way; if a file
+stores both names with the same values, and its configuration does not say that they are untied, the head is left out.
+Buffers that old files store among the weights (causal masks, rotary frequencies) are left out, too.
 """
 
 import json
@@ -26,40 +26,40 @@ from evoalign_lib import ledger, models
 from evoalign_lib.checks import require
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_PART = 1 << 20  # entries that are compared at once
+_PART = 1 << 20  # entries compared at a time
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings)\.weight$")
 _BUFFER = re.compile(r"\.(rotary_emb\.inv_freq|masked_bias)$")
 _MASK = re.compile(r"\.(attn|attention)\.bias$")
 _LORA = re.compile(r"(.+)\.lora_([AB])\.weight")
-# Initialisations after which the adapter's product starts from the weights of the base as they are.
+# Initialisations that leave the base's weights as they are.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-# What changes an adapter beyond a product of two matrices beside some weights.
+# Settings that make an adapter more than the product of two matrices added to some weights.
 _OTHER_KINDS = ("use_dora", "use_qalora", "use_bdlora", "lora_bias", "layer_replication", "target_parameters")
 _OTHER_KINDS += ("arrow_config", "trainable_token_indices", "alora_invocation_tokens")
 
 
 class StateDict(Mapping[str, Tensor]):
-    """Weights by canonical Hugging Face name, each read when it is asked for; made by `weights`."""
+    """Weights by canonical Hugging Face name, each read on access. Get one from `weights`."""
 
     source: str
     """what was opened"""
     shapes: dict[str, tuple[int, ...]]
-    """of each tensor, known without reading it"""
+    """shape of each tensor, known without reading it"""
     dtypes: frozenset[str]
-    """in which the tensors are stored, such as {"bfloat16"}: differences below its rounding are lost"""
+    """dtypes in which the tensors are stored, such as {"bfloat16"}: differences below their rounding are lost"""
     run: ledger.Ledger | None = None
     """the ledger, if one was opened"""
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
-        """Return the entries start to stop of a tensor in row-major order, float32 (stop - start,), a copy.
+        """Return a copy of the entries start to stop of a tensor in row-major order, float32 (stop - start,).
 
         Raises KeyError for an unknown name.
         """
         raise NotImplementedError
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read one tensor, float32 in its shape, a copy. Raises KeyError for an unknown name."""
+        """Return a copy of one tensor, float32 in its shape. Raises KeyError for an unknown name."""
         shape = self.shapes[name]
         return self.part(name, 0, math.prod(shape)).reshape(shape)
 
@@ -73,33 +73,33 @@ class StateDict(Mapping[str, Tensor]):
 
 
 def weights(source: str | os.PathLike[str], base: str | os.PathLike[str] | StateDict | None = None) -> StateDict:
-    """Open weights, to be read one tensor at a time as float32.
+    """Open a model's weights, to be read one tensor at a time as float32.
 
-    - A Hugging Face folder with safetensors files, one or several; a shipped base, such as "A0"; or a model in the
+    - A Hugging Face folder with one or several safetensors files; a shipped base, such as "A0"; or a model in the
       Hub's cache (nothing is fetched).
-    - A PEFT LoRA adapter: its base, as float32, plus scaling * B @ A, not rounded to the base's dtype. Known are
-      matrices beside linear layers, with ranks and alphas of their own where the adapter has patterns, and whole
-      weights saved with it (modules_to_save), which replace those of the base.
+    - A PEFT LoRA adapter: its base, as float32, plus scaling * B @ A, not rounded to the base's dtype. Supported are
+      matrices on linear layers, also with ranks and alphas that patterns in the adapter set per module, and whole
+      weights saved with the adapter (modules_to_save), which replace those of the base.
     - A run's ledger: the weights after its last step, replayed when the first of them is read. Names are those of the
-      loaded model; where a folder stores others (the head of GPT-NeoX, fused experts), write a folder of the ledger
-      first (evoalign replay --out).
+      loaded model; if the model's folder stores others (the head of GPT-NeoX, fused experts), first write a folder
+      from the ledger (evoalign replay --out).
 
     Args:
         source: folder or name of a model, folder of an adapter, or a file .jsonl or .jsonl.gz.
-        base: of an adapter: where it differs from the name that the adapter holds, or as weights opened already; of a
-            ledger: name or folder of the model that the run started from. None: the name in the adapter or ledger.
+        base: for an adapter: its base, if not at the place that the adapter names, or as opened weights; for a ledger:
+            name or folder of the model that the run started from. None: the name in the adapter or ledger.
 
     Returns:
-        The weights. Each reading is a copy; the files do not change.
+        The weights. Each read returns a copy; the files are not changed.
 
     Raises:
-        ValueError: no such file or folder; weights of other formats, which may hold code; quantised ones; tensors that
+        ValueError: no such file or folder; weights in other formats, which may hold code, or quantised; tensors that
             are not float32, bfloat16 or float16; a damaged file; an adapter of another kind or over another base; an
             invalid ledger. The message names the source and the remedy.
     """
     text = str(source)
     if text.endswith((".jsonl", ".jsonl.gz")):
-        require(not isinstance(base, StateDict), f"{text!r} is a ledger: give its base's name or folder, not weights.")
+        require(not isinstance(base, StateDict), f"{text!r} is a ledger: pass its base's name or folder, not weights.")
         return _Ledger(text, base)
     folder = _folder(text)
     if (folder / "adapter_config.json").is_file():
@@ -116,7 +116,7 @@ def _folder(source: str) -> Path:
     try:
         return Path(snapshot_download(source, local_files_only=True))
     except (OSError, ValueError) as error:
-        remedy = "give a folder with a model, a run's ledger.jsonl, or a name after hf download NAME"
+        remedy = "pass a folder with a model, a run's ledger.jsonl, or a name after hf download NAME"
         raise ValueError(f"{source!r} does not exist, here or in the Hub's cache: {remedy}.") from error
 
 
@@ -137,19 +137,19 @@ def _open(path: Path) -> Any:
 
 
 class _Files(StateDict):
-    """A folder's safetensors files, mapped into memory."""
+    """The safetensors files of a folder, mapped into memory."""
 
     def __init__(self, folder: Path, source: str):
         self.source = source
         configuration = _json(folder / "config.json") if (folder / "config.json").is_file() else {}
         quantised = configuration.get("quantization_config")
         what = f"{source!r} is quantised (quantization_config={quantised!r:.200})"
-        require(not quantised, f"{what}: give the model as it was before.")
+        require(not quantised, f"{what}: pass the unquantised model.")
         self._files: dict[str, Any] = {}
         for path, expected in _shards(folder, source).items():
             file = _open(path)
             missing = sorted(expected - set(file.keys()))
-            require(not missing, f"{path} lacks {missing[:1]}, which the index says it has: fetch the folder again.")
+            require(not missing, f"{path} lacks {missing[:1]}, which the index lists: fetch the folder again.")
             self._files |= dict.fromkeys(sorted(file.keys()), file)
         self.shapes, stored = {}, set()
         for name, file in self._files.items():
@@ -157,7 +157,7 @@ class _Files(StateDict):
             shape, dtype = tuple(entries.get_shape()), entries.get_dtype()
             if _BUFFER.search(name) or (_MASK.search(name) and len(shape) == 4):
                 continue
-            kind = f"{name!r} of {source!r} is stored as {dtype}, which is not read"
+            kind = f"{name!r} of {source!r} is stored as {dtype}, which is not supported"
             require(dtype in _DTYPES, f"{kind}: save the model as one of {', '.join(_DTYPES)}.")
             self.shapes[name] = shape
             stored.add(_DTYPES[dtype])
@@ -182,7 +182,7 @@ class _Files(StateDict):
 
 
 def _shards(folder: Path, source: str) -> dict[Path, set[str]]:
-    """Return a folder's weight files, and the names that an index promises of each."""
+    """Return a folder's weight files, each with the names that the index says it holds."""
     name, index = "model.safetensors", folder / "model.safetensors.index.json"
     if (folder / name).is_file() or not index.is_file():
         return {_safetensors(folder, name, source): set()}
@@ -191,7 +191,7 @@ def _shards(folder: Path, source: str) -> dict[Path, set[str]]:
     require(isinstance(places, dict) and places, f"{index} has no weight_map: fetch the folder again.")
     for name, file in places.items():
         there = Path(str(file)).name == file and (folder / file).is_file()
-        require(there, f"{index} places {name!r} in {file!r}, which is no file there: fetch the folder again.")
+        require(there, f"{index} places {name!r} in {file!r}, which is not a file there: fetch the folder again.")
         shards.setdefault(folder / file, set()).add(name)
     return shards
 
@@ -199,13 +199,13 @@ def _shards(folder: Path, source: str) -> dict[Path, set[str]]:
 def _safetensors(folder: Path, name: str, source: str) -> Path:
     run, there = folder / ledger.NAME, (folder / name).is_file()
     require(there or not run.is_file(), f"{source!r} holds no model, but a ledger: give {str(run)!r}.")
-    why = "other formats may hold code and are not read. Save it anew (save_pretrained())."
+    why = "other formats may hold code and are not read. Save the model again with save_pretrained()."
     require(there, f"{source!r} has no {name}: {why}")
     return folder / name
 
 
 class _Adapter(StateDict):
-    """A LoRA adapter's base plus its products, each computed when it is read."""
+    """A LoRA adapter's base plus its low-rank products, each computed when it is read."""
 
     def __init__(self, folder: Path, base: str | os.PathLike[str] | StateDict | None):
         self.source = str(folder)
@@ -226,24 +226,24 @@ class _Adapter(StateDict):
                 self._whole[name] = key
         for name in (*factors, *self._whole):
             tied = " (a head tied to the embedding has no weights of its own)" if name.endswith(_HEADS) else ""
-            self._require(name in self.shapes, f"it moves {name!r}, which its base does not have{tied}")
+            self._require(name in self.shapes, f"it changes {name!r}, which its base does not have{tied}")
         for name, key in self._whole.items():
             shape, wanted = tuple(self._file.get_slice(key).get_shape()), self.shapes[name]
-            self._require(shape == wanted, f"{name!r} has the shape {shape}, in its base {wanted}")
+            self._require(shape == wanted, f"{name!r} has the shape {shape}, but in its base {wanted}")
         self._transposed = bool(settings.get("fan_in_fan_out"))
         self._factors = {name: self._product(name, keys, settings) for name, keys in factors.items()}
         self.dtypes = frozenset({"float32"})
 
     def _require(self, holds: Any, why: str) -> None:
-        remedy = "merge it in PEFT (merge_and_unload(), then save_pretrained(), in float32) and give that folder"
-        require(holds, f"the adapter {self.source!r} is not read: {why}: {remedy}.")
+        remedy = "merge it with PEFT (merge_and_unload(), then save_pretrained(), in float32) and pass that folder"
+        require(holds, f"the adapter {self.source!r} cannot be read: {why}: {remedy}.")
 
     def _open_base(self, named: Any, base: str | os.PathLike[str] | StateDict | None) -> StateDict:
         if isinstance(base, StateDict):
             return base
-        require(base or named, f"the adapter {self.source!r} does not name its base: give it as base.")
+        require(base or named, f"the adapter {self.source!r} does not name its base: pass it as base.")
         base = str(named if base is None else base)
-        remedy = "give that base, or correct base_model_name_or_path in its adapter_config.json"
+        remedy = "pass that base, or correct base_model_name_or_path in its adapter_config.json"
         other = f"the adapter {self.source!r} was trained over {named!r}, not over {base!r}: {remedy}."
         require(not named or _same_model(str(named), base), other)
         found = _folder(base)
@@ -252,20 +252,20 @@ class _Adapter(StateDict):
         return _Files(found, base)
 
     def _product(self, name: str, keys: Mapping[str, str], settings: Mapping[str, Any]) -> tuple[Tensor, Tensor, float]:
-        """Return left and right, float32, and the scaling: scaling * left @ right is added to the weight."""
+        """Return the float32 matrices left and right and the scaling: the weight gains scaling * left @ right."""
         self._require(keys.keys() == {"A", "B"}, f"{name!r} has only one of its two matrices")
         a, b = (self._file.get_tensor(keys[side]).float() for side in "AB")
-        self._require(len(self.shapes[name]) == a.ndim == b.ndim == 2, f"{name!r} is no matrix")
+        self._require(len(self.shapes[name]) == a.ndim == b.ndim == 2, f"{name!r} is not a matrix")
         module = name.removesuffix(".weight")
         try:
             rank = int(_of_pattern(settings.get("rank_pattern"), module, settings["r"]))
             alpha = float(_of_pattern(settings.get("alpha_pattern"), module, settings["lora_alpha"]))
         except (re.error, KeyError, TypeError, ValueError) as error:
-            self._require(False, f"its ranks and alphas are not those of LoRA, no pattern or number ({error!r})")
+            self._require(False, f"one of its ranks or alphas is no pattern or no number ({error!r})")
         left, right = (a.T, b.T) if self._transposed else (b, a)
         fits = a.shape[0] == b.shape[1] == rank and (left.shape[0], right.shape[1]) == self.shapes[name]
         matrices = f"{tuple(b.shape)} and {tuple(a.shape)} with rank {rank}"
-        self._require(fits, f"{name!r} has matrices of {matrices}, in its base the shape {self.shapes[name]}")
+        self._require(fits, f"{name!r} has matrices {matrices}, but its base has the shape {self.shapes[name]}")
         return left, right, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
@@ -276,14 +276,14 @@ class _Adapter(StateDict):
         if name in self._factors and stop > start:
             left, right, scaling = self._factors[name]
             columns = self.shapes[name][1]
-            first, last = start // columns, -(-stop // columns)  # whole rows, of which a part is taken
+            first, last = start // columns, -(-stop // columns)  # the rows that hold the requested entries
             added = scaling * (left[first:last] @ right)
             entries += added.reshape(-1)[start - first * columns : stop - first * columns]
         return entries
 
 
 def _of_pattern(patterns: Any, module: str, default: Any) -> Any:
-    """Return a module's own rank or alpha, where a pattern names it as PEFT matches them."""
+    """Return a module's rank or alpha: that of the first pattern that matches as in PEFT, or the default."""
     named = (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", module))
     return next(named, default)
 
@@ -291,17 +291,17 @@ def _of_pattern(patterns: Any, module: str, default: Any) -> Any:
 def _same_model(named: str, base: str) -> bool:
     one, other = models.place(named), models.place(base)
     same = one == other or os.path.realpath(one) == os.path.realpath(other)
-    # a folder may be a copy of the model that the adapter names by another place
+    # a folder may be a copy of the model that the adapter names by its Hub name or another path
     return same or (not (os.path.isdir(one) and os.path.isdir(other)) and Path(one).name == Path(other).name)
 
 
 class _Ledger(StateDict):
-    """The weights after the last step of an ES run; the replay is done when the first of them is read."""
+    """The weights after the last step of an ES run, replayed when the first of them is read."""
 
     def __init__(self, source: str, base: str | os.PathLike[str] | None):
         self.source, self._model = source, base
         self.run: ledger.Ledger = ledger.read(source)
-        remedy = "write the model or adapter of its last step (evoalign replay --out FOLDER), and give that folder"
+        remedy = "write the model or adapter of its last step (evoalign replay --out FOLDER), and pass that folder"
         require(self.run.settings["frozen"] is None, f"the run of {source} moves a part of its model only: {remedy}.")
         self.shapes = {name: tuple(s) for name, s in ledger.unpack_shapes(self.run.header["model"]["parameters"])}
         self.dtypes = frozenset({"float32"})
@@ -309,7 +309,7 @@ class _Ledger(StateDict):
     @cached_property
     def _tensors(self) -> dict[str, Any]:
         model = self._model or self.run.header["model"]["name"]
-        require(model, f"{self.source} does not name the model that the run started from: give it as base.")
+        require(model, f"{self.source} does not name the model that the run started from: pass it as base.")
         return ledger.replay_by_name(self.run, model)
 
     def part(self, name: str, start: int, stop: int) -> Tensor:

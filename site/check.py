@@ -1,7 +1,7 @@
-"""Check a built site: links to pages and places in them, and that no page loads anything from another host.
+"""Check a built site: links to pages and anchors work, and no page loads anything from another host.
 
-`python site/check.py FOLDER` prints what is wrong, one line each, and then ends with status 1. Links to other hosts,
-which a reader follows or not, are not fetched.
+`python site/check.py FOLDER` prints one line per fault and exits with status 1 if there is any. Links to other hosts
+are not fetched.
 """
 
 import re
@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-# Of a <link> with these relations nothing is loaded.
+# A browser loads nothing for a <link> with these relations.
 _NOT_LOADED = {"author", "canonical", "index", "next", "prev", "search", "license"}
 _ADDRESSES = ("src", "data", "poster", "action", "href", "xlink:href")
 _IN_CSS = re.compile(r"""url\(\s*["']?(.*?)["']?\s*\)|@import\s+["'](.*?)["']""")
@@ -21,7 +21,7 @@ _IN_SCRIPT = re.compile(
 
 
 class _Page(HTMLParser):
-    """The places of a page that links can lead to, its links, and what it loads."""
+    """A page's anchors, its links, and the addresses that it loads."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -54,10 +54,10 @@ def _in_css(text: str) -> list[str]:
 
 
 def problems(folder: Path) -> Iterator[str]:
-    """Yield what is wrong with the site in a folder, in one line each. Raises FileNotFoundError where there is none."""
+    """Yield the faults of the site in a folder, one line each. Raises FileNotFoundError if there is no site."""
     folder = folder.resolve()
     if not (folder / "index.html").is_file():
-        raise FileNotFoundError(f"{folder} has no index.html: build the site there")
+        raise FileNotFoundError(f"{folder} has no index.html: build the site there.")
     pages = {path: _Page(path) for path in sorted(folder.rglob("*.html"))}
     for path, page in pages.items():
         for link in page.links:
@@ -75,16 +75,16 @@ def problems(folder: Path) -> Iterator[str]:
 
 
 def _fault(address: str, path: Path, folder: Path, pages: dict[Path, _Page], followed: bool) -> str:
-    """Return what is wrong with an address in a file; empty: nothing. followed: by a reader, and not loaded."""
+    """Return what is wrong with an address in a file, or "". followed: by a reader, not loaded by the page."""
     parts = urlsplit(address)
     if parts.scheme or parts.netloc:
         good = ("http", "https", "mailto") if followed else ("data",)
-        return "" if parts.scheme in good and (followed or not parts.netloc) else "is of another host, or no page"
+        return "" if parts.scheme in good and (followed or not parts.netloc) else "is on another host, or is not a page"
     target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
     if not (target.is_relative_to(folder) and target.is_file()):
-        return "is no file of the site"
+        return "is not a file of the site"
     if followed and parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].ids:
-        return "leads to a place that the page does not have"
+        return "leads to an anchor that the page does not have"
     return ""
 
 
@@ -93,5 +93,5 @@ if __name__ == "__main__":
         sys.exit("usage: python site/check.py FOLDER")
     _found = list(problems(Path(sys.argv[1])))
     print(*_found, sep="\n", end="\n" if _found else "")
-    print(f"{len(_found) or 'no'} broken links or addresses of other hosts")
+    print(f"{len(_found) or 'no'} broken links or addresses on other hosts")
     sys.exit(bool(_found))

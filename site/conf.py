@@ -1,7 +1,7 @@
-"""Sphinx's settings of the site. Nothing is fetched, neither when it is built nor when a page is viewed.
+"""Sphinx settings for the site. Nothing is fetched, neither when it is built nor when a page is viewed.
 
-`pages.py` writes the pages, `mathml.py` turns formulas into MathML, `check.py` reads what was built. Docstrings are in
-Google style or plain prose, with words in single backticks and lists.
+`pages.py` writes the pages, `mathml.py` turns formulas into MathML, `check.py` checks the built site. Docstrings are in
+Google style or plain prose with lists and code in single backticks.
 """
 
 import importlib
@@ -27,24 +27,24 @@ myst_enable_extensions = ["amsmath", "attrs_inline", "colon_fence", "dollarmath"
 myst_dmath_double_inline = True
 myst_heading_anchors = 4
 
-napoleon_use_ivar = True  # fields have descriptions of their own
-smartquotes = False  # quotes in docstrings are those of Python
+napoleon_use_ivar = True  # fields have their own descriptions
+smartquotes = False  # quotes in docstrings are Python's
 
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_default_options = {"members": True, "ignore-module-all": True, "no-value": True}
 autodoc_typehints_format = "short"
-# Shown by these names, not by what they stand for.
+# Type aliases that are shown by name, not expanded.
 _NAMES = ("ArrayLike", "RewardFunction")
 autodoc_type_aliases = {name: name for name in _NAMES}
-# A bare name in a type that two modules have: the link may lead to either.
+# A bare name in a type may exist in two modules; the link may lead to either.
 suppress_warnings = ["ref.python"]
 python_maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 add_module_names = False
 
 html_theme = "furo"
-# Colours of verdicts, in site.css.
+# Colours of verdicts, used in site.css.
 html_theme_options = {
     "light_css_variables": {
         "verdict-supported": "#1a7f37",
@@ -70,10 +70,10 @@ _ITEM = r"(?:-|\d+\.) "
 
 
 def _plain_prose(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Make plain prose reStructuredText: its signs escaped, words in backticks code, lists set apart."""
-    text = re.sub(r"^( +[\w*, ]+,)\n +", r"\1 ", "\n".join(lines), flags=re.M)  # names of arguments on two lines
+    """Turn plain prose into reStructuredText: escape its markup, set backticks as code, separate lists."""
+    text = re.sub(r"^( +[\w*, ]+,)\n +", r"\1 ", "\n".join(lines), flags=re.M)  # join names of arguments on two lines
     joined = 1
-    while joined:  # an item on one line leaves nothing to indent
+    while joined:  # join the lines of a list item, so that nothing needs indenting
         text, joined = re.subn(rf"^(\s*{_ITEM}.*)\n +(?!{_ITEM})(?=\S)", r"\1 ", text, flags=re.M)
     text = re.sub(rf"^(?!{_ITEM})(\S.*)\n(?={_ITEM})", r"\1\n\n", text, flags=re.M)
     text = re.sub(rf"^({_ITEM}.*)\n(?!{_ITEM})(?=\S)", r"\1\n\n", text, flags=re.M)
@@ -85,7 +85,7 @@ def _escaped(text: str) -> str:
     parts = re.split(r"`+([^`]+)`+", text)
     parts[::2] = [re.sub(r"[\\*|]|(?<=\w)_(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
     parts[1::2] = [f"``{part}``" for part in parts[1::2]]
-    for n in range(1, len(parts), 2):  # an empty sign between code and the letters that touch it
+    for n in range(1, len(parts), 2):  # separate code from letters that touch it, without a space
         parts[n - 1] += "\\ " if parts[n - 1][-1:].isalnum() else ""
         parts[n + 1] = ("\\ " if parts[n + 1][:1].isalnum() else "") + parts[n + 1]
     return "".join(parts)
@@ -94,13 +94,13 @@ def _escaped(text: str) -> str:
 def _signature(
     app: Any, what: str, name: str, obj: Any, options: Any, signature: str | None, result: str | None
 ) -> tuple[str | None, ...]:
-    """Show the names in `autodoc_type_aliases` within types, too, and a default made at each call as ..."""
+    """Show the names in `autodoc_type_aliases` inside types, too, and show default factories as ..."""
     shown = (text and re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text) for text in (signature, result))
     return tuple(text and text.replace("<factory>", "...") for text in shown)
 
 
 def setup(app: Any) -> None:
-    """Have docstrings escaped before napoleon makes sections of them, and the library imported before Sphinx forks."""
+    """Escape docstrings before napoleon splits them into sections, and import the library before Sphinx forks."""
     app.connect("autodoc-process-docstring", _plain_prose, priority=400)
     app.connect("autodoc-process-signature", _signature)
     app.connect("env-before-read-docs", _import_first)

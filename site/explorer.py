@@ -1,8 +1,8 @@
-"""Make the solve explorer: which model solves which test problem, and what it writes, as one block of HTML.
+"""Build the solve explorer, one block of HTML: which model solves which test problem, and what it writes.
 
 All numbers come from records of kinds "coverage" and "answers", the problems from the fixed test set; no model is run.
-`explorer.html` is the page's markup, style and script, into which the data go as JSON. The script shows texts as text,
-and what stands in the page for them holds no sign that HTML or Markdown reads.
+`explorer.html` has the page's markup, style and script; the data are inserted as JSON. The script displays texts as
+plain text, and their JSON contains no character that HTML or Markdown would interpret.
 """
 
 import json
@@ -14,63 +14,63 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 MOST = 600_000
-"""Bytes of the block, at most."""
+"""Largest size of the block in bytes."""
 CATEGORIES = ("kept", "won", "lost", "out")
-"""Fields of `coverage.Support`, in the order of the columns; a problem's category is one of their initials."""
+"""Fields of `coverage.Support` in the order of the columns; a problem's category is the initial of one of them."""
 SOLVED = 0.5
-"""Chance within `coverage.SOLVED_WITHIN` samples from which on a problem counts as solved, where one is counted."""
+"""Chance of a right answer within `coverage.SOLVED_WITHIN` samples from which a problem counts as solved."""
 TEMPERATURES = ("t1", "t0.6")
 DECODINGS = ("greedy", "t1")
 _RIGHT, _WRONG, _NO_ANSWER = "+", "-", "!"
-# What HTML could read as markup or Markdown as the end of a fence, and line ends of JavaScript.
+# Characters that could be markup in HTML, end a fence in Markdown, or end a line in JavaScript.
 _ESCAPED = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&'`\u2028\u2029"}
 
 
 class Model(NamedTuple):
-    """The base, or all runs of one setting, which differ in their seeds alone."""
+    """The base, or all runs of one setting, which differ only in their seeds."""
 
     label: str
     coverage: Sequence[Mapping[str, Any]]
-    """a record of kind "coverage" for each run"""
+    """each run's record of kind "coverage" """
     answers: Sequence[Mapping[str, Any] | None]
-    """a record of kind "answers" for each run, None where there is none"""
+    """each run's record of kind "answers", None where there is none"""
 
 
 def block(results: str) -> str:
-    """Return the page's HTML, made of the records of a file below paper/results, such as "notebook/tiny.jsonl"."""
+    """Return the page's HTML from the records of a file below paper/results, such as "notebook/tiny.jsonl"."""
     from evoalign_study import paths, records
 
     return html(data(records.read_records(paths.RESULTS / results)))
 
 
 def html(found: Mapping[str, Any]) -> str:
-    """Return the page's HTML with the data of `data` in it. Raises ValueError for a page over 600 kB."""
+    """Return the page's HTML with the result of `data` inserted. Raises ValueError for a page over 600 kB."""
     page = (HERE / "explorer.html").read_text(encoding="utf-8")
     head, marker, tail = page.partition("__DATA__")
     if not marker or "__DATA__" in tail:
-        raise ValueError("explorer.html has to say __DATA__ once, where the data go")
+        raise ValueError("explorer.html must contain __DATA__ exactly once, where the data go.")
     made = head + embedded(found) + tail
     if len(made) > MOST:
-        raise ValueError(f"the explorer has {len(made)} bytes, at most {MOST} are allowed: show fewer models or runs")
+        raise ValueError(f"the explorer has {len(made)} bytes, but at most {MOST} are allowed: show fewer runs.")
     return made
 
 
 def embedded(value: Any) -> str:
-    """Return a value as JSON in ASCII that may stand in an element of HTML, and in a fence of Markdown."""
+    """Return a value as ASCII JSON that is safe inside an HTML element and a Markdown fence."""
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).translate(_ESCAPED)
 
 
 def data(found: Sequence[Mapping[str, Any]], base: str = "A0") -> dict[str, Any]:
-    """Return what the page shows.
+    """Return the data that the page shows.
 
     Args:
-        found: records; of other kinds, bases and numbers of problems than the base's none is shown.
-        base: that the models started from.
+        found: records; those of other kinds or bases, or with another number of problems than the base's, are left out.
+        base: the model that training started from.
 
     Returns:
-        `problems`, numbers and target of each; `listed`, its right answers that are listed; `models`, of `_shown`, the
-        base first; and `texts`, of each problem what the models wrote, with a sign before it: + right, - wrong,
-        ! without an answer.
+        `problems`, the numbers and target of each; `listed`, the right answers listed for each; `models`, the results
+        of `_shown`, the base first; and `texts`, what the models wrote for each problem, each text preceded by a sign:
+        + right, - wrong, ! without an answer.
 
     Raises:
         ValueError: there is no record of what the base can solve.
@@ -94,9 +94,9 @@ def data(found: Sequence[Mapping[str, Any]], base: str = "A0") -> dict[str, Any]
 
 
 def models(found: Sequence[Mapping[str, Any]], base: str = "A0") -> list[Model]:
-    """Return the models that have records of kind "coverage", the base first, arms in the order of their table.
+    """Return the models that have records of kind "coverage", the base first, arms in the order of `arms.ARMS`.
 
-    Raises ValueError where the base has none.
+    Raises ValueError if the base has none.
     """
     from evoalign_lib.files import canonical_json
 
@@ -105,11 +105,11 @@ def models(found: Sequence[Mapping[str, Any]], base: str = "A0") -> list[Model]:
         return [record for record in asked if record["status"] == "finished"]
 
     solved: dict[str, Mapping[str, Any]] = {}
-    # of two records of one model, which differ in their samples, the smaller is the one that the notebook tabulates
+    # if a model has two records with different numbers of samples, the notebook tabulates the one with fewer
     for record in sorted(mine("coverage"), key=lambda r: r["spec"]["coverage_samples"]):
         solved.setdefault(canonical_json(record["spec"].get("end")), record)
     if "null" not in solved:
-        raise ValueError(f"no record says what base {base!r} can solve: run the notebook of these records")
+        raise ValueError(f"no record says what base {base!r} can solve: run the notebook of these records.")
     n = solved["null"]["n"]
     answered = {canonical_json(r["spec"].get("end")): r for r in mine("answers") if r["n"] == n}
     groups: dict[str, list[str]] = {}
@@ -125,7 +125,7 @@ def models(found: Sequence[Mapping[str, Any]], base: str = "A0") -> list[Model]:
 
 
 def _setting(end: Mapping[str, Any] | None) -> Any:
-    """Return what is common to the ends of runs that differ in their seeds alone."""
+    """Return the part of an end's spec that runs share if they differ only in their seeds."""
     if end is None:
         return None
     run = dict(end["of"]["run"])
@@ -135,7 +135,7 @@ def _setting(end: Mapping[str, Any] | None) -> Any:
 
 
 def _place(end: Mapping[str, Any] | None) -> tuple[Any, ...]:
-    """Return where a model stands: base, arms, means of runs, runs in two parts; of one arm the longest run first."""
+    """Return a sort key: base, arms, means of runs, runs in two parts; within an arm the longest run first."""
     from evoalign_lib import arms
 
     if end is None:
@@ -152,7 +152,7 @@ def _place(end: Mapping[str, Any] | None) -> tuple[Any, ...]:
 
 
 def _labels(ends: Mapping[str, Mapping[str, Any] | None]) -> dict[str, str]:
-    """Return what each model is called: by its arm, and where several are of one arm, by what sets them apart."""
+    """Return each model's label: its arm and, if several models share the arm, the settings in which they differ."""
     from evoalign_study import style
 
     from evoalign_lib import arms
@@ -190,13 +190,13 @@ def _labels(ends: Mapping[str, Mapping[str, Any] | None]) -> dict[str, str]:
 
 
 def _shown(model: Model, base: Model, texts: Sequence[dict[str, int]]) -> dict[str, Any]:
-    """Return what the page has of a model, and add what it wrote to the texts of each problem.
+    """Return the page's data for a model, and add what it wrote to the texts of each problem.
 
     The result has `label` and `runs`; for each temperature `p`, the chance that one sample is right, and `k`, that one
-    of 256 is, means over runs (`records.pack_probabilities`); `greedy`, the runs that are right (`pack_integers`);
-    `categories`, an initial for each problem, of what is solved with a chance of at least a half; `expected`, the
-    expected counts, means over runs; and `wrote`, decoding -> a row of places in the texts for each run with a record
-    of its answers, None where no run has one.
+    of 256 is, both means over runs (`records.pack_probabilities`); `greedy`, the number of runs that are right
+    (`pack_integers`); `categories`, an initial per problem, where solved means a chance of at least a half; `expected`,
+    the expected counts, means over runs; and `wrote`, decoding -> for each run with a record of its answers a row of
+    indices into the texts; None if no run has one.
     """
     from evoalign_study.records import pack_integers, pack_probabilities, unpack_bits, unpack_probabilities
 

@@ -1,4 +1,4 @@
-"""A Sphinx extension: LaTeX formulas become MathML when the site is built, so that no script has to run in the page."""
+"""A Sphinx extension that turns LaTeX formulas into MathML at build time, so that pages need no script for them."""
 
 import re
 from html import escape
@@ -10,15 +10,15 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 
 _logger = logging.getLogger(__name__)
-# Environments that number their lines: Sphinx numbers formulas, once each.
+# Environments that number every line; they are starred, because Sphinx numbers each formula once.
 _NUMBERED = re.compile(r"\\(begin|end)\{(align|alignat|equation|flalign|gather|multline)\}")
 _COLOURS = re.compile("\x1b\\[[0-9;]*m")
 
 
 def to_mathml(latex: str, display: bool) -> str:
-    """Return a formula as MathML. Raises ValueError, with the place of the fault, for what is no LaTeX of formulas.
+    """Return a formula as MathML. Raises ValueError, with the place of the fault, for invalid LaTeX.
 
-    display: set on a line of its own.
+    display: whether the formula is on a line of its own.
     """
     latex = _NUMBERED.sub(r"\\\1{\2*}", latex)
     try:
@@ -52,6 +52,6 @@ def _block(translator: Any, node: nodes.math_block) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Register the renderer; `html_math_renderer` chooses it."""
+    """Register the renderer, which `html_math_renderer` selects."""
     app.add_html_math_renderer("mathml", (_inline, None), (_block, None))
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,8 +1,8 @@
-"""Write the sources of the site into a folder: its own pages, the notebooks, and pages made of what is committed.
+"""Write the site's sources into a folder: its own pages, the notebooks, and pages generated from committed files.
 
 `python site/pages.py FOLDER`. Nothing is computed or executed here: notebooks keep their committed outputs, claims and
-figures are those in paper/ and figures/. A page of this folder says by a comment what is to stand in its place, such as
-`<!-- include readme: make quickstart -->`: `_INCLUDES` has them all.
+figures are those in paper/ and figures/. In the pages beside this file, comments such as
+`<!-- include readme: make quickstart -->` are replaced by content; `_INCLUDES` lists them all.
 """
 
 import ast
@@ -25,16 +25,16 @@ from urllib.parse import unquote
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PACKAGE = "evoalign_lib"
-# Committed texts that are pages of their own; README.md is part of several.
+# Committed texts -> their pages; README.md is spread over several pages.
 TEXTS = {"CONTRIBUTING.md": "contributing.md", "LOG.md": "log.md", "README.md": "index.md"}
-# What `make paper` compiles; the site has it if it is there when the site is built.
+# The PDF that `make paper` compiles; the site includes it if it exists when the site is built.
 PAPER = "runs/paper/main.pdf"
-# What a notebook's page says below its title of pages that show more of its records: name of the notebook -> Markdown.
+# Notebook -> Markdown below its title that links to a page with more of its records.
 BESIDE = {
     "07_solution_coverage": "The [solve explorer](../explorer.md) shows every test problem, which model solves it, and "
     "what the models wrote.",
 }
-# The groups of the reference, by the first part of a module's name; the library has what the other has not.
+# Groups of the reference -> first parts of their modules' names; "Library" holds all that is in no other group.
 GROUPS = {"Library": (), "Analysis": ("analysis",)}
 
 
@@ -50,14 +50,14 @@ class Notebook(NamedTuple):
     """A committed notebook."""
 
     name: str
-    """of its file, without suffix"""
+    """file name without suffix"""
     number: str
     """as claims refer to it, such as "01" """
     title: str
     answers: tuple[str, ...]
-    """Markdown: the questions with their answers that it prints; where it prints none, its first paragraph"""
+    """Markdown: the questions and answers that it prints; if it prints none, its first paragraph"""
     figures: tuple[Figure, ...]
-    """in the order in which it draws them"""
+    """in the order in which the notebook draws them"""
 
 
 def write(folder: Path) -> None:
@@ -90,7 +90,7 @@ def write(folder: Path) -> None:
 
 @cache
 def notebooks() -> tuple[Notebook, ...]:
-    """Return the committed notebooks by number. Raises ValueError for one that does not begin with a title."""
+    """Return the committed notebooks, sorted by number. Raises ValueError if one does not begin with a title."""
     manifest = json.loads((ROOT / "paper/generated/manifest.json").read_text(encoding="utf-8"))["artefacts"]
     found = []
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
@@ -98,7 +98,7 @@ def notebooks() -> tuple[Notebook, ...]:
         cells = ["".join(cell["source"]) for cell in content]
         title, _, rest = cells[0].partition("\n")
         if not title.startswith("# "):
-            raise ValueError(f"{path.name} begins with {title[:60]!r}: a notebook begins with its title, '# ...'")
+            raise ValueError(f"{path.name} begins with {title[:60]!r}: begin it with its title, '# ...'")
         first = rest.strip().split("\n\n")[0] or cells[1].split("\n\n")[0]
         answers = _answers(content) or [_from_top(first, f"notebooks/{path.name}")]
         drawn = [n for n, entry in manifest.items() if entry["kind"] == "figure" and entry["notebook"] == path.stem]
@@ -112,7 +112,7 @@ def notebooks() -> tuple[Notebook, ...]:
 
 
 def _answers(cells: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return what the first list of questions and answers says that a notebook prints (`artifacts.answers`)."""
+    """Return the questions and answers in the first such list that a notebook prints (`artifacts.answers`)."""
     for output in (output for cell in cells for output in cell.get("outputs", ())):
         html = "".join(output.get("data", {}).get("text/html", ""))
         if html.startswith('<div class="answers">'):
@@ -124,9 +124,9 @@ def _answers(cells: Iterable[Mapping[str, Any]]) -> list[str]:
 
 @cache
 def claims() -> tuple[dict[str, Any], ...]:
-    """Return the declared claims in their order, each with what claims.csv says of it, by the names of its columns.
+    """Return the declared claims in order, each with its row of claims.csv, under the names of the columns.
 
-    Raises ValueError where claims.yaml and the generated verdicts are not of the same claims.
+    Raises ValueError if claims.yaml and the generated verdicts do not have the same claims.
     """
     import yaml
 
@@ -141,7 +141,7 @@ def claims() -> tuple[dict[str, Any], ...]:
 
 @cache
 def modules() -> tuple[str, ...]:
-    """Return the full names of the library's public modules, packages before what they hold."""
+    """Return the full names of the library's public modules, packages before their modules."""
     found = []
     for path in (ROOT / PACKAGE).rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -152,7 +152,7 @@ def modules() -> tuple[str, ...]:
 
 
 def _caption(name: str) -> str:
-    """Return the caption of a figure, which its TeX file has, as plain text."""
+    """Return a figure's caption from its TeX file, as plain text."""
     from evoalign_study.rendering import tex_plain
 
     text = (ROOT / "paper/generated" / f"{name}.tex").read_text(encoding="utf-8")
@@ -167,20 +167,20 @@ def _included(text: str) -> str:
     def replace(found: re.Match[str]) -> str:
         name, argument = found[1], (found[2] or "").strip()
         if name not in _INCLUDES:
-            raise ValueError(f"{found[0]}: there is no such include, only {', '.join(_INCLUDES)}")
+            raise ValueError(f"{found[0]}: there is no such include. Use one of {', '.join(_INCLUDES)}.")
         return _INCLUDES[name](argument)
 
     return re.sub(r"<!-- include (\w+)(?:: (.*?))? -->", replace, text)
 
 
 def _lead(_: str) -> str:
-    """What the README says before its first section."""
+    """Return the README's text between its title and its first section."""
     text = re.sub(r"\A# .*\n", "", (ROOT / "README.md").read_text(encoding="utf-8"))
     return re.split(r"^## ", text, maxsplit=1, flags=re.M)[0].strip()
 
 
 def _findings_of_readme(_: str) -> str:
-    """The README's findings: what stands in the section of the table of claims, above that table."""
+    """Return the README's findings: the text above the table of claims in its section."""
     return _section("README.md", "<!-- claims -->").partition("<!-- claims -->")[0].strip()
 
 
@@ -189,7 +189,7 @@ def _readme(marker: str) -> str:
 
 
 def _paper(_: str) -> str:
-    """A link to the paper's PDF, or how it is made."""
+    """Return a link to the paper's PDF, or the command that builds it."""
     return f"[the paper]({PAPER}) (PDF)" if (ROOT / PAPER).is_file() else "the paper (`make paper` compiles its PDF)"
 
 
@@ -198,11 +198,11 @@ def _contributing(marker: str) -> str:
 
 
 def _section(file: str, marker: str) -> str:
-    """Return the section of a committed text that holds a marker, without its heading."""
+    """Return the section of a committed text that contains a marker, without its heading."""
     sections = re.split(r"^## .*\n", (ROOT / file).read_text(encoding="utf-8"), flags=re.M)[1:]
     found = [section for section in sections if marker in section]
     if len(found) != 1:
-        raise ValueError(f"{len(found)} sections of {file} hold {marker!r}: one has to, a page of site/ shows it")
+        raise ValueError(f"{len(found)} sections of {file} contain {marker!r}: exactly one must, for a page of site/.")
     return found[0].strip()
 
 
@@ -242,7 +242,7 @@ def _claim_table(_: str) -> str:
 
 
 def _key(claim: Mapping[str, Any]) -> str:
-    """The comparison that speaks most against a claim; where there is none, the first thing that is said of it."""
+    """Return the comparison that speaks most against a claim, or, if there is none, its first finding."""
     return claim.get("key") or _findings(claim)[0]
 
 
@@ -306,12 +306,12 @@ def _figures(_: str) -> str:
 
 
 def _explorer(results: str) -> str:
-    """The solve explorer of a file of records, in a fence that shows HTML as it is."""
+    """Return the solve explorer for a file of records, in a fence for raw HTML."""
     return f"```{{raw}} html\n{_beside('explorer').block(results)}\n```"
 
 
 def _beside(name: str) -> ModuleType:
-    """Import a module of this folder, which is no package and not on the path of every caller."""
+    """Import a module of this folder, which is not a package and may not be on the caller's path."""
     spec = importlib.util.spec_from_file_location(f"site_{name}", HERE / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -323,7 +323,7 @@ def _api(_: str) -> str:
     for title in GROUPS:
         names = [name for name in modules() if _group_of(name) == title]
         rows = [(f"[{_short(name)}](api/{name}.md)", _summary(name)) for name in names]
-        lines += [f"## {title}", "", _table(("module", "what it has"), rows), ""]
+        lines += [f"## {title}", "", _table(("module", "contents"), rows), ""]
     return "\n".join(lines)
 
 
@@ -364,13 +364,13 @@ def _module_page(name: str) -> str:
     lines = [f"# {name}", "", "```{eval-rst}", f".. automodule:: {name}", "```", ""]
     if below:
         rows = [(f"[{_short(module)}]({module}.md)", _summary(module)) for module in below]
-        lines += ["## Modules", "", _table(("module", "what it has"), rows), ""]
+        lines += ["## Modules", "", _table(("module", "contents"), rows), ""]
     return "\n".join(lines)
 
 
 @cache
 def _summary(name: str) -> str:
-    """Return the first paragraph of a module's docstring, in Markdown."""
+    """Return the first paragraph of a module's docstring as Markdown."""
     first = (ast.get_docstring(_tree(name)) or "").split("\n\n")[0].replace("\n", " ")
     parts = re.split(r"(`[^`]+`)", first)
     return "".join(part if number % 2 else _plain(part) for number, part in enumerate(parts))
@@ -390,7 +390,7 @@ def _short(name: str) -> str:
 
 
 def _plain(text: Any) -> str:
-    """Return plain text as Markdown that shows it as it is, on one line."""
+    """Escape plain text as Markdown that shows it unchanged, on one line."""
     return re.sub(r"([\\`*_{}\[\]<>|$~#])", r"\\\1", " ".join(str(text).split()))
 
 
@@ -427,7 +427,7 @@ def _write_text(folder: Path, page: str, text: str, place: str) -> None:
 
 
 def _from_top(text: str, page: str) -> str:
-    """Return a text of a page, below the top folder, with links that start from the top."""
+    """Return a page's text with its links made relative to the top folder."""
 
     def replace(found: re.Match[str]) -> str:
         link = found[2]
@@ -440,16 +440,16 @@ def _from_top(text: str, page: str) -> str:
 
 
 def _localised(folder: Path, text: str, place: str) -> str:
-    """Return a text of the repository whose links to files lead to pages, or to copies that are put beside them.
+    """Return a text of the repository with links to files redirected to pages or to copies beside them.
 
-    place: the folder in which the text lies. Raises ValueError for a link to what is not there.
+    place: the folder of the text. Raises ValueError for a link to a file that does not exist.
     """
 
     def replace(found: re.Match[str]) -> str:
         link, _, fragment = found[2].partition("#")
         if re.match(r"[a-z]+:", link):
             return found[0]
-        # Jupyter's anchor of a heading has its capitals and commas, Sphinx's has not
+        # Jupyter's anchors keep a heading's capitals and commas, Sphinx's do not
         fragment = re.sub(r"[^\w-]", "", unquote(fragment).lower())
         if not link:
             return f"{found[1]}#{fragment}{found[3]}"
@@ -459,7 +459,7 @@ def _localised(folder: Path, text: str, place: str) -> str:
             target = TEXTS[target]
         elif not made:
             if not (ROOT / target).is_file():
-                raise ValueError(f"{found[0]}: {target} is no file of the repository, so the site cannot link to it")
+                raise ValueError(f"{found[0]}: the repository has no file {target}. Correct the link.")
             (folder / target).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / target, folder / target)
         link = os.path.relpath(target, place or ".") + ("#" + fragment if fragment else "")

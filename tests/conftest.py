@@ -1,8 +1,8 @@
-"""What every test shares: one thread, AVX2, no network, the folder of public data."""
+"""Set-up shared by all tests: one thread, AVX2, no network, the folder of public data."""
 
 import os
 
-# Before torch, transformers or numba are imported: they read these once.
+# Set before torch, transformers and numba are imported, which read these only once.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -14,7 +14,7 @@ import gc
 import sys
 from pathlib import Path
 
-# As `sweep` sets them for its runs, with which tests compare their own.
+# The settings that `sweep` gives its runs, with which tests compare their own.
 os.environ.update(
     {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     | {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2"}
@@ -27,7 +27,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
-# jsonschema, and nbformat with it, would build a grammar for seconds in every process, to check addresses with.
+# jsonschema, which nbformat imports, would spend seconds in every process on building a grammar for addresses.
 sys.modules["rfc3987_syntax"] = None
 # The same examples in every run; no deadline, since the first call of a numba function compiles it.
 hypothesis.settings.register_profile("evoalign", deadline=None, derandomize=True, database=None)
@@ -35,7 +35,7 @@ hypothesis.settings.load_profile("evoalign")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Let a test that names a time limit of its own have it: the fault handler would end its process before."""
+    """Respect a test's own time limit: otherwise the fault handler could end its process earlier."""
     own = item.get_closest_marker("timeout")
     if own and own.args:
         faulthandler.cancel_dump_traceback_later()
@@ -43,18 +43,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def imports_are_no_garbage() -> None:
-    """Keep what was imported from being looked through by later collections, of which trainers ask for many."""
+    """Exclude imported objects from later garbage collections, of which trainers trigger many."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def external_data() -> Path:
-    """The folder of public data files that EVOALIGN_DATA names; skips where it is not set."""
+    """The folder of public data files named by EVOALIGN_DATA; skips the test if that is not set."""
     folder = os.environ.get("EVOALIGN_DATA")
     if not folder:
-        pytest.skip("EVOALIGN_DATA is not set: it names the folder with the public data files (countdown.json, ...)")
+        pytest.skip("EVOALIGN_DATA is not set: set it to the folder with the public data files (countdown.json, ...)")
     path = Path(folder)
     if not path.is_dir():
-        pytest.fail(f"EVOALIGN_DATA={folder} is not a folder; correct it or unset it")
+        pytest.fail(f"EVOALIGN_DATA={folder} is not a folder: correct it or unset it.")
     return path

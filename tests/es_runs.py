@@ -1,4 +1,4 @@
-"""Small runs of ES that several test files share: a trainer, rewards, and what is compared."""
+"""Small ES runs that several test files share: a trainer, rewards, and the results to compare."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ KEY = "reward_state/Lagrangian/log_lambda"
 
 
 class Lagrangian:
-    """reward - lambda * cost; after a step ln lambda += eta * lambda * mean cost, with its sign (Safe-RLHF)."""
+    """reward - lambda * cost; after a step ln lambda += eta * lambda * mean cost, sign included (Safe-RLHF)."""
 
     def __init__(self, log_lambda: float = 0.0):
         self.log_lambda = log_lambda
@@ -68,7 +68,7 @@ def trainer(
 
 
 def trained(*arguments, resume=None, **settings) -> ESTrainer:
-    """A trainer after train(), its workers ended."""
+    """Return a trainer after train(), with its workers ended."""
     made = trainer(*arguments, **settings)
     made.train(resume)
     made.engine.close()
@@ -80,7 +80,7 @@ def digest(made: ESTrainer) -> str:
 
 
 def outcome(made: ESTrainer) -> dict:
-    """All that a resumed run must share with an uninterrupted one."""
+    """Return everything that must be the same for a resumed run as for an uninterrupted one."""
     state = made.state
     return {
         "weights": digest(made),
@@ -100,34 +100,34 @@ def read(folder: Path) -> ledger.Ledger:
 
 
 def never(**columns):
-    """A reward of a run that has nothing to score."""
+    """Fail: the reward of a run that must not score anything."""
     raise AssertionError("nothing is left to score")
 
 
 class Stop(Exception):
-    """An error in a step."""
+    """The error that `stopping` raises in a step."""
 
 
 def stopping(step: int, score=token_sum):
-    """A reward that raises an error in a step."""
+    """Return a reward that raises `Stop` in a given step."""
 
     def stops(trainer_state, **columns):
         if trainer_state.global_step == step:
             raise Stop
         return score(**columns)
 
-    stops.__name__ = score.__name__  # a name in the logs
+    stops.__name__ = score.__name__  # the logs have the reward's name
     return stops
 
 
 def cut(folder: Path, step: int, score=token_sum, **settings) -> None:
-    """Begin a run, and end it by an error in a step."""
+    """Start a run and let an error end it in a given step."""
     with pytest.raises(Exception, match="Stop"):
         trainer(folder, stopping(step, score), **settings).train()
 
 
 class Ending(TrainerCallback):
-    """Stops after some steps."""
+    """Stops the run after a number of steps."""
 
     def __init__(self, step: int):
         self.last = step

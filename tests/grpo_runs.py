@@ -19,12 +19,12 @@ def rows(n: int = 4, seed: int = 5):
 
 
 def length_reward(prompts, completions, **columns):
-    """A reward that no group is likely to agree on, so that every step moves the weights."""
+    """Reward completions so that those of a group are unlikely to tie and every step moves the weights."""
     return [len(text) % 7 / 7 + text.count("1") for text in completions]
 
 
 def built(folder, arm="grpo", reward=length_reward, model=None, data=None, callbacks=(), given=None, **changed):
-    """A trainer of the arm, and its budget; given: further arguments of `grpo.trainer`."""
+    """Return a trainer of the arm, and its budget; given: further arguments of `grpo.trainer`."""
     args = grpo.config(arm, output_dir=str(folder), **SETTINGS | QUIET | changed)
     model = tiny.load("A0")[0] if model is None else model
     data = rows() if data is None else data
@@ -32,7 +32,7 @@ def built(folder, arm="grpo", reward=length_reward, model=None, data=None, callb
 
 
 def adapted():
-    """The base with an adapter whose product is not zero, as fine-tuning leaves one."""
+    """Return the base with an adapter whose product is not zero, as after fine-tuning."""
     from evoalign_lib.essa import lora_config
 
     config = lora_config(4)

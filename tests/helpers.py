@@ -26,7 +26,7 @@ NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 PROMPTS = ["a", "bc d", "Using the numbers", "12", "x" * 9, "<|im_start|>user\nhello", "é", "0 1 2 3"]
 
 
-# the published Qwen2.5: hidden, intermediate, layers, heads, key and value heads, vocabulary, tied, parameters
+# the published Qwen2.5 sizes: hidden, intermediate, layers, heads, key-value heads, vocabulary, tied, parameters
 QWEN = {
     "0.5B": (896, 4864, 24, 14, 2, 151936, True, 494_032_768),
     "1.5B": (1536, 8960, 28, 12, 2, 151936, True, 1_543_714_304),
@@ -44,34 +44,34 @@ STATE_SHAPES = {"embed.weight": (7, 5), "norm.bias": (6,), "scale": ()}
 
 
 def state(seed: int, spread: float = 1.0, shapes: Mapping = STATE_SHAPES) -> dict[str, torch.Tensor]:
-    """A state dict of Gaussian float32 entries."""
+    """Return a state dict of Gaussian float32 entries."""
     rng = np.random.default_rng(seed)
     drawn = {name: spread * rng.standard_normal(shape) for name, shape in shapes.items()}
     return {name: torch.tensor(entries, dtype=torch.float32) for name, entries in drawn.items()}
 
 
 def same_bits(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
-    """Whether two state dicts have the same names and bits, the sign of 0 included."""
+    """Return whether two state dicts have the same names and bits, including the sign of 0."""
     return list(first) == list(second) and all(
         first[name].numpy().tobytes() == second[name].numpy().tobytes() for name in first
     )
 
 
 def flat(weights: Mapping[str, torch.Tensor]) -> np.ndarray:
-    """All entries of a state dict, float64."""
+    """Return all entries of a state dict, float64."""
     return np.concatenate([tensor.double().numpy().ravel() for tensor in weights.values()])
 
 
 @lru_cache(maxsize=1)
 def tokenizer() -> Any:
-    """Family A's tokenizer: about 280 tokens."""
+    """Return family A's tokenizer, which has about 280 tokens."""
     return tiny.tokenizer()
 
 
 def random_model(kind: str = "qwen2", seed: int = 2, spread: float = 0.2, **config: Any) -> Any:
-    """A model of 20,000 parameters with random weights, large enough for its greedy outputs to differ by prompt.
+    """Return a model of 20,000 parameters with random weights so large that greedy outputs differ between prompts.
 
-    With seed 2 no completion of PROMPTS ends within 12 tokens.
+    With seed 2, no completion of PROMPTS ends within 12 tokens.
     """
     tok = tokenizer()
     settings = {"vocab_size": len(tok), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -83,7 +83,7 @@ def random_model(kind: str = "qwen2", seed: int = 2, spread: float = 0.2, **conf
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = model_class(config_class(**settings)).eval()
-        with torch.no_grad():  # biases and norms would start at 0 and 1, where a mistake in them does not show
+        with torch.no_grad():  # biases and norms start at 0 and 1, where an error in their use would not show
             for parameter in model.parameters():
                 if parameter.ndim == 1:
                     parameter.add_(torch.randn_like(parameter) * spread)
@@ -91,13 +91,13 @@ def random_model(kind: str = "qwen2", seed: int = 2, spread: float = 0.2, **conf
 
 
 def qwen(size: str, **changed) -> dict:
-    """The configuration of a published Qwen2.5."""
+    """Return the configuration of a published Qwen2.5."""
     config = dict(zip(CONFIG_NAMES, QWEN[size][:-1], strict=True))
     return config | {"model_type": "qwen2", "dtype": "bfloat16"} | changed
 
 
 def chained(lines: Iterable[Mapping[str, Any]]) -> bytes:
-    """The bytes of a ledger of these lines with hashes that fit, in the form of the format that the first one names."""
+    """Return the bytes of a ledger of these lines with correct hashes, in the format that the header names."""
     lines = [{name: value for name, value in line.items() if name not in ("hash", "prev")} for line in lines]
     old = lines[0].get("evoalign_ledger") == 1
     texts: list[str] = []
@@ -115,13 +115,13 @@ def chained(lines: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def fork(function: Callable[..., object], *arguments: object) -> int:
-    """Run a function in a child that inherits everything imported; returns its process id."""
+    """Run a function in a child that inherits everything imported, and return its process id."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking a process with threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # about forking a process that has threads
         pid = os.fork()
     if pid == 0:
         status = 1
-        own_progress_bars()  # the inherited lock stays taken for good when a child is killed holding it
+        own_progress_bars()  # an inherited lock would stay locked for ever if a child is killed while holding it
         try:
             function(*arguments)
             status = 0
@@ -134,7 +134,7 @@ def fork(function: Callable[..., object], *arguments: object) -> int:
 
 
 def wait(pid: int, seconds: float = 120) -> int:
-    """The exit status of a child; one that hangs is made to say where (pytest's fault handler) and is a failure."""
+    """Return the exit status of a child; if it hangs, make it print where (pytest's fault handler) and fail."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -147,12 +147,12 @@ def wait(pid: int, seconds: float = 120) -> int:
 
 
 def in_child(function: Callable[[], object]) -> int:
-    """Exit status of a function run in a forked process."""
+    """Run a function in a forked process and return its exit status."""
     return wait(fork(function), 190)
 
 
 def greedy(model, length: int = 6) -> list[list[int]]:
-    """Tokens of transformers' generate for `PROMPTS`, one prompt at a time."""
+    """Return the greedy tokens of transformers' generate for `PROMPTS`, one prompt at a time."""
     tok, found = tokenizer(), []
     ends = {"eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id}
     for prompt in PROMPTS:
@@ -170,12 +170,12 @@ SFT_ROWS = [{"prompt": p, "completion": str(i)} for i, p in enumerate(PROMPTS)]
 
 
 def token_sum(completion_ids, **columns) -> list[float]:
-    """A reward function."""
+    """Reward each completion with the sum of its token ids."""
     return [float(sum(ids)) for ids in completion_ids]
 
 
 def lora(**changed) -> Any:
-    """The configuration of an adapter on three layers of each block; its product is zero at the start."""
+    """Return the configuration of an adapter on three layers of each block, whose product is zero at the start."""
     from peft import LoraConfig
 
     targets = ["q_proj", "v_proj", "up_proj"]
@@ -183,20 +183,20 @@ def lora(**changed) -> Any:
 
 
 def short_run(folder, config: type, **changed) -> Any:
-    """Settings of a run of three steps in one process, which prints nothing and saves no checkpoints."""
+    """Return settings of a run of three steps in one process that prints nothing and saves no checkpoints."""
     settings = {"max_steps": 3, "workers": 1, "max_completion_length": 3, "disable_tqdm": True, "report_to": "none"}
     return config(**{"output_dir": str(folder), "save_strategy": "no"} | settings | changed)
 
 
 def saved(folder, model=None) -> str:
-    """A folder with a model and its tokenizer, as a user has one."""
+    """Save a model and its tokenizer as a user would, and return the folder."""
     for part in (model or random_model(), tokenizer()):
         part.save_pretrained(folder)
     return str(folder)
 
 
 def saved_base(folder) -> Any:
-    """A plain model from a folder of its own, which is made at the first call."""
+    """Load a plain model from a folder, which is created on the first call."""
     from evoalign_lib import models
 
     if not folder.exists():
@@ -205,7 +205,7 @@ def saved_base(folder) -> Any:
 
 
 def base_bits(model) -> dict[str, bytes]:
-    """Bits of all of the state of a model without its adapter, codes and scales among it."""
+    """Return the bits of a model's whole state except the adapter, including codes and scales."""
     from evoalign_lib._adapters import raw_bytes
 
     state = {name: b"".join(raw_bytes(value)) for name, value in model.state_dict().items()}
@@ -213,7 +213,7 @@ def base_bits(model) -> dict[str, bytes]:
 
 
 def each_named(*changes: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], str]]:
-    """Settings that are refused, each with what its error says first: the name and value of the first of them."""
+    """Pair each set of refused settings with the start of its error: the name and value of its first setting."""
     return [(change, re.escape("{}={!r}".format(*next(iter(change.items()))))) for change in changes]
 
 
@@ -221,7 +221,7 @@ def each_named(*changes: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], str
 
 
 def definitions(notebook: str, *names: str) -> list[ast.FunctionDef]:
-    """The syntax trees of functions that the cells of a committed notebook define."""
+    """Return the syntax trees of functions defined in the cells of a committed notebook."""
     cells = json.loads((NOTEBOOKS / f"{notebook}.ipynb").read_text(encoding="utf-8"))["cells"]
     trees = [ast.parse("".join(cell["source"])) for cell in cells if cell["cell_type"] == "code"]
     nodes = (node for tree in trees for node in tree.body)
@@ -229,7 +229,7 @@ def definitions(notebook: str, *names: str) -> list[ast.FunctionDef]:
 
 
 def written_out(notebook: str, *names: str) -> list[Callable]:
-    """Functions that the cells of a committed notebook define."""
+    """Return functions defined in the cells of a committed notebook."""
     namespace = {"np": np, "noise": noise}
     module = ast.Module(body=definitions(notebook, *names), type_ignores=[])
     exec(compile(module, notebook, "exec"), namespace)  # our own notebook, as Jupyter would

@@ -1,4 +1,4 @@
-"""The noise law's members and updates in plain NumPy, to compare with; it imports neither PyTorch nor transformers."""
+"""A reference for the noise law's members and updates in plain NumPy, without PyTorch and transformers."""
 
 import numpy as np
 
@@ -6,18 +6,18 @@ from evoalign_lib import noise
 
 
 def bits(values: np.ndarray) -> np.ndarray:
-    """The words of float32 numbers."""
+    """Return the bits of float32 numbers as 32-bit words."""
     return np.ascontiguousarray(values).view(np.uint32)
 
 
 def keys_and_coefficients(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """What an update by n members is given."""
+    """Return keys and coefficients for an update by n members."""
     keys = np.array([noise.member_key(noise.run_key("test", 1), 0, i) for i in range(n)], np.uint64)
     return keys, np.random.default_rng(n).normal(0, 1e-4, n).astype(np.float32)
 
 
 def reference_perturb(master, layout, key, sigma, sign=1, distribution="gaussian", rank=0) -> np.ndarray:
-    """What `noise.perturb` writes to its first argument, in plain NumPy."""
+    """Compute in plain NumPy what `noise.perturb` writes to its first argument."""
     out, law = master.copy(), {"distribution": distribution, "backend": "numpy"}
     for entry, weights in zip(layout.entries, layout.views(out).values(), strict=True):
         weights[...] = weights + np.float32(sign * sigma) * noise.eps(key, entry.id, entry.shape, rank, **law)
@@ -25,7 +25,7 @@ def reference_perturb(master, layout, key, sigma, sign=1, distribution="gaussian
 
 
 def reference_update(master, layout, keys, coefficients, distribution="gaussian", rank=0) -> np.ndarray:
-    """What `noise.update` makes of the master, in plain NumPy."""
+    """Compute the master after `noise.update` in plain NumPy."""
     updated, law = master.copy(), {"distribution": distribution, "backend": "numpy"}
     for entry, weights in zip(layout.entries, layout.views(updated).values(), strict=True):
         total = np.zeros(entry.shape, np.float32)

@@ -1,4 +1,4 @@
-"""Servers of tests: real ones, each in a thread of this process, on an address of its own."""
+"""Real servers for tests, each in a thread of this process with its own address."""
 
 import contextlib
 import json
@@ -11,14 +11,14 @@ import uvicorn
 
 @contextlib.contextmanager
 def answering(reply):
-    """Serve what `reply(path, body, headers)` returns, a value or a status and a value, as JSON unless it is bytes.
+    """Serve what `reply(path, body, headers)` returns, a value or (status, value), as JSON unless it is bytes.
 
-    body: of a request, read as JSON; None of a GET. A reply of None closes the connection. Yields the address.
+    body: the request's body, read as JSON; None for a GET. A reply of None closes the connection. Yields the address.
     """
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True  # else every answer waits 40 ms between its head and its body
+        disable_nagle_algorithm = True  # otherwise every answer waits 40 ms between head and body
 
         def do_GET(self):
             body = json.loads(self.rfile.read(int(self.headers["content-length"]))) if self.command == "POST" else None
@@ -26,7 +26,7 @@ def answering(reply):
             self.close_connection = said is None
             status, value = said if isinstance(said, tuple) else (200, said)
             data = value if isinstance(value, bytes) else json.dumps(value).encode()
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it was killed, or waits no longer
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the client was killed or stopped waiting
                 if said is not None:
                     self.send_response(status)
                     self.send_header("content-length", str(len(data)))
@@ -50,7 +50,7 @@ def answering(reply):
 
 @contextlib.contextmanager
 def running(app):
-    """Serve an application; yields its address."""
+    """Serve an application and yield its address."""
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -64,7 +64,7 @@ def running(app):
 
 
 def completion(text, finish_reason="stop", usage=(50, 10), **message) -> dict:
-    """Return a chat completion as servers send it."""
+    """Return a chat completion in the form that servers send."""
     said = {"role": "assistant", "content": text} | message
     counts = {"prompt_tokens": usage[0], "completion_tokens": usage[1], "total_tokens": sum(usage)}
     choice = {"index": 0, "finish_reason": finish_reason, "message": said}

@@ -1,9 +1,9 @@
-"""What several tests of engines are given."""
+"""Fixtures and settings for the engine tests."""
 
 import os
 
-# vLLM's own switch for its tests on CPUs, read once by each process: a model that is not run eagerly is traced, but not
-# compiled to C++, which takes longer than the tests. One run compiles: `test_colocated.test_a_run_and_its_record`.
+# vLLM's own switch for its CPU tests, read once by each process: a model that is not run eagerly is traced but not
+# compiled to C++, which would take longer than the tests. `test_colocated.test_a_run_and_its_record` does compile.
 os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
 
 import pytest
@@ -13,5 +13,5 @@ from small_models import model
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A small model in a Hugging Face folder, as a user has one."""
+    """A small model in a Hugging Face folder, as a user would have it."""
     return saved(tmp_path_factory.mktemp("model"), model())

@@ -1,4 +1,4 @@
-"""Print what two steps of GRPO with vLLM beside the model sampled, for each of some seeds: a process of its own.
+"""Print the completions that two steps of GRPO with vLLM sample, for each seed; runs as a separate process.
 
 Arguments: the model's folder, and the seeds.
 """

@@ -1,4 +1,4 @@
-"""Models, prompts and engines that the tests of engines share."""
+"""Models, prompts and engines that the engine tests share."""
 
 import copy
 
@@ -12,32 +12,32 @@ from evoalign_lib.engines.vllm import VLLMEngine
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.update_rules import Member
 
-# The longest is of 300 tokens and more: the prefix cache keeps whole blocks of 128.
+# The longest has more than 300 tokens, because the prefix cache keeps whole blocks of 128.
 ROWS = [{"prompt": p} for p in PROMPTS] + [{"prompt": p + " again and again" * 20} for p in PROMPTS]
 LENGTH = 12
 SETTINGS = {"enforce_eager": True, "max_num_seqs": 64}
 
 
 def model(seed: int = 2, **config):
-    """A model whose heads are wide enough for vLLM's attention on a CPU; biases, four heads on two of keys."""
+    """Return a model with biases, four heads, two key-value heads, and heads wide enough for vLLM on a CPU."""
     shape = {"hidden_size": 128, "intermediate_size": 160, "max_position_embeddings": 1024}
     return random_model(seed=seed, **shape | config)
 
 
-# Layers that vLLM joins (q and v, gate) and single ones, ranks that differ and are none of vLLM's, a scaling.
+# Layers that vLLM fuses (q and v, gate) and single ones, different ranks that vLLM does not have, a scaling.
 LORA = {"r": 3, "lora_alpha": 7, "rank_pattern": {"down_proj": 5}, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
 LORA |= {"target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]}
 
 
 def chat_tokenizer():
-    """The tokenizer, with a template; all tests share the one without."""
+    """Return a copy of the tokenizer with a chat template; the tokenizer that all tests share has none."""
     tok = copy.deepcopy(tokenizer())
     tok.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
     return tok
 
 
 def adapted(**changed):
-    """The model with an adapter of random weights."""
+    """Return the model with an adapter of random weights."""
     import peft
 
     with torch.random.fork_rng():
@@ -68,7 +68,7 @@ def members(n: int) -> list[Member]:
 
 
 def move(engines, n: int = 3, seed: int = 0) -> None:
-    """The same update in each."""
+    """Apply the same update to each engine."""
     keys = np.array([noise.member_key(noise.run_key("move", seed), 1, i) for i in range(n)], np.uint64)
     for one in engines:
         one.update(keys, np.float32([0.01, -0.02, 0.03][:n]))

@@ -1,7 +1,7 @@
-"""Gradient arms trained on completions that depend on the place in the step alone: one process of a launch.
+"""One process of a launch that trains gradient arms on completions that depend only on their place in the step.
 
-Argument: folder for the outcomes, a file for each process. Sampling differs with the number of processes, so the
-samples are given.
+Argument: folder for the outcomes, one file per process. Sampling depends on the number of processes, so the completions
+are fixed.
 """
 
 import hashlib
@@ -42,17 +42,17 @@ def main(path: str) -> None:
     torch.set_num_threads(1)
     trl.GRPOTrainer._generate_single_turn = trl.RLOOTrainer._generate_single_turn = given
     with tempfile.TemporaryDirectory() as folder:
-        random_model().save_pretrained(folder)  # now: once processes are connected, only the first one writes
+        random_model().save_pretrained(folder)  # now, because once processes are connected only the first one writes
         outcomes = {arm: train(arm, folder) for arm in ARMS} | {"multiplier": train_with_multiplier(folder)}
     Path(path, f"{rank()}.json").write_text(json.dumps(outcomes))
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
-        # the outcome is written; to take gloo's threads down with the interpreter hangs or aborts now and then
+        # the outcome is written; shutting down gloo's threads with the interpreter sometimes hangs or aborts
         os._exit(0)
 
 
 def trainer(arm: str, folder: str, reward, callbacks=(), **changed) -> tuple:
-    # of three groups each of two processes has one and a half
+    # three groups, so that each of two processes has one and a half
     settings = {"seed": 1, "steps": 3, "prompts_per_step": 3, "num_generations": GENERATIONS, "micro_batch": 3}
     rows = [{"prompt": p} for p in ("a", "bc d", "Using the numbers", "12")]
     return built(folder, arm, reward, folder, rows, callbacks, use_cpu=True, **settings | changed)
@@ -67,7 +67,7 @@ def train(arm: str, folder: str) -> dict:
 
 
 def train_with_multiplier(folder: str) -> dict:
-    """Train with a reward that has a state, which begins elsewhere in each process."""
+    """Train with a reward that has a state, which starts with a different value in each process."""
     multiplier, seen = Lagrangian(0.1 + rank()), []
 
     class Note(TrainerCallback):

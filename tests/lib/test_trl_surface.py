@@ -51,10 +51,10 @@ def table() -> str:
 
 LEAD = """# From GRPOTrainer to ESTrainer
 
-`ESTrainer` takes the place of TRL's `GRPOTrainer` in a script: the same data set, the same reward functions, callbacks,
-trackers and folders. This page names every argument, setting and public method of `GRPOTrainer`, read from TRL's own
-signatures, and says what becomes of it: *same*; *refused*, with the reason and what to do instead, which is also the
-text of the error; or *missing*. Nothing is accepted and then ignored. A refused setting is no error at its default.
+`ESTrainer` replaces TRL's `GRPOTrainer` in a script: data set, reward functions, callbacks, trackers and folders stay
+the same. This page lists every argument, setting and public method of `GRPOTrainer` (read from TRL's signatures) and
+how `ESTrainer` treats it: *same*; *refused*, with the reason and what to do instead, which is also the text of the
+error; or *missing*. Nothing is accepted and then ignored. A refused setting may keep its default.
 
 """
 

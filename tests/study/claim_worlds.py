@@ -1,4 +1,4 @@
-"""Hand-built records of Countdown runs, and the judgement of declared claims by them."""
+"""Hand-built records of Countdown runs, and helpers that judge declared claims from them."""
 
 from collections.abc import Iterable
 
@@ -21,7 +21,7 @@ FIXED = {
     "es": GENERAL | {"steps": 208, "population_size": 30, "prompts_per_step": 128},
     "grpo": GENERAL | {"steps": 250, "num_generations": 16, "prompts_per_step": 16},
 }
-# jitter over seeds, of mean 0 over eight seeds, sixteen and thirty-two
+# jitter per seed, with mean 0 over 8, 16 and 32 seeds
 JITTER = [1, -1, 2, -2, 0, 0, 1, -1] * 4
 
 
@@ -30,14 +30,14 @@ def family(arm: str) -> str:
 
 
 def run_spec(arm: str, base: str, seed: int, **more: object) -> dict:
-    """The spec of a run, with the fields of the committed ones; `more` holds fields that it sets or has besides."""
+    """Return a run's spec with the fields of the committed ones; `more` changes or adds fields."""
     general = {"kind": "train", "task": "countdown", "grader": "strict", "scale": "tiny", "engine_version": 2}
     own = {"arm": arm, "base": base, "base_digest": f"digest of {base}", "seed": seed}
     return general | own | FIXED[family(arm)] | TUNED[family(arm)] | more
 
 
 def results(right: dict[str, int]) -> dict:
-    """Results under decodings, by how many problems are solved: the first ones, in all of 16 samples."""
+    """Return results from the number of solved problems per decoding: the first ones, in all 16 samples."""
     packed: dict[str, object] = {"n": PROBLEMS}
     for decoding, n in right.items():
         solved = np.arange(PROBLEMS) < n
@@ -49,7 +49,7 @@ def results(right: dict[str, int]) -> dict:
 
 
 def trained(arm: str, right: int, base: str = "A0", seed: int = 0, **spec: object) -> dict:
-    """A run that solves `right` problems, whatever else is in its record."""
+    """Return the record of a run that solves `right` problems; the rest of the record is arbitrary."""
     score, es = right / PROBLEMS, family(arm) == "es"
     spent = [0, 10, 1_000, 100_000] if es else [0, 100, 1_000, 10_000]
     curve = {"step": [0, 1, 2, 4], "completions": spent, "forward_flops": spent}
@@ -59,13 +59,13 @@ def trained(arm: str, right: int, base: str = "A0", seed: int = 0, **spec: objec
 
 
 def runs_of(arm: str, right: int, base: str = "A0", seeds: int = 16, jitter: int = 1, **spec: object) -> list[dict]:
-    """Runs that solve `right` problems on average."""
+    """Return runs that solve `right` problems on average."""
     shifts = enumerate(JITTER[:seeds])
     return [trained(arm, right + jitter * shift, base, seed, **spec) for seed, shift in shifts]
 
 
 def falling(arm: str, falls: Iterable[float], right: int = 60) -> list[dict]:
-    """Runs whose curves fall by so much on their way to the end."""
+    """Return runs whose curves fall by the given amounts before they end."""
     records = []
     for seed, fall in enumerate(falls):
         record = trained(arm, right, seed=seed)
@@ -75,7 +75,7 @@ def falling(arm: str, falls: Iterable[float], right: int = 60) -> list[dict]:
 
 
 def sweep_of(arm: str, base: str = "A0", best: dict | None = None, choices: list[dict] | None = None) -> list[dict]:
-    """A sweep that `best` wins; by default the whole one, won by the tuned setting."""
+    """Return a sweep that `best` wins; by default the full sweep, won by the tuned setting."""
     records, short = [], {"steps": FIXED[arm]["steps"] // 2, "test_problems": 0}
     for choice in arms.SWEEP[arm] if choices is None else choices:
         curve = {"validation_greedy": [0.1, 0.2, 0.3 if choice == (best or TUNED[arm]) else 0.2]}
@@ -90,18 +90,18 @@ def base_record(base: str, right: int, **more: object) -> dict:
 
 
 def path(first: dict, last: dict, bits: list[str], n: int = PROBLEMS) -> dict:
-    """A line between two runs, with the packed right answers of each point, the same under every decoding."""
+    """Return the path between two runs, with the packed right answers at each point, equal for all decodings."""
     points = {"nll": [0.0] * len(bits)} | {f"{decoding}_bits": bits for decoding in DECODINGS}
     ends = {"first": first, "last": last}.items()
     named = {place: {"of": {"digests": [run["digest"]]}, "factor": 1.0} for place, run in ends}
     return {"spec": {"kind": "path", "scale": "tiny"} | named, "status": "finished", "n": n, "points": points}
 
 
-RESAMPLES = 400  # of every interval: the worlds here are clear cut, and one test judges all records in full
+RESAMPLES = 400  # for every interval: the worlds here are clear-cut, and one test judges all records in full
 
 
 def evaluate(claim: dict, records: list[dict], *family: dict, resamples: int = RESAMPLES) -> claims.Verdict:
-    """Judge a claim, by itself where no family is given that shares its correction."""
+    """Judge a claim, together with the claims of the family that shares its correction, if given."""
     return claims.evaluate_named([claim["id"]], records, declared=[claim, *family], resamples=resamples)[0]
 
 
@@ -112,7 +112,7 @@ def judge(name: str, records: list[dict], **change: object) -> claims.Verdict:
 
 
 def decided(claim: dict, records: list[dict], resamples: int = RESAMPLES) -> tuple[str, list[Finding]]:
-    """The verdict of a claim by its findings alone, without nulls and other decodings, and these."""
+    """Return the verdict of a claim from its findings alone, without nulls and other decodings, and the findings."""
     check_rule(claim)
     findings = find(claim, Evidence.of(records, "tiny", resamples))
     return claims.decide(findings, claim["margin"], claim["min_seeds"])[0], findings

@@ -1,4 +1,4 @@
-"""What several files of tests share."""
+"""Fixtures that several test files share."""
 
 import os
 import pickle
@@ -10,7 +10,7 @@ from filelock import FileLock
 
 @pytest.fixture(scope="session")
 def committed_records():
-    """The committed records of scale tiny. Not to be changed."""
+    """The committed records of scale tiny; tests must not change them."""
     from evoalign_study import claims
 
     return claims.committed_records("tiny")
@@ -18,10 +18,10 @@ def committed_records():
 
 @pytest.fixture(scope="session")
 def committed_verdicts(tmp_path_factory):
-    """Every claim judged in full by the committed records: once, also where several processes share the tests."""
+    """The verdicts of all claims from the committed records, computed once even if several processes run the tests."""
     from evoalign_study import claims
 
-    folder = tmp_path_factory.getbasetemp()  # made anew for each run of the tests
+    folder = tmp_path_factory.getbasetemp()  # a new folder for each run of the tests
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
     file = folder / "committed_verdicts.pickle"
@@ -33,9 +33,9 @@ def committed_verdicts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def es_runs(request, tmp_path_factory):
-    """Records of the arms that the file of tests names in `RUNS`, (arm, seeds) each, trained with its `SETTINGS`.
+    """Records of the (arm, seeds) pairs in the test file's `RUNS`, trained with its `SETTINGS`.
 
-    They start from its `BASE`, "A0" where it names none. Their weights are kept in a folder of the file's own.
+    Runs start from its `BASE`, by default "A0". Their weights are kept in a folder for that test file.
     """
     from evoalign_study import paths, sweep
     from evoalign_study.kinds.train import train_specs
@@ -49,7 +49,7 @@ def es_runs(request, tmp_path_factory):
 
 @pytest.fixture
 def drawn():
-    """Figures without a screen, in the project's style; both are undone."""
+    """Draw figures without a screen and in the project's style; both settings are undone."""
     import matplotlib as mpl
     from evoalign_study import style
     from matplotlib import pyplot as plt
@@ -80,11 +80,11 @@ def _enter(folder: Path, patch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def enter():
-    """A function that takes a folder for the repository."""
+    """A function that makes the study use a folder as its repository."""
     return _enter
 
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch) -> Path:
-    """An empty repository in the place of the real one."""
+    """An empty repository that replaces the real one."""
     return _enter(tmp_path, monkeypatch)

@@ -244,16 +244,16 @@ def test_a_good_site_has_no_problems(tmp_path):
 
 
 FAULTS = [
-    ("body", '<a href="gone.html">a</a>', "no file"),
-    ("body", '<a href="other.html#gone">a</a>', "a place that the page does not have"),
+    ("body", '<a href="gone.html">a</a>', "not a file of the site"),
+    ("body", '<a href="other.html#gone">a</a>', "an anchor that the page does not have"),
     ("body", '<a href="file:/tmp/a">a</a>', "another host"),
-    ("head", '<link rel="next" href="gone.html">', "no file"),
+    ("head", '<link rel="next" href="gone.html">', "not a file of the site"),
     ("head", '<script src="//cdn.example.org/a.js"></script>', "another host"),
     ("head", '<style>@import "https://example.org/a.css";</style>', "another host"),
     ("head", '<meta http-equiv="refresh" content="0; url=https://example.org">', "another host"),
     ("body", '<img src="static/a.png" srcset="https://example.org/a.png 2x">', "another host"),
     ("body", "<p style=\"background: url('https://example.org/a.png')\">", "another host"),
-    ("style", "p{background:url(gone.png)}", "no file of the site"),
+    ("style", "p{background:url(gone.png)}", "not a file of the site"),
     ("script", 'await import("https://cdn.example.org/a.js")', "another host"),
 ]
 

@@ -156,11 +156,11 @@ def test_an_adapter_equals_what_peft_merges(tmp_path, settings):
         (query(), {"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
         (query(), {"rank_pattern": {"(": 3}}, "no pattern"),
         (query(rank=3), {}, r"rank 2"),
-        (query(columns=5), {}, r"in its base the shape \(6, 6\)"),
+        (query(columns=5), {}, r"its base has the shape \(6, 6\)"),
         (dict(list(query().items())[:1]), {}, "only one of its two matrices"),
         ({"model.embed_tokens.lora_embedding_A": torch.ones(2, 10)}, {}, "lora_embedding_A', which its base does not"),
         ({"model.norm.weight": torch.ones(6)}, {}, "'model.norm.weight', which its base does not have"),
-        ({HEAD: torch.ones(9, 6)}, {}, r"the shape \(9, 6\), in its base \(10, 6\)"),
+        ({HEAD: torch.ones(9, 6)}, {}, r"the shape \(9, 6\), but in its base \(10, 6\)"),
     ],
 )
 def test_other_adapters_are_refused_by_name(tmp_path, tensors, settings, message):
