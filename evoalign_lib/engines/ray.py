@@ -381,7 +381,7 @@ class _Actor:
         self.applied += len(updates)
 
     def work(self, applied: int, method: str, *arguments: Any) -> tuple[int, Any]:
-        """Return the number of updates applied so far, and a method's result if that is `applied`, else None."""
+        """Return the number of updates applied so far and, if it equals `applied`, a method's result, else None."""
         return self.applied, getattr(self, method)(*arguments) if applied == self.applied else None
 
     def proof(self) -> tuple[str, Any]:
