@@ -1,21 +1,21 @@
-"""What ES costs on this machine's CPU: `make bench`, or `python -m tests.benchmarks.cpu`.
+"""Measure the cost of ES on this machine's CPU: `make bench`, or `python -m tests.benchmarks.cpu`.
 
-Everything is a ratio within one run: what is compared is measured interleaved, the first round discarded, minimum and
-median kept; the ratio of the minima decides about a target. On cores that others use too, ratios hold better than
-seconds, but not fully: the load average is recorded. A section that fails records its error and the others go on.
-The report is printed, and stored under the device's name.
+All comparisons are ratios within one run. Cases are measured interleaved, the first round is discarded, and minimum and
+median are kept; targets are checked against the ratio of the minima. When others use the same cores, ratios are more
+reliable than seconds, though not fully, so the load average is recorded. If a section fails, its error is recorded and
+the others go on. The report is printed, and stored under the device's name.
 
 Models are the shipped base A0 (0.14 M parameters) and two of its architecture enlarged to 1 M and 4 M, with random
-weights and the same tokenizer. Prompts and reward are Countdown's. A random model practically never ends a completion,
-so that it decodes as many tokens as it may; A0 ends its own.
+weights and the same tokenizer. Prompts and reward are Countdown's. A random model practically never ends a completion
+and so decodes as many tokens as it may; A0 does end its completions.
 
-The "plain" arm is what a direct script does: transformers' `generate` on all prompts, the statements that released
-codes share (randn in the parameter's dtype, a multiplication, an addition, tensor after tensor; to restore, the same
-with a subtraction), one process.
+The "plain" arm is a straightforward script in one process: transformers' `generate` on all prompts, and the statements
+that released codes share (randn in the parameter's dtype, a multiplication, an addition, tensor after tensor; to
+restore, the same with a subtraction).
 
-Sections: `device`; `noise`, the passes over the weights; `iteration`, evaluating a population and moving the weights;
-`low_rank`, the same with members of low rank; `account`, where an iteration's core-seconds go; `step`, a decoding step
-against its matrix products alone; `memory`, peak bytes a parameter of each precision mode.
+Sections: `device`; `noise`, the passes over the weights; `iteration`, evaluating a population and updating the weights;
+`low_rank`, the same with low-rank members; `account`, an iteration's core-seconds by part; `step`, a decoding step
+compared with its matrix products alone; `memory`, peak bytes per parameter of each precision mode.
 """
 
 import argparse
@@ -56,7 +56,7 @@ from evoalign_lib.update_rules import Member
 from tests.benchmarks.shared import measure, merge, now, population, public_perturb, public_update, run_sections, show
 
 SIGMA = 1e-2  # about that of the tiny runs; the cost does not depend on it
-# Sizes of A0's architecture: what differs from its configuration.
+# Sizes of A0's architecture, as differences from its configuration.
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 MODELS: dict[str, dict[str, int]] = {
     "0.14M": {},
@@ -68,26 +68,26 @@ MODELS: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
+    """The extent of the measurements."""
 
     models: tuple[str, ...] = ("0.14M", "1M", "4M")
-    rows: tuple[int, ...] = (16, 200)  # prompts a member
+    rows: tuple[int, ...] = (16, 200)  # prompts per member
     members: int = 6  # the cost is linear in them
-    new: int = 20  # tokens a completion at most
+    new: int = 20  # most tokens per completion
     repeats: int = 5
-    quick_repeats: int = 15  # of what takes milliseconds
+    quick_repeats: int = 15  # for cases that take milliseconds
     accounted: tuple[str, int] = ("1M", 200)  # the cell whose share of generation has a target
     memory: str = "20M"  # large enough for its weights to stand out
     # precision mode and the model's dtype
     modes: tuple[str, ...] = ("master float32", "master bfloat16", "kahan bfloat16", "inplace bfloat16")
-    low_rank: tuple[tuple[int, int], ...] = ((1, 256), (128, 6))  # prompts a member, and members
+    low_rank: tuple[tuple[int, int], ...] = ((1, 256), (128, 6))  # prompts per member, and members
     low_rank_models: tuple[str, ...] = ("1M", "4M")
     ranks: tuple[int, ...] = (1, 4, 16)
-    own_members: int = 32  # with matrices of their own, of which each takes as long as any other
-    default_threads: bool = True  # an arm that takes minutes where others use the cores
+    own_members: int = 32  # most full-rank members; fewer suffice, as each takes equally long
+    default_threads: bool = True  # an arm that takes minutes if others use the cores
 
     def repeats_of(self, model: str, rows: int) -> int:
-        """Three for the largest cell, which takes half a minute a round."""
+        """Return the number of rounds, at most three for the largest cell, which takes half a minute per round."""
         return min(3, self.repeats) if (model, rows) == ("4M", 200) else self.repeats
 
 
@@ -106,7 +106,7 @@ def base() -> tuple[Any, Any]:
 
 
 def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A model of its own, so that nobody's changes are another's."""
+    """Build a new model, so that cases do not share changes to its weights."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     shipped, settings = base()[0], MODELS[name]
@@ -145,12 +145,12 @@ def target(what: str, value: float, least: float | None = None, most: float | No
 
 
 def seconds(times: dict[str, dict[str, float]], case: str) -> np.ndarray:
-    """(2,) of a case: minimum and median."""
+    """Return the seconds of a case, (2,): minimum and median."""
     return np.array([times[case]["seconds_min"], times[case]["seconds_median"]])
 
 
 def pairs(**numbers: np.ndarray) -> dict[str, float]:
-    """Numbers of a cell of which there are a minimum and a median, which is stored beside it."""
+    """Return the numbers of a cell by name, each minimum with its median stored beside it."""
     return {name + s: float(n) for name, pair in numbers.items() for s, n in zip(("", "_median"), pair, strict=True)}
 
 
@@ -188,7 +188,7 @@ def device_name() -> str:
 
 @lru_cache(maxsize=1)
 def default_threads() -> int:
-    """The threads that torch takes if nobody says anything."""
+    """Return the number of threads that torch uses by default."""
     environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     command = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
     return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
@@ -202,7 +202,7 @@ class Passes:
         self.tensors, self.layout = parameters_of(model), layout_of(model)
         self.members, self.keys, self.coefficients = population(plan.members)
         self.master = open_weights(model).float32()
-        # a working copy a core, and its parameters as tensors
+        # a working copy per core, and the first one's parameters as tensors
         self.working = [np.empty_like(self.master) for _ in range(2)]
         self.views = [torch.from_numpy(view) for view in self.layout.views(self.working[0]).values()]
 
@@ -226,7 +226,7 @@ class Passes:
 
 
 def noise_section(plan: Plan) -> dict:
-    """Passes over the weights, in millions of parameters a second and member."""
+    """Measure the passes over the weights, in millions of parameters per second and member."""
     cells: dict[str, dict] = {}
     targets = []
     with ThreadPoolExecutor(2) as pool:
@@ -260,7 +260,7 @@ def noise_section(plan: Plan) -> dict:
 
 
 class Plain:
-    """The direct script: one iteration with transformers and the public statements."""
+    """The straightforward script: one iteration with transformers and the public statements."""
 
     def __init__(self, model: Any, rows: int, plan: Plan):
         self.model, self.tensors, self.prompts = model, parameters_of(model), prompts(rows)
@@ -268,7 +268,7 @@ class Plain:
         self.ids, self.mask = torch.from_numpy(self.prompts.ids), torch.from_numpy(self.prompts.mask)
 
     def generate(self, **changed: Any) -> torch.Tensor:
-        """New token ids, (rows, at most plan.new)."""
+        """Return the new token ids, (rows, at most plan.new)."""
         settings = {"max_new_tokens": self.plan.new, "pad_token_id": self.tokenizer.pad_token_id} | changed
         new = self.model.generate(input_ids=self.ids, attention_mask=self.mask, do_sample=False, **settings)
         return new[:, self.ids.shape[1] :]
@@ -283,7 +283,7 @@ class Plain:
 
 
 def same_tokens(plain: Plain, plan: Plan) -> float:
-    """Share of prompts whose greedy tokens are the same in both arms, for the plain arm's first member."""
+    """Return the share of prompts whose greedy tokens are the same in both arms, for the plain arm's first member."""
     before = [tensor.clone() for tensor in plain.tensors]
     public_perturb(plain.tensors, 0, SIGMA)
     (ours,) = engine_of(plain.model, len(plain.prompts), plan).generate("train")
@@ -309,7 +309,7 @@ class Ours:
 
 
 def iteration_section(plan: Plan) -> dict:
-    """Evaluate a population and move the weights: LocalEngine with a worker a core, against the plain script."""
+    """Compare an iteration of LocalEngine, with one worker per core, with the plain script."""
     cells, account, targets = {}, {}, []
     many = default_threads()
     for name, rows in itertools.product(plan.models, plan.rows):
@@ -344,10 +344,10 @@ def iteration_section(plan: Plan) -> dict:
 
 
 def low_rank_section(plan: Plan) -> dict:
-    """Evaluate a population and move the weights: low-rank members in batches, against full-rank members."""
+    """Compare an iteration with low-rank members in batches with one of full-rank members."""
     cells, targets = {}, []
     for name, (rows, n) in itertools.product(plan.low_rank_models, plan.low_rank):
-        # as many batches as workers, where one batch has room for all members
+        # where one batch has room for all members, make as many batches as workers
         together, cases = min(256, max(4 * rows, -(-n // default_workers()) * rows)), {}
         for rank in (0, *plan.ranks):
             own = {"members": n, "chunk_rows": together} if rank else {"members": min(n, plan.own_members)}
@@ -376,9 +376,9 @@ def low_rank_section(plan: Plan) -> dict:
 
 
 def same_members(name: str, rows: int, n: int, plan: Plan) -> float:
-    """Share of completions that low-rank members write in a batch as with matrices of their own."""
+    """Return the share of low-rank members' completions that are the same in a batch as decoded with full matrices."""
     seen: list[list] = [[], []]
-    for tokens, chunk in zip(seen, (256, rows), strict=True):  # room for many, and for one
+    for tokens, chunk in zip(seen, (256, rows), strict=True):  # chunks for many members, and for one
 
         def reward(prompts, completions, numbers, target, completion_ids, tokens=tokens, **columns):
             tokens += completion_ids
@@ -389,7 +389,7 @@ def same_members(name: str, rows: int, n: int, plan: Plan) -> float:
     return float(np.mean([a == b for a, b in zip(*seen, strict=True)]))
 
 
-# The parts of an iteration inside a worker that `accounted` times, in its shared memory's order.
+# The parts of an iteration inside a worker that `accounted` times, in the order of its shared arrays.
 PARTS = ("perturb", "generate", "reward")
 
 
@@ -398,7 +398,7 @@ def accounted(reward: Callable) -> Iterator[tuple[Callable, Any, Any]]:
     """Count CPU seconds and calls of the parts, in this process and in those that it forks.
 
     Yields:
-        The reward function to use instead, the seconds and the calls, shared arrays in the order of PARTS.
+        The reward function to use instead, then seconds and calls, shared arrays in the order of PARTS.
     """
     context = multiprocessing.get_context("fork")
     spent, calls = context.Array("d", len(PARTS)), context.Array("q", len(PARTS))
@@ -425,7 +425,7 @@ def accounted(reward: Callable) -> Iterator[tuple[Callable, Any, Any]]:
 
 
 def account_section(plan: Plan) -> dict:
-    """Core-seconds of an iteration by part; prompts are tokenised once a run, before it."""
+    """Measure the core-seconds of an iteration by part; prompts are tokenised once per run, beforehand."""
     cells, targets = {}, []
     members, keys, coefficients = population(plan.members)
     for name, rows in itertools.product(plan.models, plan.rows):
@@ -445,7 +445,7 @@ def account_section(plan: Plan) -> dict:
                 inside = sum(evaluation.core_seconds for evaluation in evaluations)
                 parts = dict(zip(PARTS, spent[:], strict=True))
                 parts["detokenise and the rest"] = inside - sum(parts.values())
-                # with one worker the members' work is the parent's own
+                # with one worker, the parent itself does the members' work
                 parts["pool"] = max(0.0, parent - (inside if engine.workers == 1 else 0.0))
                 parts["update"] = update
                 waiting = engine.workers * evaluated - inside + (engine.workers - 1) * (wall - evaluated)
@@ -471,12 +471,12 @@ def account_section(plan: Plan) -> dict:
 
 
 def step_section(plan: Plan) -> dict:
-    """A decoding step of the loop against the best single matrix products of its shapes."""
+    """Compare a decoding step of the loop with the fastest formulation of each of its matrix products."""
     cells, account, targets = {}, {}, []
     for name, rows in itertools.product(plan.models, plan.rows):
         model, chosen = build(name), prompts(rows)
         weights = {n: p.detach() for n, p in model.named_parameters()}
-        nobody = [model.config.vocab_size]  # no token ends a completion, so that every step is a full one
+        nobody = [model.config.vocab_size]  # no token ends a completion, so that no step drops rows
         decoder = Decoder(model.config, weights, nobody, model.config.pad_token_id)
         plain, cases = Plain(model, rows, plan), {}
         for n in (1, plan.new):
@@ -508,12 +508,12 @@ def step_section(plan: Plan) -> dict:
 
 
 def products_of(model: Any, rows: int, length: int) -> dict[str, dict[str, Callable[[], Any]]]:
-    """The matrix products of one decoding step, each in several equivalent formulations, every layer's own operands.
+    """Return the matrix products of one decoding step in several equivalent formulations, with operands for each layer.
 
     Args:
         model: gives the shapes.
-        rows: of the batch.
-        length: keys and values a row, this step's included.
+        rows: rows of the batch.
+        length: keys and values per row, including this step's.
     """
     config, numbers = model.config, partial(torch.randn, generator=torch.Generator().manual_seed(0))
     h, f, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
@@ -551,9 +551,9 @@ def products_of(model: Any, rows: int, length: int) -> dict[str, dict[str, Calla
 
 
 def memory_section(plan: Plan) -> dict:
-    """Peak bytes a parameter of each precision mode, each in a process of its own."""
+    """Measure the peak bytes per parameter of each precision mode, each in a separate process."""
     cells, errors = {}, []
-    # Large tensors come from the system and return to it, whatever the process allocated before.
+    # With these, large tensors are taken from the system and returned to it, whatever was allocated before.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     for precision, dtype in map(str.split, plan.modes):
         code = f"from tests.benchmarks import cpu; cpu.memory_child{plan.memory, precision, dtype}"
@@ -569,22 +569,22 @@ def memory_section(plan: Plan) -> dict:
 
 
 def memory_child(name: str, precision: str, dtype: str) -> None:
-    """Print the memory of one mode as JSON; runs alone in a process."""
+    """Print the memory of one mode as JSON; runs alone in its process."""
     torch.set_num_threads(1)
     kind, plan, (members, keys, coefficients) = getattr(torch, dtype), Plan(new=1), population(2)
 
     def work(model: Any) -> int:
-        """Return the memory with the engine at rest, before it works."""
+        """Run an engine; return the memory before it starts to work."""
         engine = engine_of(model, 1, plan, precision=precision)
         at_rest = status("VmRSS")
         engine.evaluate(members, SIGMA, "train", np.arange(1))
         engine.update(keys, coefficients)
         return at_rest
 
-    work(build("0.14M", kind))  # what is loaded and compiled once is no weight's
+    work(build("0.14M", kind))  # so that code which is loaded and compiled once does not count
     gc.collect()
     before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts anew from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     model = build(name, kind)
     d, built = sum(tensor.numel() for tensor in parameters_of(model)), status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
@@ -593,7 +593,7 @@ def memory_child(name: str, precision: str, dtype: str) -> None:
 
 
 def status(field: str) -> int:
-    """A line of this process's /proc/self/status, bytes; on Linux."""
+    """Return a field of this process's /proc/self/status in bytes (Linux)."""
     return 1024 * int(re.search(rf"^{field}:\s+(\d+)", Path("/proc/self/status").read_text(), re.M)[1])
 
 
@@ -611,7 +611,7 @@ SECTIONS: dict[str, Callable[[Plan], dict]] = {
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.cpu", description=__doc__.split("\n")[0])
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--quick", action="store_true", help="the smallest cells once, not stored: shows that all runs")
+    parser.add_argument("--quick", action="store_true", help="smoke test: the smallest cells once, not stored")
     parser.add_argument("--out", type=Path, help="JSON file to merge into (default: paper/results/bench.json)")
     options = parser.parse_args(argv)
     plan, whole = QUICK if options.quick else Plan(), set(options.sections) == set(SECTIONS)

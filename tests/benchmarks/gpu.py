@@ -1,14 +1,14 @@
-"""What the noise law costs on a GPU: `python -m tests.benchmarks.gpu`.
+"""Measure the cost of the noise law on a GPU: `python -m tests.benchmarks.gpu`.
 
 Models have the shapes of Qwen2.5 and random weights, so that nothing is downloaded. All cases of a model are measured
-interleaved, the first round discarded; minimum and median are kept. A model that fails records its error and the others
-go on. Results are printed and merged into a JSON file under the device's name.
+interleaved, and the first round is discarded; minimum and median are kept. If a model fails, its error is recorded and
+the others go on. Results are printed and merged into a JSON file under the device's name.
 
-Cases: `perturb`, a member's weights from the master, and `update` of the master by N members, under each distribution,
-and the same in "public" statements that released codes share: randn in the parameter's dtype, a multiplication, an
-addition, for one tensor after the other; released codes also restore, by a second pass. `memory` has bytes a parameter.
-`tests/equivalence/test_noise_triton.py` shows on the same GPU that the bits are those of a CPU, and
-`tests.benchmarks.scaling --gpus` measures what an iteration with vLLM takes.
+Cases, under each distribution: `perturb`, writing a member's weights from the master, and `update` of the master by N
+members. "public" does the same with the statements that released codes share: randn in the parameter's dtype, a
+multiplication, an addition, one tensor after the other; released codes also restore, in a second pass. `memory` holds
+bytes per parameter. `tests/equivalence/test_noise_triton.py` shows on the same GPU that the bits equal those of a CPU,
+and `tests.benchmarks.scaling --gpus` measures the time of an iteration with vLLM.
 """
 
 import argparse
@@ -36,7 +36,7 @@ MODELS["toy"] = qwen("0.5B", **TOY, vocab_size=96)
 
 
 def model_section(name: str, device: str, repeats: int, members: int) -> dict:
-    """A model in bfloat16, with random weights: rates, and on a GPU the peaks of memory."""
+    """Measure rates, and on a GPU peak memory, for a bfloat16 model with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     synchronise = torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -48,7 +48,7 @@ def model_section(name: str, device: str, repeats: int, members: int) -> dict:
     d, (_, *moved) = sum(tensor.numel() for tensor in tensors), population(members)
 
     def a_parameter(call: Callable[[], Any] = lambda: None) -> float:
-        """Bytes a parameter at the peak of a call."""
+        """Return the peak memory of a call, bytes per parameter."""
         torch.cuda.reset_peak_memory_stats()
         call()
         synchronise()
@@ -63,7 +63,7 @@ def model_section(name: str, device: str, repeats: int, members: int) -> dict:
         memory |= {"master": a_parameter(), "master_peak": max(map(a_parameter, calls))}
 
     def under(law: str, call: Callable[..., Any], *arguments: Any) -> None:
-        weights._kind = noise._LAWS[law][0]  # users make other weights for it, here they share one master's memory
+        weights._kind = noise._LAWS[law][0]  # users create separate weights for each law; here all share one master
         call(*arguments)
 
     cases: dict[str, Callable[[], Any]] = {
@@ -104,9 +104,9 @@ def main(argv: list[str] | None = None) -> int:
     known = [name for name in MODELS if name != "toy"]
     parser.add_argument("--models", nargs="+", choices=known, default=known)
     parser.add_argument("--repeats", type=int, default=7, help="measured rounds")
-    parser.add_argument("--members", type=int, default=6, help="of an update; the cost is linear in them")
+    parser.add_argument("--members", type=int, default=6, help="members of an update; the cost is linear in them")
     parser.add_argument("--out", type=Path, help="JSON file to merge into (default: paper/results/bench.json)")
-    parser.add_argument("--toy", action="store_true", help="a toy on the CPU, interpreted: proves that all runs")
+    parser.add_argument("--toy", action="store_true", help="run a toy model on the CPU, interpreted, as a smoke test")
     options = parser.parse_args(argv)
     if options.toy:
         name, device, models, how, out = "toy (CPU, Triton's interpreter)", "cpu", ["toy"], (1, 1), options.out
@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
         how = options.repeats, options.members
         out = options.out or paths.RESULTS / "bench.json"
     else:
-        print("This benchmark needs a GPU that torch sees; --toy shows on a CPU that it runs.", file=sys.stderr)
+        print("This benchmark needs a GPU that torch sees. Pass --toy for a smoke test on the CPU.", file=sys.stderr)
         return 2
     sections = {"device": partial(device_section, device)}
     sections |= {model: partial(model_section, model, device, *how) for model in models}

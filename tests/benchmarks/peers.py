@@ -1,30 +1,30 @@
-"""Our dense ES engine against other people's code, on one core of this machine.
+"""Compare our dense ES engine with other people's code, on one core of this machine.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.peers --qiu FOLDER --torcheggroll FOLDER --out peers.json
 
-A step evaluates 30 members on 128 Countdown prompts with 16 greedy tokens each, and moves the weights: the same
-float32 model (random weights, `tests.benchmarks.cpu`), prompts, tokenizer, sigma and number of members everywhere.
-No arm has an end token, so that every completion has 16 tokens: an arm that made another number of them is an error.
-The arms take turns within a round, in reversed order in every second one. The first round is discarded; a ratio is
-that of two steps of the same round, of wall time and of core time, which other work on the cores disturbs less. Median
-and range of the ratios are printed; nothing here passes or fails.
+A step evaluates 30 members on 128 Countdown prompts with 16 greedy tokens each, and updates the weights. All arms use
+the same float32 model (random weights, `tests.benchmarks.cpu`), prompts, tokenizer, sigma and number of members. No arm
+has an end token, so every completion has 16 tokens; any other number raises an error. The arms take turns within a
+round, with the order reversed in every second round. The first round is discarded. A ratio compares two steps of the
+same round, in wall time and in core time, which is less disturbed by other work on the cores. Median and range of the
+ratios are printed; there is no pass or fail.
 
 This file holds none of the peers' code. The folders are checkouts, or a copy of the files named here:
 
 - `--qiu`: https://github.com/VsonicV/es-fine-tuning-paper, `countdown/es_fine-tuning_countdown.py` and
-  `countdown/countdown_task.py`; tried at commit 04d40759bbe9fff10b5d7b436a094ccc30c3d14f, whose second file is that of
-  1b24dd408e4f74bb168d0af69bebca80b9927cf0. Later commits keep old scripts under `archive`: give that folder. Called:
-  `main()` for one iteration with one thread, timed where it looks at the clock itself, and `evaluate_model()` for the
-  greedy tokens. Replaced in its namespace: the numbers of iterations, members and tokens, sigma and alpha, the two
-  loaders of transformers (its `device_map` asks for a GPU), the clock, and the place of its data file.
-- `--torcheggroll`: https://github.com/ai4flab/torcheggroll, also the source archive of PyPI, `src/torcheggroll/`; tried
-  at version 0.2.0. Called: `TorchEggrollES` with its own rank (4) and pairs of opposite members,
-  `prepare_population()` and `apply_fitness_scores()`. It has no generation: transformers' `generate` decodes each
-  member through `torch.func.functional_call`, and our Countdown reward scores.
+  `countdown/countdown_task.py`; tested at commit 04d40759bbe9fff10b5d7b436a094ccc30c3d14f, whose second file is the one
+  of 1b24dd408e4f74bb168d0af69bebca80b9927cf0. Later commits keep old scripts under `archive`; pass that folder. Called:
+  `main()` for one iteration with one thread, timed between its own readings of the clock, and `evaluate_model()` for
+  the greedy tokens. Replaced in its namespace: the numbers of iterations, members and tokens, sigma and alpha, the two
+  loaders of transformers (its `device_map` asks for a GPU), the clock, and the location of its data file.
+- `--torcheggroll`: https://github.com/ai4flab/torcheggroll, or PyPI's source archive, `src/torcheggroll/`; tested at
+  version 0.2.0. Called: `TorchEggrollES` with its default rank (4) and antithetic pairs, `prepare_population()` and
+  `apply_fitness_scores()`. It does not generate: transformers' `generate` decodes each member through
+  `torch.func.functional_call`, and our Countdown reward scores.
 
-Two things favour the peers. Objects that exist before the first step are frozen for Python's garbage collection, which
-Qiu's script runs after each member and which would look through all imported libraries every time. And neither looks
-for an end token, which our loop does. What they were written for, GPUs and larger models, is not measured.
+Two things favour the peers. Objects that exist before the first step are exempt from Python's garbage collection, which
+Qiu's script runs after each member and which would otherwise go through all imported libraries every time. And neither
+checks for an end token, as our loop does. GPUs and larger models, for which they were written, are not measured.
 """
 
 import argparse
@@ -55,28 +55,28 @@ TIMES = ("wall", "core")
 
 
 class Ours(cpu.Ours):
-    """LocalEngine with one worker, its default decoder and members of full rank."""
+    """LocalEngine with one worker, the default decoder and full-rank members."""
 
     def __init__(self, model: str, plan: cpu.Plan):
         super().__init__(cpu.build(model), plan.rows[0], plan)
-        self.engine.eos_ids = [-1]  # no token
+        self.engine.eos_ids = [-1]  # matches no token
 
     def greedy(self) -> list[list[int]]:
-        """New tokens of the unperturbed model, one list a prompt."""
+        """Return the new tokens of the unperturbed model, one list per prompt."""
         return [raw for _, raw in self.engine.generate("train")[0]]
 
     def step(self) -> np.ndarray:
-        """(2,) seconds of one step, as TIMES."""
+        """Run one step; return its seconds, (2,) as TIMES."""
         start = now()
         self()
         seconds, most = now() - start, self.engine.max_completion_length
         if not all((evaluation.lengths == most).all() for evaluation in self.evaluations):
-            raise RuntimeError(f"a completion of ours has not {most} tokens: the arms do not do the same work.")
+            raise RuntimeError(f"a completion of ours does not have {most} tokens: the arms do different work.")
         return seconds
 
 
 class Peer(cpu.Plain):
-    """A model that transformers decodes, which keeps what it generated."""
+    """A model decoded by transformers that records what it generates."""
 
     def __init__(self, model: str, plan: cpu.Plan):
         super().__init__(cpu.build(model), plan.rows[0], plan)
@@ -95,10 +95,10 @@ class Peer(cpu.Plain):
         return self._taken(1)[0].tolist()
 
     def _taken(self, members: int) -> list[torch.Tensor]:
-        """New tokens of all members since the last call, each (prompts, new); it must be so many.
+        """Return the new tokens of all members since the last call, each (prompts, new), after checking them.
 
         Raises:
-            RuntimeError: other prompts, or another number of members, prompts or tokens.
+            RuntimeError: prompts that differ from ours, or a wrong number of members, prompts or tokens.
         """
         made, self.made = self.made, []
         rows, width = self.ids.shape
@@ -106,18 +106,18 @@ class Peer(cpu.Plain):
         if shapes != [expected] * members:
             raise RuntimeError(f"generated {shapes}, not {members} times {expected}.")
         if not all(torch.equal(ids[:, :width], self.ids) for ids in made):
-            raise RuntimeError("its tokenised prompts are not ours: the arms do not do the same work.")
+            raise RuntimeError("its tokenised prompts differ from ours: the arms do different work.")
         return [ids[:, width:] for ids in made]
 
 
 class Qiu(Peer):
-    """The script of Qiu et al. that decodes with transformers."""
+    """Qiu et al.'s script, which decodes with transformers."""
 
     files = ("countdown/es_fine-tuning_countdown.py", "countdown/countdown_task.py")
 
     def __init__(self, folder: Path, model: str, plan: cpu.Plan):
         super().__init__(model, plan)
-        self.model.save_pretrained = lambda *_, **__: None  # its last act, after the step
+        self.model.save_pretrained = lambda *_, **__: None  # called at the end of the script, after the step
         self.dataset = [(p, str(t)) for p, t in zip(self.prompts.prompts, self.prompts.columns["target"], strict=True)]
         self.scratch = tempfile.TemporaryDirectory()
         data = Path(self.scratch.name) / "data" / "countdown.json"
@@ -137,7 +137,7 @@ class Qiu(Peer):
         for loader, held in (("AutoModelForCausalLM", self.model), ("AutoTokenizer", self.tokenizer)):
             changed[loader] = SimpleNamespace(from_pretrained=lambda *_, held=held, **__: held)
         if missing := [name for name in (*changed, "main", "evaluate_model") if not hasattr(self.script, name)]:
-            raise AttributeError(f"{script} has no {missing}: take the commit that the docstring names.")
+            raise AttributeError(f"{script} has no {missing}. Check out the commit named in the module's docstring.")
         vars(self.script).update(changed)
 
     def greedy(self) -> list[list[int]]:
@@ -153,7 +153,7 @@ class Qiu(Peer):
         with contextlib.redirect_stdout(io.StringIO()):
             self.script.main()
         self._taken(self.plan.members)
-        _, start, end, _ = self.looks  # before the first iteration, around it, after the last
+        _, start, end, _ = self.looks  # before all iterations, at the start and end of the only one, after all
         return end - start
 
     def _look(self) -> float:
@@ -162,7 +162,7 @@ class Qiu(Peer):
 
 
 class TorchEggroll(Peer):
-    """Members of low rank, each of whose weights are written out before any is evaluated."""
+    """torcheggroll: low-rank members, whose weights are all computed before the first is evaluated."""
 
     files = ("src/torcheggroll/__init__.py", "src/torcheggroll/es.py")
 
@@ -170,8 +170,8 @@ class TorchEggroll(Peer):
         super().__init__(model, plan)
         library = load("torcheggroll", folder / self.files[0])
         if not hasattr(library.TorchEggrollES, "prepare_population"):
-            raise AttributeError(f"{folder} has no prepare_population: take version 0.2.0.")
-        self.whole = torch.nn.Module()  # its forward is a generation, so that functional_call can replace the weights
+            raise AttributeError(f"{folder} has no prepare_population: use version 0.2.0.")
+        self.whole = torch.nn.Module()  # its forward generates, so that functional_call can replace the weights
         self.whole.model, self.whole.forward = self.model, self.generate
         self.es = library.TorchEggrollES(self.whole, pop_size=plan.members, sigma=cpu.SIGMA, lr=ALPHA)
 
@@ -192,7 +192,7 @@ PEERS: dict[str, type[Qiu] | type[TorchEggroll]] = {"qiu": Qiu, "torcheggroll": 
 
 
 def load(name: str, file: Path) -> ModuleType:
-    """The module or package at this place, whatever is installed under its name."""
+    """Import the module or package in this file, whatever is installed under its name."""
     spec = importlib.util.spec_from_file_location(name, file)
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -200,7 +200,7 @@ def load(name: str, file: Path) -> ModuleType:
 
 
 def section(model: str, folders: Mapping[str, Path], plan: cpu.Plan) -> dict[str, Any]:
-    """All arms with one model, measured in turn."""
+    """Measure all arms in turn with one model."""
     arms: dict[str, Any] = {"ours": Ours(model, plan)}
     arms |= {peer: PEERS[peer](folder, model, plan) for peer, folder in folders.items()}
     tokens = {name: arm.greedy() for name, arm in arms.items()}
@@ -216,16 +216,16 @@ def section(model: str, folders: Mapping[str, Path], plan: cpu.Plan) -> dict[str
 
 
 def summary(seconds: Mapping[str, np.ndarray], tokens: Mapping[str, list[list[int]]], completions: int) -> dict:
-    """Rates and ratios of each arm.
+    """Return the rates and ratios of each arm.
 
     Args:
         seconds: arm -> (rounds, 2) as TIMES; "ours" is among the arms.
-        tokens: arm -> greedy tokens of the unperturbed model, one list a prompt.
-        completions: of a step.
+        tokens: arm -> greedy tokens of the unperturbed model, one list per prompt.
+        completions: completions per step.
 
     Returns:
-        arm -> for each of TIMES the median completions a second, and the ratios ours/theirs of completions a second
-        within a round, their median and range; the share of prompts with our greedy tokens.
+        arm -> for each of TIMES the median completions per second, and median and range of the ratios ours/theirs of
+        completions per second within a round; the share of prompts with the same greedy tokens as ours.
     """
     found: dict[str, dict[str, float]] = {}
     for name, both in seconds.items():
@@ -244,20 +244,20 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for peer, kind in PEERS.items():
         parser.add_argument(f"--{peer}", type=Path, metavar="FOLDER", help=f"its checkout, with {kind.files[0]}")
     parser.add_argument("--models", nargs="+", choices=cpu.MODELS, default=["1M", "4M"])
-    parser.add_argument("--members", type=int, default=30, help="an even number; the cost is linear in it")
+    parser.add_argument("--members", type=int, default=30, help="members, an even number; the cost is linear in it")
     parser.add_argument("--repeats", type=int, default=3, help="measured rounds")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)
     options.folders = {peer: getattr(options, peer) for peer in PEERS if getattr(options, peer)}
     if not options.folders:
-        parser.error("name a peer's checkout: " + " or ".join(f"--{peer} FOLDER" for peer in PEERS))
+        parser.error("no peer was given: pass " + " or ".join(f"--{peer} FOLDER" for peer in PEERS))
     for peer, folder in options.folders.items():
         if missing := [file for file in PEERS[peer].files if not (folder / file).is_file()]:
-            parser.error(f"--{peer} {folder}: it has no file {missing[0]}")
+            parser.error(f"--{peer} {folder}: the folder has no file {missing[0]}")
     if options.members < 2 or options.members % 2 or options.repeats < 1:
         parser.error("--members must be an even number above 0, --repeats at least 1")
     if os.environ.get("OMP_NUM_THREADS") != "1":
-        parser.error("set OMP_NUM_THREADS=1: Qiu's script works in threads of its own, which take it from there")
+        parser.error("set OMP_NUM_THREADS=1: Qiu's script starts threads, which read their thread count from it")
     return options
 
 

@@ -1,18 +1,18 @@
-"""How a population scales over the actors of a Ray cluster: `python -m tests.benchmarks.scaling`.
+"""Measure how a population scales over the actors of a Ray cluster: `python -m tests.benchmarks.scaling`.
 
-A step is an update and the evaluation of a population: random models of the architecture of base A0 (or the one that
---model names), Countdown's prompts and reward. The same actors are measured with one of them working, with two, and so
-on, in turn; the first round is discarded, minimum and median of the others are kept. Ratios are within one run and hold
-better than seconds on cores that others use too. Nothing here passes or fails.
+A step is an update and the evaluation of a population, with Countdown's prompts and reward. The models have the
+architecture of base A0 and random weights, or --model names one. The same actors are measured with one of them working,
+with two, and so on, in turn; the first round is discarded, and minimum and median of the others are kept. Ratios are
+within one run and more reliable than seconds when others use the same cores. There is no pass or fail.
 
 For each number of actors:
-- `seconds`: of a step, and `speed_up`, the steps in the time of one with one actor;
-- `sent`, `received`: bytes of a step's messages, serialised, to and from all actors, counted where they are sent
-  (updates go to those that do not work, too); beside them `weights`, what it would take to send the model once;
-- `idle`: 1 - the members' CPU time / (working actors x wall time): what updates, members of uneven length, messages,
-  and this process leave.
+- `seconds` per step, and `speed_up`, the number of steps in the time that one step takes with one actor;
+- `sent`, `received`: serialised bytes of a step's messages to and from all actors, counted in this process (updates
+  also go to actors that do not work); for comparison `weights`, the bytes of sending the model once;
+- `idle`: 1 - the members' CPU time / (working actors x wall time), the share lost to updates, members of uneven length,
+  messages, and this process.
 
---gpus N takes vLLM, on N GPUs of the cluster that RAY_ADDRESS names or of this machine.
+--gpus N uses vLLM, on N GPUs of the cluster that RAY_ADDRESS names or of this machine.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from tests.benchmarks.shared import merge, population, run_sections, show
 
 
 def measure_step(engine: RayEngine, actors: int, options: argparse.Namespace) -> dict[str, float]:
-    """Some steps with so many actors: mean seconds and bytes of a step, and the idle share."""
+    """Run a round of steps with this many actors; return mean seconds and bytes per step, and the idle share."""
     members, keys, coefficients = population(options.members)
     engine.most_active = actors
     engine.check()  # all actors are idle
@@ -61,7 +61,7 @@ def measure_step(engine: RayEngine, actors: int, options: argparse.Namespace) ->
 
 
 def model_section(name: str, options: argparse.Namespace) -> dict:
-    """One model with one actor, two, and so on up to all."""
+    """Measure one model with one actor, two, and so on up to all."""
     if options.model is None:
         model, (_, tokenizer), where = build(name), base(), {}
     else:
@@ -98,14 +98,14 @@ def model_section(name: str, options: argparse.Namespace) -> dict:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.scaling", description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", default=["0.14M", "1M", "4M"], help="sizes of tests.benchmarks.cpu")
-    parser.add_argument("--model", help="a folder or a name on the Hub, in place of them")
-    parser.add_argument("--workers", type=int, default=2, help="actors at most, on CPU cores")
-    parser.add_argument("--gpus", type=int, default=0, help="GPUs; each tensor_parallel of them is an actor with vLLM")
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs an actor")
-    parser.add_argument("--members", type=int, default=12, help="of the population")
-    parser.add_argument("--prompts", type=int, default=50, help="a step")
-    parser.add_argument("--new", type=int, default=20, help="tokens a completion at most")
-    parser.add_argument("--steps", type=int, default=3, help="in a round")
+    parser.add_argument("--model", help="a folder or a name on the Hub, instead of --models")
+    parser.add_argument("--workers", type=int, default=2, help="largest number of actors on CPU cores")
+    parser.add_argument("--gpus", type=int, default=0, help="GPUs to use with vLLM, a multiple of --tensor-parallel")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs per actor")
+    parser.add_argument("--members", type=int, default=12, help="members of the population")
+    parser.add_argument("--prompts", type=int, default=50, help="prompts per step")
+    parser.add_argument("--new", type=int, default=20, help="most tokens per completion")
+    parser.add_argument("--steps", type=int, default=3, help="steps per round")
     parser.add_argument("--repeats", type=int, default=5, help="measured rounds")
     parser.add_argument("--out", type=Path, default=paths.RUNS / "scaling.json", help="JSON file to merge into")
     options = parser.parse_args(argv)

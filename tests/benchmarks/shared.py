@@ -1,4 +1,4 @@
-"""What the benchmarks have in common."""
+"""Shared code of the benchmarks."""
 
 import hashlib
 import json
@@ -20,18 +20,18 @@ ALPHA = 5e-3  # about that of the tiny runs; the cost does not depend on it
 
 
 def now() -> np.ndarray:
-    """(2,) seconds: of the clock, and of this process on its core."""
+    """Return (2,) seconds: wall time, and CPU time of this process."""
     return np.array([time.perf_counter(), time.process_time()])
 
 
 def public_perturb(tensors: Iterable[torch.Tensor], seed: int, scale: float, subtract: bool = False) -> None:
-    """The statements that released ES codes share, written from their description, for one member.
+    """Perturb weights for one member with the statements that released ES codes share, written from their description.
 
     Args:
         tensors: the model's weights, changed in place.
-        seed: the member's.
+        seed: the member's seed.
         scale: sigma, or the member's coefficient in an update.
-        subtract: restore what was added.
+        subtract: subtract the noise again, to restore the weights.
     """
     with torch.no_grad():
         for tensor in tensors:
@@ -41,7 +41,7 @@ def public_perturb(tensors: Iterable[torch.Tensor], seed: int, scale: float, sub
 
 
 def public_update(tensors: Iterable[torch.Tensor], coefficients: np.ndarray) -> None:
-    """An update by the same statements, one such pass a member."""
+    """Update weights with the same statements, one pass per member."""
     for seed, coefficient in enumerate(coefficients.tolist()):
         public_perturb(tensors, seed, coefficient)
 
@@ -49,13 +49,13 @@ def public_update(tensors: Iterable[torch.Tensor], coefficients: np.ndarray) -> 
 def measure(
     repeats: int, cases: Mapping[str, Callable], synchronise: Callable = lambda: None, fewer: Mapping | None = None
 ) -> dict[str, dict[str, float]]:
-    """Seconds of each case, interleaved, the first round discarded.
+    """Return the seconds of each case, measured interleaved; the first round is discarded.
 
     Args:
         repeats: measured rounds.
-        cases: name -> what is timed.
+        cases: name -> call to time.
         synchronise: waits for the device, before and after each call.
-        fewer: case -> measured rounds, for one that takes part in the first ones only.
+        fewer: case -> measured rounds, for cases that take part only in the first ones.
     """
     times: dict[str, list[float]] = {name: [] for name in cases}
     for i in range(repeats + 1):
@@ -74,7 +74,7 @@ def measure(
 
 
 def population(n: int) -> tuple[list[Member], np.ndarray, np.ndarray]:
-    """Members, and the keys and coefficients of their update."""
+    """Return n members, and the keys and coefficients of their update."""
     root = noise.run_key("benchmark", 0)
     keys = np.array([noise.member_key(root, 0, i) for i in range(n)], np.uint64)
     z = np.random.default_rng(0).standard_normal(n)
@@ -84,12 +84,12 @@ def population(n: int) -> tuple[list[Member], np.ndarray, np.ndarray]:
 def run_sections(
     sections: Mapping[str, Callable[[], dict]], show: Callable[[str, dict], Any], store: Callable[[dict], Any]
 ) -> int:
-    """Run one section after the other; one that fails records its error, and the others go on.
+    """Run one section after the other; if one fails, its error is recorded and the others go on.
 
     Args:
         sections: name -> a call that measures.
-        show: gets name and result of each section.
-        store: gets all results so far, after each section.
+        show: called with the name and result of each section.
+        store: called with all results so far, after each section.
 
     Returns:
         0, or 1 if a section failed.
@@ -100,7 +100,7 @@ def run_sections(
         try:
             found = section()
         except Exception as error:
-            # One section's failure must not cost the others' measurements, on a machine that may be lent by the minute.
+            # One failure must not cost the other sections' measurements, on a machine that may be rented by the minute.
             traceback.print_exc()
             found = {"error": f"{type(error).__name__}: {error}"}
         results[name] = found | {"section_seconds": round(time.perf_counter() - start, 1)}
@@ -111,7 +111,7 @@ def run_sections(
 
 
 def show(name: str, found: dict) -> None:
-    """Print a section: its numbers as a table, its targets, the account of what limits it."""
+    """Print a section: its numbers as a table, the account of what limits it, and its targets."""
     print(f"\n== {name} ({found['section_seconds']} s)")
     if "error" in found:
         print(f"FAILED: {found['error']}")
@@ -128,17 +128,17 @@ def show(name: str, found: dict) -> None:
 
 
 def merge(path: Path, device: str, kind: str, results: dict, replace: bool = False) -> None:
-    """Write a benchmark's sections into the file; what other devices and the other benchmark wrote stays.
+    """Write a benchmark's sections into the file, keeping those of other devices and other benchmarks.
 
-    Beside it, with the suffix .sha256, its SHA-256 is written, by which `python -m evoalign_study verify` finds
-    what was edited.
+    The file's SHA-256 is written beside it, with the suffix .sha256; `python -m evoalign_study verify` uses it to
+    detect edits.
 
     Args:
-        path: JSON file: device -> kind -> section -> what was measured.
-        device: its name.
-        kind: "cpu" or "gpu".
-        results: sections.
-        replace: drop the sections that an earlier run of this benchmark left and this one does not have.
+        path: JSON file: device -> kind -> section -> measurements.
+        device: name of the device.
+        kind: name of the benchmark, such as "cpu" or "gpu".
+        results: the sections.
+        replace: drop sections of an earlier run of this benchmark that `results` lacks.
     """
     known = json.loads(path.read_text()) if path.exists() else {}
     entry = known.setdefault(device, {})
