@@ -18,7 +18,7 @@ _LEAST_TILE = 64  # smallest side of the tile of a matrix to which factors are a
 
 
 def unsigned(name: str, value: int, bits: int) -> int:
-    """Return the value as an unsigned integer of this many bits; raise TypeError or ValueError if it is none."""
+    """Return the value as an unsigned integer of this many bits; raise TypeError or ValueError for anything else."""
     try:
         number = operator.index(value)
     except TypeError:

@@ -196,14 +196,14 @@ def config(
         seed: seed of the sampling.
         steps: number of batches of rollouts, with one update each.
         prompts_per_step, num_generations: prompts per step, and completions of each (the group).
-        max_completion_length: most new tokens per completion.
+        max_completion_length: maximum number of new tokens per completion.
         learning_rate: the optimiser's learning rate, constant.
         beta: weight of the KL penalty; 0: no penalty and no reference model.
         scale_rewards: "group", "batch" or "none" instead of the arm's own; not for an arm without scaling ("rloo").
         micro_batch: completions in memory at once, a divisor of a process's share of a step; None, or more than the
             share: all of it. It changes gradients only by rounding.
         vllm: None: the model itself generates. Otherwise TRL's vLLM engine in each process ("colocate") does, with
-            eos_ids (token ids that end a completion), max_model_length (most tokens of a prompt with its completion)
+            eos_ids (token ids that end a completion), max_model_length (maximum tokens of a prompt with its completion)
             and gpu_memory (its share of the GPU's memory). See 14 in the module's docstring.
         decoder: the decoder if the model itself generates: "generate" (transformers) or "loop" (our loop for small
             models on a CPU, see `LoopRollouts`; only for arms of TRL's GRPO trainer).

@@ -16,9 +16,9 @@ changing a single bit of it would make a version 2.
      (w2, w3) gives the next two. With w the first word and w' the second: u = (w >> 8) 2^-24 + 2^-25,
      r = sqrt(-2 log u), a = pi (w' >> 8) 2^-23.
    - ``byte_sum``. Word w_i gives column 4q + i from its bytes b0 to b3: (b0 + b1 + b2 + b3 - 510) / sqrt(21845),
-     computed as a float32 of the integer times the float32 0.006765875. At most 3.451; excess kurtosis -0.30.
+     with the integer as a float32, multiplied by the float32 0.006765875. At most 3.451; excess kurtosis -0.30.
    - ``tied``. ``gaussian`` with 0 for every parameter id, so that tensors of equal shape share their noise, as in
-     released codes, which restart from the seed for each tensor. It exists to reproduce and measure that effect.
+     released codes, which reset the seed for each tensor. It exists to reproduce and measure that effect.
 4. Low rank. With a rank r above 0, the noise of a tensor of two or more dimensions is E = A B^T / sqrt(r) (EGGROLL,
    arXiv 2511.16652), also with zero mean and unit variance. A[i, k] is the number at row k and column i of stream 1,
    B[j, k] the one at row k and column j of stream 2, and E[i, j] the sum over k = 0, 1, ... of a[k, i] b[k, j] with
@@ -328,7 +328,7 @@ def _law(distribution: str, param_id: int) -> tuple[int, int]:
 
 
 def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the rows and columns of the matrix as which the noise law treats a tensor."""
+    """Return the rows and columns of a tensor as the noise law's matrix."""
     n_rows, n_cols = (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
     if not (0 <= n_rows <= 1 << 32 and 0 <= n_cols <= 1 << 34):
         size = f"{n_rows} x {n_cols}"

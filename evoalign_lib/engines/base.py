@@ -42,7 +42,7 @@ class Options:
     """Decoding options; the defaults decode plainly, up to the end token."""
 
     temperature: float = 1.0
-    """of the samples in `Engine.evaluate`; the logits are divided by it"""
+    """sampling temperature in `Engine.evaluate`; the logits are divided by it"""
     top_k: int = 0
     """sample from this many of the most probable tokens; 0: from all"""
     top_p: float = 1.0
@@ -147,7 +147,7 @@ class Decoding:
         rewards: scores completions.
         prompts: name -> prompts (for example "train" and "eval").
         eos_ids: token ids that end a completion.
-        max_completion_length: new tokens at most.
+        max_completion_length: maximum number of new tokens.
         options: how completions are decoded.
     """
 
@@ -241,7 +241,7 @@ class Decoding:
             name: set of prompts.
             rows: its rows to complete.
             numbers: what `_numbers` or `_seeded` returned for the rows; None: greedy decoding.
-            temperature: of the samples.
+            temperature: sampling temperature.
             member: the member to decode with, and sigma; None: the run's own weights.
         """
         raise NotImplementedError
@@ -263,9 +263,9 @@ class Decoding:
         Args:
             name: set of prompts.
             indices: its rows to complete.
-            seed: of the samples.
+            seed: seed of the samples.
             draw: which sample of each prompt; None: greedy decoding.
-            temperature: of the samples, above 0.
+            temperature: sampling temperature, above 0.
         """
         numbers = None if draw is None else self._seeded(name, indices, seed, draw)
         return self._decode(name, indices, numbers, temperature)
@@ -292,7 +292,7 @@ class Engine(Decoding):
         tokenizer: its tokenizer, with a padding token.
         rewards: scores completions.
         prompts: name -> prompts (for example "train" and "eval").
-        max_completion_length: new tokens at most.
+        max_completion_length: maximum number of new tokens.
         options: how completions are decoded.
         weights: the run's weights if they exist already; `law` is then ignored.
         **law: arguments of `open_weights`: precision ("master", "kahan" or "inplace"; in the last two the model's
@@ -362,8 +362,8 @@ class Engine(Decoding):
             name: set of prompts.
             indices: its rows to complete (default: all).
             samples: 0 for greedy decoding, else samples per prompt, with top_k and top_p of `options`.
-            seed: of the samples; a row of the prompts gets the same numbers in any chunk and at any temperature.
-            temperature: of the samples, above 0; the logits are divided by it.
+            seed: seed of the samples; a row of the prompts gets the same numbers in any chunk and at any temperature.
+            temperature: sampling temperature, above 0; the logits are divided by it.
 
         Returns:
             (max(1, samples)) lists of (prompts) pairs of text and token ids.

@@ -229,7 +229,7 @@ class Decoder:
         Args:
             input_ids: (rows, width) int64, padded on the left; every prompt has at least one token after the prefix.
             attention_mask: (rows, width), 0 at padding.
-            max_new_tokens: tokens per row, at most.
+            max_new_tokens: maximum number of new tokens per row.
             draw: chooses the tokens: `greedy`, or what `inversion` or `multinomial` returns.
             stopped: given the new tokens of some rows, says of each row whether it ends here without an end token.
             owners: (rows) int64, the member that decodes each row; None: the unperturbed weights.

@@ -97,7 +97,7 @@ class LocalEngine(Engine):
         self._id = next(_IDS)
         _ENGINES[self._id] = self
 
-    # ---- what the trainer calls
+    # ---- called by the trainer
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class LocalEngine(Engine):
             raise
         return [future.result() for future in futures]
 
-    # ---- work on one member, in a worker or here
+    # ---- evaluating members, in a worker or in this process
 
     def evaluate_together(self, first, members, together, sigma, name, indices, trainer_state=None, sampling=None):
         """Evaluate low-rank members in one batch, in this process.

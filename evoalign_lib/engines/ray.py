@@ -116,7 +116,7 @@ class RayEngine(Engine):
             "load": dict(load or {}) | {"dtype": model.dtype},
             "local": alike if gpus else own | alike | {"decoder": self._alike.decoder},
         }
-        self._updates: list[tuple[np.ndarray, np.ndarray]] = []  # all since the starting weights
+        self._updates: list[tuple[np.ndarray, np.ndarray]] = []  # every update since the starting weights
         self._cluster: _Cluster | None = None
 
     @property

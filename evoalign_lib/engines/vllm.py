@@ -105,7 +105,7 @@ class Generator:
     Args:
         folder: the model's folder or its name on the Hub; code in it is never run.
         dtype: dtype of the working copy.
-        max_model_len: most tokens of a prompt with its completion.
+        max_model_len: maximum number of tokens of a prompt with its completion.
         parameters: number of parameters held by one rank (`memory.held_parameters`): on a GPU, memory is left free for
             their master, 4 bytes each, of which vLLM does not know.
         tensor_parallel: ranks that share the model.
@@ -163,7 +163,7 @@ class Generator:
             if "gpu_memory_utilization" not in given:
                 total = current_platform.get_device_total_memory()
                 given["gpu_memory_utilization"] = room_beside_master(total, parameters, start)
-        states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002, vLLM seeds them anew
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002, vLLM reseeds them
         try:
             if tensor_parallel > 1:
                 os.environ[DRIVER] = str(os.getpid())
@@ -259,9 +259,9 @@ def decode(
         llm: the engine.
         eos_ids: token ids that end a completion.
         ids: token ids of each prompt, without padding.
-        max_new_tokens: new tokens per completion, at most.
+        max_new_tokens: maximum number of new tokens per completion.
         seeds: the seed of each row, which is then sampled; None: greedy decoding.
-        temperature: of the samples, above 0.
+        temperature: sampling temperature, above 0.
         options: top_k and top_p of the samples, and generation_kwargs. Stop strings are left to the caller.
         adapters: the number of each row's adapter (`Generator.put_adapters`); None: no row has one.
 
@@ -371,7 +371,7 @@ class VLLMEngine(VLLMDecoding, Engine):
             self._save_model(self.folder)
         self.tensor_parallel, self.settings = tensor_parallel, dict(settings or {})
         self._generator: Generator | None = None
-        self._updates: list[tuple[np.ndarray, np.ndarray]] = []  # all since the starting weights
+        self._updates: list[tuple[np.ndarray, np.ndarray]] = []  # every update since the starting weights
 
     @property
     def plan(self):

@@ -73,7 +73,7 @@ class Plan:
     models: tuple[str, ...] = ("0.14M", "1M", "4M")
     rows: tuple[int, ...] = (16, 200)  # prompts per member
     members: int = 6  # the cost is linear in them
-    new: int = 20  # most tokens per completion
+    new: int = 20  # maximum number of tokens per completion
     repeats: int = 5
     quick_repeats: int = 15  # for cases that take milliseconds
     accounted: tuple[str, int] = ("1M", 200)  # the cell whose share of generation has a target

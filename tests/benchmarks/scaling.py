@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs per actor")
     parser.add_argument("--members", type=int, default=12, help="members of the population")
     parser.add_argument("--prompts", type=int, default=50, help="prompts per step")
-    parser.add_argument("--new", type=int, default=20, help="most tokens per completion")
+    parser.add_argument("--new", type=int, default=20, help="maximum number of tokens per completion")
     parser.add_argument("--steps", type=int, default=3, help="steps per round")
     parser.add_argument("--repeats", type=int, default=5, help="measured rounds")
     parser.add_argument("--out", type=Path, default=paths.RUNS / "scaling.json", help="JSON file to merge into")
