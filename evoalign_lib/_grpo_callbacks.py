@@ -1,6 +1,7 @@
-"""What watches a gradient arm's trainer: the budget that it spends, and weights that are kept in bfloat16.
+"""Callbacks of a gradient arm's trainer: the budget that it spends, and rounding of weights to bfloat16.
 
-Apart from `grpo`, since these are classes of transformers': importing it takes seconds, which specs of runs do without.
+A separate module because its classes derive from transformers', whose import takes seconds; specs of runs import `grpo`
+without it.
 """
 
 import time
@@ -17,13 +18,13 @@ from evoalign_lib.rewards import KINDS, Rewards
 
 
 class RoundedWeights(TrainerCallback):
-    """Rounds the weights of a model to the nearest bfloat16 before the first step and after every one.
+    """Rounds the weights of a model to the nearest bfloat16 before the first step and after every step.
 
-    Callbacks that come later see rounded weights.
+    Callbacks that are called later see the rounded weights.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Round the weights that the run starts from, or goes on with; after a step what the optimiser has updated."""
+        """Round the weights at the start, also of a resumed run, and after each step of the optimiser."""
         self.apply(model)
 
     on_step_end = on_train_begin
@@ -39,46 +40,46 @@ _SPENT = ("completions", "generated_tokens", "prompt_tokens", "core_seconds")
 
 
 class Budget(TrainerCallback, ExportableState):
-    """What a gradient arm spends, on the axes of ES: completions, tokens, FLOPs, core-seconds.
+    """The budget of a gradient arm in the quantities counted for ES: completions, tokens, FLOPs, core-seconds.
 
     A forward pass costs 2 floating-point operations per parameter and token (attention products are left out, as for
     ES), a backward pass twice that. All passes are over the prompts and completions of the step, without padding: one
     for generation, three for the loss and its gradient, one for the reference model if there is one, one for the
-    log-probabilities before the update where TRL computes them, two for importance ratios where rollouts are those of
-    others. One of these passes is that for the gradient of weights. Of an adapter (PEFT) it is over the adapter alone,
-    since no gradient of the frozen base is computed; the gradient with respect to activations passes through base and
-    adapter and counts in full (the first layer's inputs need none, which is not taken off). Where the reference is the
-    model with its adapter disabled, its pass is over the base alone. Checkpoints hold the budget, and a resumed run
-    goes on with it. After each step it is that of all processes of the launch. The state of reward functions
+    log-probabilities before the update if TRL computes them, and two for importance ratios if completions come from
+    `rollouts`. One of these passes is for the gradient of the weights. With an adapter (PEFT) that pass is over the
+    adapter only, because no gradient of the frozen base is computed; the gradient with respect to activations passes
+    through base and adapter and counts in full (the first layer's inputs need none, which is not subtracted). If the
+    reference is the model with its adapter disabled, its pass is over the base only. Checkpoints hold the budget, and a
+    resumed run continues it. After each step it covers all processes of the launch. The state of reward functions
     (`rewards`) is kept in the same way.
 
     Attributes:
-        total: completions, generated_tokens and prompt_tokens so far (a prompt counts once per completion of it);
-            core_seconds, CPU time in training steps, without evaluation in other callbacks; and how many single rewards
-            were "none", "nan", "exception" or "timeout" (`rewards`).
-        adapter: parameters of the adapter that is trained over a frozen base; 0: all weights are trained.
-        reference_adapted: whether the reference has an adapter of its own.
+        total: completions, generated_tokens and prompt_tokens so far (a prompt counts once for each of its
+            completions); core_seconds, CPU time in training steps, without evaluation in other callbacks; and how many
+            single rewards were "none", "nan", "exception" or "timeout" (`rewards`).
+        adapter: number of parameters of the trained adapter over a frozen base; 0: all weights are trained.
+        reference_adapted: whether the reference has its own adapter.
     """
 
     def __init__(self, rewards: Rewards, old_logprobs: bool, reference: bool, ratios: int = 0):
         self._score = rewards
         self.total: Counter[str] = Counter(dict.fromkeys((*_SPENT, *KINDS), 0))
-        self._own: Counter[str] = Counter()  # of what this process scored since the last step
+        self._own: Counter[str] = Counter()  # spent in this process since the last step
         self.passes = 4 + int(old_logprobs) + int(reference) + ratios
         self.model: Any = None
         self.adapter, self.reference_adapted = 0, False
         self._reference = reference
-        self._logged: list[dict[str, list[float]]] = []  # metrics of the same
+        self._logged: list[dict[str, list[float]]] = []  # metrics logged in this process since the last step
         self._started, self._seen = 0.0, 0
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many single rewards were of each kind that `rewards` counts."""
+        """Number of single rewards of each kind that `rewards` counts."""
         return {kind: self.total[kind] for kind in KINDS}
 
     @property
     def reward(self) -> Callable[..., list[float | None]]:
-        """Reward function that TRL calls: all functions in one, scored and counted."""
+        """The reward function that TRL calls: all functions in one, with their rewards counted."""
 
         def reward(
             prompts, completions, completion_ids, trainer_state=None, log_metric=None, log_extra=None, **columns
@@ -107,19 +108,19 @@ class Budget(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": spent | {"counts": self.counts, "reward_state": self._score.state()}}
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Go on with the budget and the state of reward functions of the checkpoint, if the run resumes from one.
+        """Restore the budget and the state of reward functions if the run resumes from a checkpoint.
 
         Raises:
-            ValueError: a checkpoint without a budget, or a state that is not of these reward functions.
+            ValueError: a checkpoint without a budget, or a state that does not belong to these reward functions.
         """
         saved = state.stateful_callbacks.get(type(self).__name__)
         if saved is None:
-            raise ValueError("the checkpoint holds no budget: it is of a run that grpo.trainer() did not make.")
+            raise ValueError("the checkpoint holds no budget. Resume from one that a grpo.trainer() has written.")
         saved = saved["attributes"]
         self.total = Counter({name: saved[name] for name in _SPENT} | saved["counts"])
         self._score.load_state(saved.get("reward_state", {}))
         self._share_state(args)
-        self._own.clear()  # of a step that was interrupted
+        self._own.clear()  # left from an interrupted step
         self._logged.clear()
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -127,24 +128,24 @@ class Budget(TrainerCallback, ExportableState):
         self._started, self._seen = time.process_time(), int(state.num_input_tokens_seen)
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Stop the clock, read the tokens that TRL has seen (in all processes), and add what other processes did."""
+        """Stop the clock, read TRL's count of tokens (in all processes), and add what the other processes spent."""
         self._own["core_seconds"] += time.process_time() - self._started
         step = sum(_everywhere(args, [self._own]), Counter())
         step["prompt_tokens"] = int(state.num_input_tokens_seen) - self._seen - step["generated_tokens"]
         self.total.update(step)
         self._own.clear()
-        if self._score.stateful:  # moves in the first process, which gives it to all
+        if self._score.stateful:  # updated in the first process, then shared with all
             logged, self._logged = _everywhere(args, self._logged), []
-            if logged and rank() == 0:  # else an earlier step's completions served this one, too
+            if logged and rank() == 0:  # nothing is logged if an earlier step's completions serve this step, too
                 self._score.end_of_step(logged)
             self._share_state(args)
 
     def _share_state(self, args) -> None:
-        """Let reward functions have the state that they have in the first process."""
+        """Copy the state of reward functions from the first process to all."""
         self._score.load_state(_everywhere(args, [self._score.state()])[0])
 
     def spent(self, d: int) -> dict[str, Any]:
-        """Return the budget so far, for a record, of a model of d parameters, those of an adapter left out."""
+        """Return the budget so far, for a record; d: parameters of the model, without those of an adapter."""
         passed = self.passes * d
         if self.adapter:
             without = int(self._reference and not self.reference_adapted)
@@ -155,7 +156,7 @@ class Budget(TrainerCallback, ExportableState):
 
 
 def _everywhere(args: Any, entries: list) -> list:
-    """Return the lists of all processes of the launch in one, in the order of processes."""
+    """Join the lists of all processes of the launch, in the order of their ranks."""
     if args.world_size == 1:
         return entries
     from accelerate.utils import gather_object

@@ -1,4 +1,4 @@
-"""The noise law's numbers on a CPU: one text, which NumPy runs as the reference and numba compiles as the fast path.
+"""The noise law on a CPU: NumPy runs this code as the reference, and numba compiles the same code as the fast path.
 
 `noise` states the law and checks all arguments; this module and `_noise_triton` only compute. The constants below are
 part of the law, and so is the order of every operation.
@@ -30,7 +30,7 @@ SQRT_HALF_BITS = np.int32(0x3F3504F3)
 SIN = float32s(0.07747035, -0.59881765, 2.55012280, -5.16771174, 3.14159274)
 COS = float32s(0.22031199, -1.33268464, 4.05856084, -4.93480149, 1.0)
 # Adding and subtracting 1.5 * 2^23 rounds a small float32 to the nearest integer, ties to even, on every device;
-# the low bits of the sum hold that integer.
+# the low bits of the sum are that integer.
 ROUNDER = np.float32(12582912.0)
 _ONE, _HALF, _MINUS_HALF, _MINUS_TWO = np.float32(1.0), np.float32(0.5), np.float32(-0.5), np.float32(-2.0)
 _2_22, _2_24, _2_25 = np.float32(2.0**-22), np.float32(2.0**-24), np.float32(2.0**-25)
@@ -42,24 +42,24 @@ BYTE_SUM_MEAN = 510
 # Numbers of the distributions, for the kernels.
 GAUSSIAN, BYTE_SUM = 0, 1
 
-# Where a sum of noise starts. -0 + x is x for every x, zeros of both signs included; 0 + -0 is 0.
+# Starting values for sums of noise. -0 + x is x for every x, including both zeros; 0 + -0 is 0.
 ZERO, NOTHING = np.float32(0.0), np.float32(-0.0)
 
 ALIGNMENT = 16  # elements: every tensor in a flat buffer starts on a 64-byte line
-_COLUMNS = 1024  # of low-rank noise, summed at a time: two lines of 4 kB in the L1 cache
+_COLUMNS = 1024  # columns of low-rank noise summed at a time: two lines of 4 kB in the L1 cache
 _BLOCK = 256  # Philox counters generated at a time: 4 kB of normals, well inside the L1 cache
 
 
-# The numbers, written once: NumPy runs this text on arrays, which is the reference, and numba compiles it for scalars
-# into one kernel of vector code. numba's fastmath stays off: without it LLVM fuses no multiplication with an addition.
-# A test looks for that in the assembly.
+# The numbers, written once: NumPy runs this code on arrays, which is the reference, and numba compiles it for scalars
+# into one kernel of vector code. numba's fastmath stays off, so that LLVM never fuses a multiplication with an
+# addition; a test checks the assembly for that.
 
 
 def _numbers_of_law(compiled: Callable, where: Callable) -> tuple[Callable, ...]:
-    """Return Philox4x32-10, Box-Muller on two words, and the numbers of four words in each distribution.
+    """Return Philox4x32-10, Box-Muller on two words, and the function of each distribution on four words.
 
     Args:
-        compiled: what each of these functions goes through.
+        compiled: decorator for each of these functions, such as numba's.
         where: (condition, a, b) -> a or b.
     """
 
@@ -91,7 +91,7 @@ def _numbers_of_law(compiled: Callable, where: Callable) -> tuple[Callable, ...]
         log_u = np.float32(e) * LN2 + (f + (f2 * _MINUS_HALF + horner(LOG, f) * f * f2))
         r = np.sqrt(_MINUS_TWO * log_u)
 
-        half_turns = np.float32(np.int32(v >> np.uint32(8))) * _2_22  # 2 a / pi: whole part quadrant, rest angle
+        half_turns = np.float32(np.int32(v >> np.uint32(8))) * _2_22  # 2 a / pi: quadrant plus the angle within it
         shifted = half_turns + ROUNDER
         quadrant = np.float32(shifted).view(np.uint32)
         x = (half_turns - (shifted - ROUNDER)) * _HALF
@@ -112,7 +112,7 @@ def _numbers_of_law(compiled: Callable, where: Callable) -> tuple[Callable, ...]
 
     @compiled
     def sum_of_bytes(w):
-        # two sums of two bytes each, in the halves of one word, then their sum
+        # two sums of two bytes each, in the two halves of a word, then their total
         pairs = (w & np.uint32(0x00FF00FF)) + ((w >> np.uint32(8)) & np.uint32(0x00FF00FF))
         total = (pairs + (pairs >> np.uint32(16))) & np.uint32(0xFFFF)
         return np.float32(np.int32(total) - np.int32(BYTE_SUM_MEAN)) * BYTE_SUM_SCALE
@@ -133,7 +133,7 @@ _philox_words, _normal_pair, _gaussian, _byte_sum = _numbers_of_law(_inline, _in
 
 
 def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
-    """Turn uint32 (..., 4) counters and the halves of a key into uint32 (..., 4) words: Philox4x32-10."""
+    """Apply Philox4x32-10 to uint32 (..., 4) counters, with the halves of a key; return uint32 (..., 4) words."""
     with np.errstate(over="ignore"):  # the sums of the key are modulo 2^32
         return np.stack(_reference_words(*np.moveaxis(counter, -1, 0), *map(np.uint32, key)), axis=-1)
 
@@ -149,7 +149,7 @@ def words(key: int, rows: np.ndarray, quads: np.ndarray, third: int, fourth: int
 def reference(
     kind: int, key: int, param_id: int, rows: tuple[int, int], cols: tuple[int, int], stream: int
 ) -> np.ndarray:
-    """Return the window rows x cols of a tensor's noise, float32, in plain NumPy."""
+    """Return the window rows x cols of a tensor's noise, float32, computed in plain NumPy."""
     quads = np.arange(cols[0] >> 2, (cols[1] + 3) >> 2)
     numbers = np.stack(
         _REFERENCES[kind](*np.moveaxis(words(key, np.arange(*rows), quads, param_id, stream), -1, 0)), -1
@@ -162,7 +162,7 @@ def reference(
 
 
 def _loop_over_counters(four_numbers: Callable) -> Callable:
-    """Make the loop that takes the time, for one distribution."""
+    """Return the innermost loop, which takes nearly all the time, for one distribution."""
 
     @_inline
     def add_member(total, counters, n, param_id, stream, k0, k1, coefficient):
@@ -184,16 +184,16 @@ _add_gaussian, _add_byte_sum = _loop_over_counters(_gaussian), _loop_over_counte
 def _add_noise_kernel(
     kind, out, master, start, keys, coefficients, offsets, rows, cols, ids, row0, col0, stream, part, parts
 ):
-    """out = master + (start + c_0 eps_0 + c_1 eps_1 + ...), rounded after each operation, for each tensor in a buffer.
+    """Set out = master + (start + c_0 eps_0 + c_1 eps_1 + ...) for each tensor in a buffer, rounding each operation.
 
-    ``row0`` and ``col0`` say which window of the noise a tensor in the buffer gets: (0, 0) for a whole tensor.
+    A tensor gets the window of its parameter's noise that begins at ``row0`` and ``col0``; both are 0 if it is whole.
     """
     counters = np.zeros((2, _BLOCK), np.uint32)
     total = np.empty((4, _BLOCK), np.float32)
     line = np.empty(4 * _BLOCK, np.float32)
     first_quad, lead = col0 >> 2, col0 & 3
     for i in range(len(offsets)):
-        # The quads of four columns that the rows touch, counted through all rows; a share is a range of them.
+        # Quads of four columns, counted across all rows including partial ones; a share is a range of quads.
         row_quads = ((col0 + cols[i] + 3) >> 2) - first_quad
         quads = rows[i] * row_quads
         stop = quads * (part + 1) // parts
@@ -202,14 +202,14 @@ def _add_noise_kernel(
             row, quad = begin // row_quads, begin % row_quads
             j = 0
             while j < n:
-                # Slices, because an index with an offset might be negative, which keeps LLVM from vectorising.
+                # A slice, because LLVM does not vectorise indices with an offset, which might be negative.
                 piece = counters[:, j : j + min(n - j, row_quads - quad)]
                 for x in range(piece.shape[1]):
                     piece[0, x] = np.uint32(first_quad + quad + x)
                     piece[1, x] = np.uint32(row0 + row)
                 j, row, quad = j + piece.shape[1], row + 1, 0
 
-            # Whole vectors only: the surplus comes from stale counters and is not used.
+            # Whole vectors only; the surplus numbers come from stale counters and are not used.
             padded = (n + 15) // 16 * 16
             total[:] = start
             for m in range(len(keys)):
@@ -226,7 +226,7 @@ def _add_noise_kernel(
             j = 0
             while j < n:
                 taken = min(n - j, row_quads - quad)
-                # Columns of this piece within the row, and where they lie in the line.
+                # The columns of this piece within the row, and their position in the line.
                 left, right = max(4 * quad - lead, 0), min(4 * (quad + taken) - lead, cols[i])
                 shift, base = 4 * (j - quad) + lead, offsets[i] + row * cols[i]
                 noise = line[shift + left : shift + right]
@@ -237,23 +237,23 @@ def _add_noise_kernel(
 
 
 def jit_cached(kernel: Callable, **options) -> Callable:
-    """Compile a kernel at its first call and keep the machine code on disk, for worker processes and later runs."""
+    """Compile a kernel at its first call and cache the machine code on disk for worker processes and later runs."""
     try:
         return njit(error_model="numpy", nogil=True, cache=True, **options)(kernel)
     except RuntimeError:
-        # Neither the package's folder nor the user's cache folder can be written: every process compiles for itself.
+        # Neither the package's folder nor the user's cache folder is writable: every process compiles for itself.
         return njit(error_model="numpy", nogil=True, **options)(kernel)
 
 
 add_noise = jit_cached(_add_noise_kernel)
 
 
-# Low-rank noise, a product of two factors for each matrix.
+# Low-rank noise: a product of two factors for each matrix.
 _add_one = njit(error_model="numpy")(_add_noise_kernel)
 
 
 def root(rank: int) -> np.float32:
-    """Return 1 / sqrt(rank) as the law rounds it, which is the same on every machine."""
+    """Return 1 / sqrt(rank), rounded as the law prescribes and thus equal on every machine."""
     return np.float32(1 / np.sqrt(np.float64(rank)))
 
 
@@ -266,7 +266,7 @@ def reference_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _add_rows_kernel(kind, out, keys, scale, row0, col0, param_id, stream):
-    """Add scale * a member's numbers in rows row0, ... and columns col0, ... to each of out: (members, rows, n)."""
+    """Add scale * each member's numbers, from row row0 and column col0 on, to out: (members, rows, n)."""
     shape = np.array([out.shape[1]]), np.array([out.shape[2]])
     zero, one, ids = np.zeros(1, np.int64), np.full(1, scale), np.full(1, param_id)
     for n in range(len(keys)):
@@ -275,16 +275,16 @@ def _add_rows_kernel(kind, out, keys, scale, row0, col0, param_id, stream):
 
 
 def _add_products_kernel(out, source, start, coefficients, a, b, base, stride):
-    """out = source + (start + c_0 E_0 + c_1 E_1 + ...), rounded after each operation.
+    """Set out = source + (start + c_0 E_0 + c_1 E_1 + ...), rounding each operation.
 
     E_n[i, j] is the sum over k of a[n, k, i] b[n, k, j].
 
     Args:
         out, source: flat buffers that hold a matrix.
-        start: where the sum starts.
+        start: value at which the sum starts.
         coefficients: (members).
         a, b: (members, rank, rows) and (members, rank, cols).
-        base, stride: where the first of these rows and cols lies, and how far the rows are apart.
+        base, stride: position in the buffers of the first of these rows and cols, and distance between rows.
     """
     members, rank, cols = b.shape
     total, product = np.empty(_COLUMNS, np.float32), np.empty(_COLUMNS, np.float32)
@@ -302,7 +302,7 @@ def _add_products_kernel(out, source, start, coefficients, a, b, base, stride):
                 for j in range(width):
                     product[j] = factor * line[j]
                 k = 1
-                while k + 4 <= rank:  # in the same order as one by one, with fewer passes over the line
+                while k + 4 <= rank:  # same order of additions as one by one, with fewer passes over the line
                     f0, f1, f2, f3 = a[n, k, i], a[n, k + 1, i], a[n, k + 2, i], a[n, k + 3, i]
                     l0, l1 = b[n, k, first:last], b[n, k + 1, first:last]
                     l2, l3 = b[n, k + 2, first:last], b[n, k + 3, first:last]

@@ -1,4 +1,4 @@
-"""What the noise law and its implementations share: checks, and its numbers in flat buffers and tensors on a CPU."""
+"""Shared code of the noise law's implementations: checks, and noise for flat buffers and tensors on a CPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 _FACTORS = 1 << 22  # numbers of low-rank factors in memory at once, 16 MB
-_LEAST_TILE = 64  # rows and columns of a matrix to which they are added at a time, at least
+_LEAST_TILE = 64  # smallest side of the tile of a matrix to which factors are added at a time
 
 
 def unsigned(name: str, value: int, bits: int) -> int:
-    """Return an unsigned integer of this many bits; raise TypeError or ValueError for anything else."""
+    """Return the value as an unsigned integer of this many bits; raise TypeError or ValueError for anything else."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -36,7 +36,7 @@ def check_members(keys: np.ndarray, coefficients: np.ndarray) -> None:
         raise TypeError(f"coefficients must be float32, got {coefficients.dtype}")
     if keys.ndim != 1 or keys.shape != coefficients.shape:
         raise ValueError(
-            f"keys and coefficients must be one list of members, got {keys.shape} and {coefficients.shape}"
+            f"keys and coefficients must both have the shape (members,), got {keys.shape} and {coefficients.shape}"
         )
     if not np.isfinite(coefficients).all():
         member = int(np.flatnonzero(~np.isfinite(coefficients))[0])
@@ -44,7 +44,7 @@ def check_members(keys: np.ndarray, coefficients: np.ndarray) -> None:
 
 
 def signed_sigma(sigma: float, sign: int) -> np.float32:
-    """Return fl32(sign * sigma); raise ValueError for another sign than 1 and -1, or a sigma float32 cannot hold."""
+    """Return fl32(sign * sigma); raise ValueError unless sign is 1 or -1 and sigma positive and finite in float32."""
     if sign not in (1, -1):
         raise ValueError(f"sign must be 1 or -1, got {sign!r}")
     if not (0 < sigma <= float(np.finfo(np.float32).max) and np.float32(sigma) > 0):
@@ -57,7 +57,7 @@ class Entry(NamedTuple):
 
     name: str  # canonical Hugging Face name
     shape: tuple[int, ...]
-    rows: int  # of the matrix that the noise law sees
+    rows: int  # of the parameter as a matrix
     cols: int
     offset: int  # position of the first element in the flat buffer
     id: int  # parameter id
@@ -66,7 +66,7 @@ class Entry(NamedTuple):
 def factors_of(
     kind: int, param_id: int, keys: np.ndarray, rank: int, rows: tuple[int, int], cols: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return what `factors` returns, given the number of the distribution and the id that it uses."""
+    """Return what `noise.factors` returns, given the distribution's number and the id that the kernels use."""
     return (
         rows_of_members(kind, keys, param_id, (0, rank), rows, 1, _noise_cpu.root(rank)),
         rows_of_members(kind, keys, param_id, (0, rank), cols, 2),
@@ -74,9 +74,9 @@ def factors_of(
 
 
 def rows_of_members(kind: int, keys, param_id: int, rows, cols, stream: int, scale: float = 1.0) -> np.ndarray:
-    """Return scale * the numbers of each member in some rows and columns, float32 (members, rows, columns).
+    """Return scale * each member's numbers in a window, float32 (members, rows, columns).
 
-    kind: number of the distribution; keys: uint64 (members,); rows, cols: (start, stop); stream: of the noise law.
+    kind: number of the distribution; keys: uint64 (members,); rows, cols: (start, stop); stream: as in the noise law.
     """
     drawn = np.full((len(keys), rows[1] - rows[0], cols[1] - cols[0]), _noise_cpu.NOTHING)
     numbers = np.float32(scale), rows[0], cols[0], np.uint32(param_id), np.uint32(stream)
@@ -85,23 +85,23 @@ def rows_of_members(kind: int, keys, param_id: int, rows, cols, stream: int, sca
 
 
 def add_noise(kind: int, out, source, start, keys, coefficients, table, first=(0, 0), part=(0, 1)) -> None:
-    """out = source + (start + sum of c_n eps_n) for each tensor of the table, or its i-th of n shares, in numba.
+    """Set out = source + (start + sum of c_n eps_n) for each tensor of the table, or a share of it, with numba.
 
     Args:
         kind: number of the distribution.
         out, source: flat float32 buffers.
-        start: float32, where the sum starts.
+        start: float32, the value at which the sum starts.
         keys, coefficients: uint64 and float32 (members,).
         table: offsets, rows, columns (int64) and ids (uint32) of the tensors, as `Layout.table`.
-        first: row and column of the parameter where the tensors begin.
-        part: (i, n).
+        first: row and column of the parameter at which the tensors begin.
+        part: (i, n): only the i-th of n shares.
     """
     members = read_only(source), start, keys, coefficients
     _noise_cpu.add_noise(kind, out, *members, *table, *first, np.uint32(0), *part)
 
 
 def read_only(array: np.ndarray) -> np.ndarray:
-    """Return a read-only view, as all sources are: numba compiles anew for each kind of argument."""
+    """Return a read-only view. All sources are passed as such, because numba compiles once per kind of argument."""
     view = array.view()
     view.flags.writeable = False
     return view
@@ -110,11 +110,11 @@ def read_only(array: np.ndarray) -> np.ndarray:
 def add_products(
     kind: int, out, source, start, keys, coefficients, entry: Entry, rank: int, first=(0, 0), part=(0, 1)
 ) -> None:
-    """out = source + (start + sum of c_n E_n) for one matrix in flat buffers, or its i-th of n shares.
+    """Set out = source + (start + sum of c_n E_n) for one matrix in flat buffers, or a share of it.
 
-    Factors of many members are large: a tile of the matrix is done at a time, for which `_FACTORS` numbers suffice.
-    Entry: where the matrix lies, a window of its parameter that begins at `first`, and the id that the kernels use; the
-    other arguments are those of `add_noise`.
+    The factors of many members are large, so the matrix is done in tiles whose factors have about `_FACTORS` numbers.
+    `entry` says where the matrix lies and which id the kernels use; the matrix is the window of its parameter that
+    begins at `first`. The other arguments are those of `add_noise`.
     """
     side = max(_LEAST_TILE, _FACTORS // max(1, 2 * rank * len(keys)))
     begin, end = (entry.rows * i // part[1] for i in (part[0], part[0] + 1))
@@ -129,16 +129,16 @@ def add_products(
 
 
 class MasterOnDevice:
-    """A float32 master of tensors on one device, and the tensors that members' weights are written to.
+    """A float32 master on one device, together with the working tensors to which members' weights are written.
 
     Args:
         matrices: the working tensors as (rows, cols), columns adjacent.
-        windows: (parameter id, first row, first column) of each in its parameter.
-        ranks: of each tensor's noise, 0 (full rank) or one number above it.
+        windows: (parameter id, first row, first column) of each tensor in its parameter.
+        ranks: rank of each tensor's noise, either 0 (full rank) or a number above 0 that all low-rank tensors share.
         kind: number of the distribution.
         most_members: largest population of an update.
-        anchor: where the tensors started, if updates decay toward it.
-        stream: of the noise law, of full-rank noise.
+        anchor: the starting weights, if updates decay toward them.
+        stream: the noise law's stream for full-rank noise.
     """
 
     def __init__(self, matrices, windows, ranks, kind: int, most_members: int, anchor=None, stream: int = 0):
@@ -151,12 +151,12 @@ class MasterOnDevice:
             self._offsets.append(size)
             size = -(-(size + matrix.numel()) // _noise_cpu.ALIGNMENT) * _noise_cpu.ALIGNMENT
         self.master = torch.zeros(size, dtype=torch.float32, device=matrices[0].device)
-        """float32 (size,): the tensors one after the other, as a `Layout` of them in this order has them"""
+        """float32 (size,): the tensors one after the other, at the positions that a `Layout` in this order has"""
         for view, matrix in zip(self.views(), matrices, strict=True):
             view.copy_(matrix)
 
     def views(self) -> list[torch.Tensor]:
-        """Return the master of each working tensor, float32 (rows, cols), without a copy."""
+        """Return views of the master, one for each working tensor, float32 (rows, cols)."""
         return [
             self.master[offset : offset + matrix.numel()].view(matrix.shape)
             for offset, matrix in zip(self._offsets, self._matrices, strict=True)
@@ -176,15 +176,15 @@ class MasterOnDevice:
             sign: -1 for the second member of an antithetic pair.
 
         Raises:
-            ValueError: a bad key, sigma or sign.
+            TypeError, ValueError: an invalid key, sigma or sign.
         """
         keys, scale = np.array([unsigned("key", key, 64)], np.uint64), np.array([signed_sigma(sigma, sign)])
         self._add(keys, scale, False)
 
     def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
-        """Add the members' noise to the master in one pass over it, with the bits of `noise.update`.
+        """Add the members' noise to the master in one pass, with the same bits as `noise.update`.
 
-        With an anchor the master decays toward it first, whatever the members. The working tensors stay as they are
+        With an anchor, the master first decays toward it, even without members. The working tensors do not change
         until the next `perturb` or `restore`.
 
         Args:
@@ -192,7 +192,7 @@ class MasterOnDevice:
             coefficients: float32 (members,), weight units.
 
         Raises:
-            TypeError, ValueError: an array of another dtype or length, a coefficient that is not finite, or more
+            TypeError, ValueError: an array with the wrong dtype or length, a coefficient that is not finite, or more
                 members than `most_members`.
         """
         check_members(keys, coefficients)
@@ -203,17 +203,17 @@ class MasterOnDevice:
         self._add(keys, coefficients, True)
 
     def _add(self, keys: np.ndarray, coefficients: np.ndarray, to_master: bool) -> None:
-        """Write master + (0 + sum of c_n eps_n) to the master, or without the 0, and cast, to the working tensors."""
+        """Write master + (0 + sum of c_n eps_n) to the master, or, cast and without the 0, to the working tensors."""
         raise NotImplementedError
 
 
 class HostWeights(MasterOnDevice):
-    """What `DeviceWeights` is on a GPU, for tensors on a CPU: numba makes the noise, one tensor at a time."""
+    """The counterpart of `DeviceWeights` for tensors on a CPU: numba generates the noise, one tensor at a time."""
 
     def _add(self, keys, coefficients, to_master):
         import torch
 
-        used = coefficients != 0  # as in `update`: a term of +-0 changes no sum
+        used = coefficients != 0  # as in `noise.update`: a term of +-0 changes no sum
         members = _noise_cpu.ZERO if to_master else _noise_cpu.NOTHING, keys[used], coefficients[used]
         for view, matrix, (param_id, *first), rank in zip(
             self.views(), self._matrices, self._windows, self._ranks, strict=True

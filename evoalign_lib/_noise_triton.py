@@ -1,11 +1,11 @@
-"""The noise law's numbers on a GPU, in Triton: one kernel launch perturbs a whole model and one updates it.
+"""The noise law on a GPU, in Triton: one kernel launch perturbs a whole model and one updates it.
 
-`noise` states the law; operations and their order are those of `_noise_cpu`, so that the bits are the same. A launch
+`noise` states the law; the operations and their order are the same as in `_noise_cpu`, and so are the bits. A launch
 runs over tiles of Philox counters of all tensors; a table in device memory says where each tensor lies. Tensors with
-low-rank noise have a launch of their own, over tiles of their rows and columns, so that the factors of a tile are few
-beside its weights and are drawn where they are used. Keys and coefficients are read from device memory and nothing is
-allocated, so that a launch disturbs no CUDA graph. Without a GPU the same code runs in Triton's interpreter, if
-TRITON_INTERPRET=1 is set before Triton is imported.
+low-rank noise have a separate launch over tiles of their rows and columns: a tile's factors are few compared with its
+weights and are drawn where they are used. Keys and coefficients are read from device memory and nothing is allocated,
+so that a launch disturbs no CUDA graph. Without a GPU the same code runs in Triton's interpreter, if TRITON_INTERPRET=1
+is set before Triton is imported.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ try:
     import triton.language as tl
     from triton.language import constexpr
 except ImportError as error:
-    raise ImportError("the noise law on a GPU needs Triton, which torch's CUDA wheels bring along (Linux)") from error
+    raise ImportError("the noise law on a GPU needs Triton. Install torch's CUDA wheels (Linux).") from error
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Philox counters per tile, and warps that share a tile. The interpreter pays per operation, whatever its width.
+# Philox counters per tile, and warps that share a tile. In the interpreter an operation costs the same at any width.
 TILE, WARPS = (1 << 14, 1) if INTERPRETED else (512, 4)
 
 # Columns of the table of tensors, all int64.
@@ -42,7 +42,7 @@ TILE_ROWS, TILE_COLS = (64, 1 << 8) if INTERPRETED else (32, 128)
 _L_ID, _L_ROW_QUAD, _L_ROW_LEAD, _L_ROWS, _L_COL_QUAD, _L_COL_LEAD = map(constexpr, range(6))
 _L_COLS, _L_ACROSS, _L_FIRST_TILE, _L_MASTER, _L_WORKING, _L_STRIDE = map(constexpr, range(6, 12))
 
-# The law's constants, as Python numbers, which Triton makes float32 and uint32 again.
+# The law's constants as Python numbers, which Triton converts back to float32 and uint32.
 _ROUNDS = constexpr(_noise_cpu.ROUNDS)
 _M0, _M1, _W0, _W1 = (constexpr(int(n)) for n in (_noise_cpu.M0, _noise_cpu.M1, _noise_cpu.W0, _noise_cpu.W1))
 _LOG, _SIN, _COS = (constexpr(tuple(map(float, c))) for c in (_noise_cpu.LOG, _noise_cpu.SIN, _noise_cpu.COS))
@@ -52,7 +52,7 @@ _MEAN = constexpr(_noise_cpu.BYTE_SUM_MEAN)
 _SQRT_HALF_BITS = constexpr(int(_noise_cpu.SQRT_HALF_BITS))
 _2_22, _2_24, _2_25 = constexpr(2.0**-22), constexpr(2.0**-24), constexpr(2.0**-25)
 _GAUSSIAN = constexpr(_noise_cpu.GAUSSIAN)
-# The interpreter truncates where a GPU rounds to the nearest bfloat16.
+# Where a GPU rounds to the nearest bfloat16, the interpreter truncates.
 _ROUND_BY_HAND = constexpr(INTERPRETED)
 
 
@@ -109,7 +109,7 @@ def _sum_of_bytes(w):
 
 @triton.jit
 def _numbers(c0, c1, c2, c3, key, KIND: constexpr):
-    """Return four float32 (tile,): the numbers of the four columns of each counter."""
+    """Return four arrays, float32 (tile,): the numbers for the four columns of each counter."""
     w0, w1, w2, w3 = _philox(c0, c1, c2, c3, key.to(tl.uint32), (key >> 32).to(tl.uint32))
     if KIND == _GAUSSIAN:
         z0, z1 = _normal_pair(w0, w1)
@@ -121,13 +121,13 @@ def _numbers(c0, c1, c2, c3, key, KIND: constexpr):
 
 @triton.jit
 def _columns(z0, z1, z2, z3, BLOCK: constexpr):
-    """Join four (tile,) to (tile, 4). Each join adds a last axis: the last but one tells z0, z1 from z2, z3."""
+    """Join four arrays (tile,) into (tile, 4). Each join adds a last axis, hence z0 with z2 and z1 with z3 first."""
     return tl.reshape(tl.join(tl.join(z0, z2), tl.join(z1, z3)), (BLOCK, 4))
 
 
 @triton.jit
 def _cast(x, like: constexpr):
-    """Round x to another dtype, to the nearest, ties to even."""
+    """Round x to the nearest value of another dtype, ties to even."""
     if _ROUND_BY_HAND and like == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -140,16 +140,16 @@ def _cast(x, like: constexpr):
 
 @triton.jit
 def _place(table, of_tile, FLAT: constexpr, BLOCK: constexpr):
-    """Find this program's tile.
+    """Locate this program's tile.
 
-    Returns its counters (quads, rows, parameter id, stream), uint32, the first two (BLOCK,); where its weights lie in
-    the master and in the working tensor, int64 (BLOCK, 4); and which of them exist.
+    Returns its counters (quads, rows, parameter id, stream), uint32, the first two (BLOCK,); the positions of its
+    weights in the master and in the working tensor, int64 (BLOCK, 4); and a mask of those that exist.
     """
     tile = tl.program_id(0)
     entry = table + tl.load(of_tile + tile).to(tl.int64) * _WIDTH
     inside = tl.arange(0, BLOCK).to(tl.uint32)
     begin = (tile - tl.load(entry + _FIRST_TILE)).to(tl.uint32) * BLOCK
-    # Divisions of 32 bits are cheap enough, those of 64 bits are not: no tensor has 2**32 quads.
+    # 32-bit divisions are cheap enough, 64-bit ones are not; no tensor has 2**32 quads.
     row_quads = tl.load(entry + _ROW_QUADS).to(tl.uint32)
     row, quad = (begin + inside) // row_quads, (begin + inside) % row_quads
     c0 = tl.load(entry + _FIRST_QUAD).to(tl.uint32) + quad
@@ -159,7 +159,7 @@ def _place(table, of_tile, FLAT: constexpr, BLOCK: constexpr):
     master, working = tl.load(entry + _MASTER), tl.load(entry + _WORKING)
     fours = tl.arange(0, 4)[None, :]
     if FLAT:
-        # Whole quads one after the other, on multiples of four elements: four are loaded and stored at a time.
+        # The tensor consists of whole, aligned quads, so that four elements are loaded and stored at a time.
         first, column = begin.to(tl.int64) * 4, (inside.to(tl.int32) * 4)[:, None] + fours
         master = tl.multiple_of(master + first, 4) + column
         working = tl.multiple_of(working + first, 4) + column
@@ -174,7 +174,7 @@ def _place(table, of_tile, FLAT: constexpr, BLOCK: constexpr):
 
 @triton.jit
 def _start(shape: constexpr, UPDATE: constexpr):
-    """Return where a sum of noise starts: 0, or for one member -0, which changes no bit of a first term."""
+    """Return the starting value of a sum of noise: 0 in an update, else -0, which changes no bit of the first term."""
     zero = tl.zeros(shape, tl.float32)
     return zero if UPDATE else zero * -1.0
 
@@ -183,7 +183,7 @@ def _start(shape: constexpr, UPDATE: constexpr):
 def _add_kernel(
     target, master, table, tiles, keys, coefs, n, UPDATE: constexpr, KIND: constexpr, FLAT: constexpr, BLOCK: constexpr
 ):
-    """target = cast(master + (start + c_0 eps_0 + c_1 eps_1 + ...)), rounded after each operation; n: members."""
+    """Set target = cast(master + (start + c_0 eps_0 + c_1 eps_1 + ...)), rounding each operation; n: members."""
     c0, c1, c2, c3, source, working, exists = _place(table, tiles, FLAT, BLOCK)
     t0 = _start((BLOCK,), UPDATE)
     t1, t2, t3 = t0, t0, t0
@@ -197,10 +197,10 @@ def _add_kernel(
 
 @triton.jit
 def _low_rank_place(table, of_tile, ROWS: constexpr, COLS: constexpr):
-    """Find this program's tile of a tensor with low-rank noise.
+    """Locate this program's tile of a tensor with low-rank noise.
 
-    Returns the quads of its rows, (ROWS / 4,), and columns, (COLS / 4,), uint32; the parameter id; where its weights
-    lie in the master and in the working tensor, int64 (ROWS, COLS); and which of them exist.
+    Returns the quads of its rows, (ROWS / 4,), and columns, (COLS / 4,), uint32; the parameter id; the positions of its
+    weights in the master and in the working tensor, int64 (ROWS, COLS); and a mask of those that exist.
     """
     tile = tl.program_id(0)
     entry = table + tl.load(of_tile + tile).to(tl.int64) * _WIDTH
@@ -221,7 +221,7 @@ def _low_rank_place(table, of_tile, ROWS: constexpr, COLS: constexpr):
 
 @triton.jit
 def _factor(quads, k, param_id, stream: constexpr, key, KIND: constexpr, N: constexpr):
-    """Return row k of a factor at N // 4 quads, float32 (N,)."""
+    """Return row k of a factor for N // 4 quads, float32 (N,)."""
     same = tl.zeros((N // 4,), tl.int32)
     c1, c3 = (same + k).to(tl.uint32), (same + stream).to(tl.uint32)
     z0, z1, z2, z3 = _numbers(quads, c1, same.to(tl.uint32) + param_id, c3, key, KIND)
@@ -244,7 +244,7 @@ def _add_low_rank_kernel(
     ROWS: constexpr,
     COLS: constexpr,
 ):
-    """target = cast(master + (start + c_0 E_0 + c_1 E_1 + ...)), rounded after each operation."""
+    """Set target = cast(master + (start + c_0 E_0 + c_1 E_1 + ...)), rounding each operation."""
     row_quads, col_quads, param_id, source, working, exists = _low_rank_place(table, tiles, ROWS, COLS)
     total = _start((ROWS, COLS), UPDATE)
     for m in range(tl.load(n)):
@@ -263,22 +263,22 @@ def _add_low_rank_kernel(
 
 
 class _Launch(NamedTuple):
-    """The tensors that one launch serves: those of one dtype, and either all flat (see `_place`) or not."""
+    """The tensors of one launch, alike in dtype, kind of noise, and whether they are flat (see `_place`)."""
 
-    target: torch.Tensor  # any of them: the table's addresses count from it
+    target: torch.Tensor  # any of the tensors; the table's addresses are relative to it
     flat: bool
-    low_rank: bool  # then the table has the columns _L_...
+    low_rank: bool  # if so, the table has the columns _L_...
     table: torch.Tensor  # int64 (tensors, _WIDTH)
     of_tile: torch.Tensor  # int32 (tiles,)
 
 
 class DeviceWeights(MasterOnDevice):
-    """A float32 master on a device, and the tensors there that the members' weights are written to.
+    """A float32 master on a GPU, together with the working tensors to which members' weights are written.
 
-    Made by `noise.device_weights`, which checks the arguments; they are those of `MasterOnDevice`.
+    Created by `noise.device_weights`, which checks the arguments; they are those of `MasterOnDevice`.
 
     Raises:
-        RuntimeError: no GPU, and not in Triton's interpreter.
+        RuntimeError: tensors that are not on a GPU, outside Triton's interpreter.
     """
 
     def __init__(self, matrices: Sequence[torch.Tensor], windows: Sequence[tuple[int, int, int]], *law: Any):
@@ -290,7 +290,7 @@ class DeviceWeights(MasterOnDevice):
             )
         super().__init__(matrices, windows, *law)
         self._launches = self._plan()
-        # what the kernels read at fixed addresses
+        # read by the kernels at fixed addresses
         self._keys = torch.zeros(self.most_members, dtype=torch.int64, device=device)
         self._coefficients = torch.zeros(self.most_members, dtype=torch.float32, device=device)
         self._members = torch.zeros(1, dtype=torch.int32, device=device)
@@ -300,7 +300,7 @@ class DeviceWeights(MasterOnDevice):
         self._keys[:n].copy_(torch.from_numpy(keys.view(np.int64)))
         self._coefficients[:n].copy_(torch.from_numpy(coefficients))
         self._members.fill_(n)
-        # the law: no fused multiply-add
+        # the law forbids fused multiply-adds
         common = {"UPDATE": to_master, "KIND": self._kind, "num_warps": WARPS, "enable_fp_fusion": False}
         population = self._keys, self._coefficients, self._members
         with torch.cuda.device_of(self.master):
@@ -314,7 +314,7 @@ class DeviceWeights(MasterOnDevice):
                     _add_kernel[grid](*given, FLAT=launch.flat, BLOCK=TILE, **common)
 
     def _plan(self) -> list[_Launch]:
-        """Return launches over all tensors that have elements, one for each dtype, way to lie and kind of noise."""
+        """Return launches over all non-empty tensors, one for each combination of dtype, flatness and kind of noise."""
         groups: dict[tuple[torch.dtype, bool, bool], tuple[torch.Tensor, list, list]] = {}
         every = zip(self._matrices, self._offsets, self._windows, self._ranks, strict=True)
         for matrix, offset, (param_id, row0, col0), rank in every:
@@ -331,11 +331,11 @@ class DeviceWeights(MasterOnDevice):
                 place = [self._stream, row0, quad, lead, cols, across, size]
             if size >= (1 << 31 if is_low else (1 << 32) - TILE):
                 shape = tuple(matrix.shape)
-                raise ValueError(f"a tensor of {shape} has too many elements for one launch; cut it in pieces")
+                raise ValueError(f"a tensor of {shape} has too many elements for one launch; split it into pieces")
             in_fours = all(n % 4 == 0 for n in (lead, cols, matrix.data_ptr() // matrix.element_size()))
             flat = not is_low and in_fours and matrix.is_contiguous()
             target, entries, counts = groups.setdefault((matrix.dtype, flat, is_low), (matrix, [], []))
-            # where it begins, in elements from the group's first
+            # where the tensor begins, in elements from the group's first one
             begin = (matrix.data_ptr() - target.data_ptr()) // matrix.element_size()
             entries.append([param_id, *place, sum(counts), offset, begin, matrix.stride(0)])
             counts.append(tiles)

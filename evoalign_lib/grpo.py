@@ -2,39 +2,40 @@
 comparison with ES.
 
 There is no training loop here: `config` states every setting of TRL that changes the mathematics, and `trainer` gives
-TRL's trainer the reward wrapper of ES (`evoalign_lib.rewards`: one treatment of None, NaN and exceptions) and a budget
-that counts what ES counts (`_grpo_callbacks.Budget`). TRL's defaults move between versions (loss_type, scale_rewards,
-beta and the bias correction of the KL did), so none is relied upon.
+TRL's trainer the same reward wrapper as ES (`evoalign_lib.rewards`, which treats None, NaN and exceptions alike) and a
+budget that counts the same quantities (`_grpo_callbacks.Budget`). TRL's defaults change between versions (loss_type,
+scale_rewards, beta and the bias correction of the KL did), so none is relied upon.
 
-Common to all arms: float32 weights, gradients, optimiser moments and generation (the master weights of ES are float32,
-too); AdamW without weight decay at a constant learning rate (but for 16 and 17), gradient norm clipped at 1; sampling
-from the model's own distribution (temperature 1; no top-k, top-p, min-p or repetition penalty); one batch of
+Common to all arms: float32 weights, gradients, optimiser moments and generation (like the master weights of ES); AdamW
+without weight decay at a constant learning rate (except for 16 and 17), gradient norm clipped at 1; sampling from the
+model's own distribution (temperature 1; no top-k, top-p, min-p or repetition penalty); one batch of
 prompts_per_step * num_generations completions per step and one update from it, so that samples are on-policy, the
 importance ratio is 1 and its clip inactive; prompts in the order of the data set.
 
 Where `grpo` departs from DeepSeekMath (Shao et al., arXiv 2402.03300, section 4.1):
 
 1. beta is a setting (the paper: 0.04); at 0 there is no reference model. The reference is the starting model
-   throughout; the paper's iterative variant renews it.
+   throughout; the paper's iterative variant replaces it from time to time.
 2. One update per batch, as in the paper's own runs; the algorithm box allows several.
 3. Advantages are (r - mean) / (std + 1e-4) with the unbiased standard deviation of the group.
-4. The KL penalty is k3 per token, as in the paper: its value is unbiased, its gradient as a loss is not that of the KL
-   (`evoalign_lib.analysis.kl`). TRL's correction of it (`use_bias_correction_kl`) is off.
+4. The KL penalty is k3 per token, as in the paper: its value is unbiased, but its gradient as a loss is not the
+   gradient of the KL (`evoalign_lib.analysis.kl`). TRL's correction (`use_bias_correction_kl`) is off.
 5. Outcome rewards only.
-6. The reference has the weights that the run starts from. (TRL loads it anew by the model's name, which gives another
-   model where that one was changed in memory.)
+6. The reference has the weights from which the run starts. (TRL would load it again by the model's name, which gives
+   a different model if the weights were changed in memory.)
 
 Where `dr_grpo` departs from Dr.GRPO (Liu et al., arXiv 2503.20783):
 
-7. The loss is the sum over tokens / (completions * max_completion_length), the constant of that paper's code.
-8. One update per batch, and beta 0 unless set, as 2. `scale_rewards` may be set apart from the loss, for a factorial.
+7. The loss is the sum over tokens / (completions * max_completion_length), the constant in that paper's code.
+8. One update per batch, and beta 0 unless set, as in 2. `scale_rewards` can be set independently of the loss, for a
+   factorial design.
 
 Where `dapo` departs from DAPO (Yu et al., arXiv 2503.14476):
 
-9. Token-level loss and the raised upper clip (0.28) only, and that clip is inactive (2). No dynamic sampling, which TRL
+9. Only the token-level loss and the raised upper clip (0.28), which is inactive (2). No dynamic sampling, which TRL
    lacks; no overlong filtering (`mask_truncated_completions`) and no length penalty.
 10. The paper leaves the KL penalty out (its section 2.3); here beta is a setting as for the other arms, 0 unless set.
-   The paper takes several updates per batch, which its clip is for; here there is one, as 2.
+   The paper takes several updates per batch, for which the clip is needed; here there is one, as in 2.
 
 Where `rloo` departs from RLOO (Ahmadian et al., arXiv 2402.14740):
 
@@ -43,37 +44,37 @@ Where `rloo` departs from RLOO (Ahmadian et al., arXiv 2402.14740):
 
 Fine-tuning on filtered samples (`filtered_sft`):
 
-12. Nothing here tunes its learning rate: the notebooks give it the one that GRPO's sweep chose, which need not be its
-   best.
+12. Its learning rate is not tuned here: the notebooks use the one chosen by GRPO's sweep, which need not be its best.
 
 On GPUs, where TRL's vLLM engine generates beside the model ("colocate"):
 
-13. Several processes share a step (`accelerate.yaml`, DistributedDataParallel): gradients and budgets are of all.
-14. vLLM decodes with weights in the checkpoint's dtype, mostly bfloat16, while log-probabilities are those of the
-   float32 model: samples are off-policy by that rounding. TRL's correction for it is another loss and stays off.
-15. vLLM's generator is seeded by a hash of seed and process. TRL seeds it with the number of the process, so all seeds
-   of an experiment would sample with the same random numbers. With the sum of the two, by which TRL seeds the rest,
-   process 1 of one seed would have the numbers of process 0 of the next.
+13. Several processes share a step (`accelerate.yaml`, DistributedDataParallel); gradients and budgets cover all of
+   them.
+14. vLLM decodes with weights in the checkpoint's dtype, mostly bfloat16, while log-probabilities come from the float32
+   model, so samples are off-policy by that rounding. TRL's correction for this is a different loss and stays off.
+15. vLLM's generator is seeded with a hash of seed and process rank. TRL seeds it with the rank, so that all seeds of an
+   experiment would sample with the same random numbers. With the sum of the two, with which TRL seeds everything else,
+   process 1 of one seed would share its numbers with process 0 of the next.
 
-Two variations of `grpo` tell the optimiser and rounding from the loss (`grpo_sgd`, `grpo_rounded`, and both at once):
+Two variants of `grpo` separate the effects of optimiser and rounding from the loss (`grpo_sgd`, `grpo_rounded`, and
+both at once):
 
-16. SGD without momentum in the place of AdamW, with a learning rate of its own; the gradient's norm is clipped at 1,
-   too.
-17. Weights in bfloat16 without a float32 master, as published runs of ES and GRPO had them: they are rounded to the
-   nearest bfloat16 before the first step and after every one (`_grpo_callbacks.RoundedWeights`). Gradients, moments
-   and activations stay float32, so that nothing but the storage of weights differs.
+16. SGD without momentum instead of AdamW, with its own learning rate; the gradient norm is clipped at 1 as well.
+17. Weights in bfloat16 without a float32 master, as in published runs of ES and GRPO: they are rounded to the nearest
+   bfloat16 before the first step and after every step (`_grpo_callbacks.RoundedWeights`). Gradients, moments and
+   activations stay float32, so that only the storage of the weights differs.
 
-With an adapter (PEFT) over a frozen base, `peft_config` of `trainer` or a model that has one, the adapter alone is
-trained, in float32 as everything else:
+With an adapter (PEFT) over a frozen base, from `peft_config` of `trainer` or already in the model, only the adapter is
+trained, in float32 like everything else:
 
-18. The reference is what the run starts from, as in 6, and as TRL has it: of a new adapter, whose B is zero, the model
-   with the adapter disabled; of a model that came with an adapter a copy of that, which TRL calls "ref" and which lies
-   in checkpoints and saved models beside it.
-19. The budget counts what is computed: forward passes are over base and adapter; the gradient with respect to
-   activations passes through both, once more; gradients of weights are the adapter's alone. A full model's backward
-   pass costs two forward passes, an adapter's a little more than one (`_grpo_callbacks.Budget`).
+18. The reference is the model from which the run starts, as in 6, in TRL's way: for a new adapter, whose B is zero, the
+   model with the adapter disabled; for a model that came with an adapter, a copy of that adapter, which TRL calls "ref"
+   and which is also saved in checkpoints and models.
+19. The budget counts what is computed: forward passes go through base and adapter; so does the gradient with respect to
+   activations, once more; gradients of weights are computed for the adapter only. A full model's backward pass costs
+   two forward passes, an adapter's a little more than one (`_grpo_callbacks.Budget`).
 
-PPO left TRL in version 1.13; published numbers keep its row in tables of their own.
+PPO left TRL in version 1.13; published results for it are listed in separate tables.
 """
 
 from __future__ import annotations
@@ -99,34 +100,34 @@ if TYPE_CHECKING:
     from evoalign_lib._grpo_callbacks import Budget
 
 ARMS = {name: arm.options for name, arm in arms.ARMS.items() if arm.family == "gradient"}
-"""What the arms differ in."""
+"""The settings in which the arms differ."""
 
 SCALES = ("group", "batch", "none")
-"""By what an arm may scale its advantages."""
+"""The possible scales of an arm's advantages."""
 
 DECODERS = ("generate", "loop")
-"""Who decodes where the model itself writes completions: transformers, or the loop of `engines.decode`."""
+"""The decoders for when the model itself generates: transformers, or the loop of `engines.decode`."""
 
 _BESIDE = "evoalign_settings"
-"""Attribute of args in which `config` tells `trainer` what TRL has no fields for: whether weights are rounded, and the
-decoder."""
+"""Attribute of args with which `config` passes on to `trainer` what TRL has no fields for: whether weights are rounded,
+and the decoder."""
 
-# settings of the configurations of all trainers
+# settings for all of TRL's trainers
 _COMMON = {
     **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), 1.0),
     "top_k": 0,
-    "router_aux_loss_coef": 0.0,  # mixtures of experts: no loss besides the arm's own
-    # TRL gets one function; `trainer` takes the weights
+    "router_aux_loss_coef": 0.0,  # mixtures of experts: no loss other than the arm's own
+    # TRL gets a single function; the weights of several go to `trainer`
     **dict.fromkeys(("min_p", "chat_template_kwargs", "cache_implementation", "reward_weights"), None),
     **dict.fromkeys(("use_transformers_continuous_batching", "sync_ref_model", "shuffle_dataset", "use_vllm"), False),
     **dict.fromkeys(("mask_truncated_completions", "remove_unused_columns"), False),  # reward functions read columns
     "restore_callback_states_from_checkpoint": False,  # would replace the budget, which restores itself
-    "generation_kwargs": {"remove_invalid_values": True},  # keeps finite logits; a diverged model draws at random
+    "generation_kwargs": {"remove_invalid_values": True},  # finite logits stay as they are; a diverged model can sample
     "num_iterations": 1,
     "epsilon": 0.2,
     "disable_dropout": True,
 }
-# settings of the configuration of TRL's GRPO trainer alone
+# settings for TRL's GRPO trainer only
 _GRPO = {
     **dict.fromkeys(("use_bias_correction_kl", "vllm_importance_sampling_correction"), False),
     **dict.fromkeys(("use_adaptive_entropy", "cast_lm_head_to_fp32"), False),
@@ -143,11 +144,11 @@ _VLLM = {
     "vllm_enable_sleep_mode": False,
     "vllm_model_impl": "vllm",
     "vllm_structured_outputs_regex": None,
-    "ddp_timeout": 86_400,  # seconds; processes wait while one of them loads or measures
+    "ddp_timeout": 86_400,  # seconds; processes wait while one of them loads or evaluates
 }
 _SFT = {
     **dict.fromkeys(("assistant_only_loss", "packing", "padding_free"), False),
-    "shuffle_dataset": False,  # epochs are shuffled in any case
+    "shuffle_dataset": False,  # each epoch is shuffled anyway
     "completion_only_loss": True,
     "loss_type": "nll",
     "router_aux_loss_coef": 0.0,
@@ -162,7 +163,7 @@ _OPTIMISER = {
     "max_grad_norm": 1.0,
     "lr_scheduler_type": "constant",
     "warmup_steps": 0,
-    # pinning memory changes no mathematics, and warns where there is no GPU
+    # pinning memory does not change the mathematics, and warns without a GPU
     **dict.fromkeys(("bf16", "fp16", "gradient_checkpointing", "dataloader_pin_memory"), False),
 }
 
@@ -186,37 +187,37 @@ def config(
 ) -> Any:
     """Return TRL's configuration of an arm, with every setting that changes the mathematics stated.
 
-    In a launch of several processes (`accelerate launch`, torchrun) the settings are those of the whole run, whose
+    In a launch of several processes (`accelerate launch`, torchrun) the settings are for the whole run, and the
     processes share the completions of a step.
 
     Args:
-        arm: one of `ARMS`; see the module's text.
+        arm: one of `ARMS`; see the module's docstring.
         output_dir: where TRL writes.
-        seed: of sampling.
-        steps: batches of rollouts, with one update each.
+        seed: seed of the sampling.
+        steps: number of batches of rollouts, with one update each.
         prompts_per_step, num_generations: prompts per step, and completions of each (the group).
-        max_completion_length: new tokens per completion, at most.
-        learning_rate: of the optimiser, constant.
-        beta: weight of the KL penalty; 0: none, and no reference model.
-        scale_rewards: "group", "batch" or "none" instead of the arm's own; not for an arm that has none ("rloo").
-        micro_batch: completions in memory at once, a divisor of a process's share of a step; None, or more: all of it.
-            It changes gradients by rounding only.
-        vllm: None: the model itself generates. Else TRL's vLLM engine in each process ("colocate") does, with eos_ids
-            (token ids that end a completion), max_model_length (tokens of a prompt and its completion at most) and
-            gpu_memory (its share of the GPU's memory). See the module's 14.
-        decoder: who decodes where the model itself generates: "generate", transformers; or "loop", our loop for small
-            models on a CPU (`LoopRollouts`), of arms of TRL's GRPO trainer.
+        max_completion_length: maximum number of new tokens per completion.
+        learning_rate: the optimiser's learning rate, constant.
+        beta: weight of the KL penalty; 0: no penalty and no reference model.
+        scale_rewards: "group", "batch" or "none" instead of the arm's own; not for an arm without scaling ("rloo").
+        micro_batch: completions in memory at once, a divisor of a process's share of a step; None, or more than the
+            share: all of it. It changes gradients only by rounding.
+        vllm: None: the model itself generates. Otherwise TRL's vLLM engine in each process ("colocate") does, with
+            eos_ids (token ids that end a completion), max_model_length (maximum tokens of a prompt with its completion)
+            and gpu_memory (its share of the GPU's memory). See 14 in the module's docstring.
+        decoder: the decoder if the model itself generates: "generate" (transformers) or "loop" (our loop for small
+            models on a CPU, see `LoopRollouts`; only for arms of TRL's GRPO trainer).
         others: further settings of `transformers.TrainingArguments`, such as report_to, save_steps or use_cpu, and of
             TRL's logging.
 
     Returns:
-        A GRPOConfig or an RLOOConfig, as the arm's trainer takes it.
+        A GRPOConfig or an RLOOConfig, whichever the arm's trainer takes.
 
     Raises:
         ValueError: an unknown arm or scale_rewards, steps, prompts_per_step or max_completion_length below 1, a group
             of fewer than two, a learning rate that is not positive, a negative beta, a micro batch that does not divide
-            a process's share of a step, processes that do not divide the step, an unknown decoder, the loop beside vLLM
-            or for an arm of another trainer, or a setting that this module fixes.
+            a process's share of a step, a number of processes that does not divide the step, an unknown decoder, the
+            loop together with vLLM or with an arm of another trainer, or a setting that this module fixes.
     """
     choose("arm", arm, ARMS)
     whole_number("steps", steps)
@@ -234,14 +235,14 @@ def config(
     trainer_name = arms.get(arm).trl
     choose("decoder", decoder, DECODERS)
     if decoder == "loop" and (vllm is not None or trainer_name != "GRPO"):
-        why = "vLLM generates" if vllm is not None else f"TRL's {trainer_name} trainer takes no other's completions"
+        why = "vLLM generates" if vllm is not None else f"TRL's {trainer_name} trainer generates by itself"
         raise ValueError(f"decoder='loop': {why}. Use decoder='generate'.")
     stated = _COMMON | _OPTIMISER | maths | (_GRPO if trainer_name == "GRPO" else {})
     if vllm is not None:
         stated |= _VLLM | {
             "vllm_max_model_length": vllm["max_model_length"],
             "vllm_gpu_memory_utilization": vllm["gpu_memory"],
-            # only this says what ends a completion, not the model's generation_config
+            # only these token ids end a completion, not those of the model's generation_config
             "generation_kwargs": {"stop_token_ids": list(vllm["eos_ids"]), "ignore_eos": True},
         }
     stated |= {"output_dir": output_dir, "seed": seed, "max_steps": steps, "learning_rate": learning_rate, "beta": beta}
@@ -255,20 +256,20 @@ def config(
     args = getattr(trl, f"{trainer_name}Config")(**stated, **others)
     if args.world_size != world_size():
         what = f"{world_size()} processes were launched and TRL has found {args.world_size}"
-        raise ValueError(f"{what}: each would train a model of its own. Without GPUs set use_cpu=True.")
+        raise ValueError(f"{what}: each would train a separate model. Without GPUs set use_cpu=True.")
     setattr(args, _BESIDE, (arms.get(arm).weights == "bfloat16", decoder))
     return args
 
 
 def check_scale(arm: str, scale_rewards: str) -> None:
-    """Raise ValueError unless an arm may scale its advantages so (`SCALES`)."""
+    """Raise ValueError unless an arm can scale its advantages in this way (`SCALES`)."""
     if "scale_rewards" not in ARMS[arm]:
-        raise ValueError(f"scale_rewards={scale_rewards!r}: arm {arm!r} scales nothing, leave it out.")
+        raise ValueError(f"scale_rewards={scale_rewards!r}: arm {arm!r} does not scale advantages. Leave it out.")
     choose("scale_rewards", scale_rewards, SCALES)
 
 
 def shared(rollouts: int, micro_batch: int | None, processes: int) -> tuple[int, int]:
-    """Return what each process computes of a step.
+    """Return each process's share of a step's completions, and the size of its micro-batches.
 
     Args:
         rollouts: completions of a step.
@@ -276,32 +277,32 @@ def shared(rollouts: int, micro_batch: int | None, processes: int) -> tuple[int,
         processes: processes that share the step.
 
     Returns:
-        Completions of each process, and those of a backward pass.
+        Completions per process, and completions per backward pass.
 
     Raises:
-        ValueError: they do not divide.
+        ValueError: the completions cannot be divided evenly.
 
     >>> shared(64, 16, 8)
     (8, 8)
     """
     if rollouts % processes:
-        what = f"the {rollouts} completions of a step do not fall into {processes} equal parts"
+        what = f"the {rollouts} completions of a step cannot be divided evenly among {processes} processes"
         raise ValueError(f"{what}: change prompts_per_step, num_generations or the number of GPUs.")
     share = rollouts // processes
     micro_batch = share if micro_batch is None else min(micro_batch, share)
     if micro_batch < 1 or share % micro_batch:
-        raise ValueError(f"micro_batch={micro_batch} does not divide the {share} completions of a process in a step.")
+        raise ValueError(f"micro_batch={micro_batch} must divide the {share} completions of a process in a step.")
     return share, micro_batch
 
 
 def _refuse(others: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
     if taken := sorted(others.keys() & stated.keys()):
         name = taken[0]
-        raise ValueError(f"{name}={others[name]!r}: here it is {stated[name]!r} for every run of this arm; remove it.")
+        raise ValueError(f"{name}={others[name]!r}: it is fixed at {stated[name]!r} for this arm. Remove it.")
 
 
 def _check_trainable(model: Any, adapters: bool = True) -> None:
-    """Raise ValueError unless a model, or its adapter over a frozen base where these are taken, trains in float32."""
+    """Raise ValueError unless a model, or (if `adapters`) its adapter over a frozen base, can be trained in float32."""
     from evoalign_lib import _adapters
 
     if not adapters or not _adapters.is_adapted(model):
@@ -311,9 +312,9 @@ def _check_trainable(model: Any, adapters: bool = True) -> None:
         _adapters.check_movable(model)
         if model.active_adapters != ["default"]:
             what = f"the active adapter is {model.active_adapters[0]!r}"
-            raise ValueError(f"{what}: load it as 'default', PEFT's own name, which TRL compares with and resumes.")
+            raise ValueError(f"{what}: load it as 'default', PEFT's own name, the only one that TRL can resume.")
     if other := {str(p.dtype) for p in model.parameters()} - {"torch.float32"}:
-        raise ValueError(f"the model has weights in {', '.join(sorted(other))}: load it in float32, as in every arm.")
+        raise ValueError(f"the model has weights in {', '.join(sorted(other))}: load it in float32, as for every arm.")
 
 
 def trainer(
@@ -330,42 +331,44 @@ def trainer(
     rollouts: Any = None,
     peft_config: Any = None,
 ) -> tuple[Any, Budget]:
-    """Return TRL's trainer of an arm, and its budget.
+    """Return TRL's trainer for an arm, and its budget.
 
-    `train(resume_from_checkpoint=...)` of a trainer made from the starting model goes on with the bits and the budget
-    of an uninterrupted run.
+    `train(resume_from_checkpoint=...)` of a trainer created from the starting model continues with the same bits and
+    the same budget as an uninterrupted run.
 
     Args:
         model: a float32 model, or a folder or name (TRL loads it in float32), or a float32 PeftModel whose base is
-            frozen and whose adapter is named "default" (PEFT's name for it). Its generation settings become plain ones:
-            generate() would fill in whatever TRL leaves open, such as a ban on repeated n-grams.
+            frozen and whose adapter is named "default" (PEFT's own name). Its generation settings are reset to plain
+            ones, because generate() would take any setting that TRL leaves open from them, such as a ban on repeated
+            n-grams.
         reward_funcs: as for `ESTrainer`, called through the same wrapper (`rewards.Rewards`): a failure scores the
-            floor or stops the run, and None is left out. The state of one that has any moves at the end of an optimiser
-            step, in the first process, from what was logged in all of them since the last; a generation that served
-            several steps would move it once, at the end of the first. All processes have it, logs as
-            `reward_state/<function>/<key>`, and checkpoints with the budget.
+            floor or stops the run, and None is left out. Stateful functions are updated at the end of each optimiser
+            step, in the first process, from what all processes have logged since the last update; a generation that
+            serves several steps updates them only at the end of the first. The state is shared with all processes,
+            logged as `reward_state/<function>/<key>`, and saved in checkpoints with the budget.
         args: from `config`.
-        train_dataset: rows with "prompt" and further columns, at least as many as a step takes; they are taken in order
-            and from the start again when they are spent.
+        train_dataset: rows with "prompt" and further columns, at least as many as a step needs; they are used in order,
+            and again from the start when they run out.
         processing_class: the tokenizer.
-        callbacks: called after the budget is up to date.
+        callbacks: called after the budget has been updated.
         reward_weights, reward_floor, reward_timeout: as in `ESConfig`.
-        rollouts: who writes the completions instead of the model, of GRPO's trainer: TRL's `rollout_func`, which
-            returns besides, as `importance_ratio`, by how much each completion's advantage is multiplied; a callback.
-        peft_config: of a new adapter, a `peft.LoraConfig` for example, drawn from the seed of args: the base is frozen,
-            and the adapter alone is trained (the module's 18 and 19). None: what the model has is trained.
+        rollouts: generates the completions instead of the model, with GRPO's trainer only: TRL's `rollout_func`, which
+            also returns a factor for each completion's advantage, as `importance_ratio`, and is a callback, too.
+        peft_config: for a new adapter, such as a `peft.LoraConfig`; it is initialised from the seed in args, the base
+            is frozen, and only the adapter is trained (18 and 19 in the module's docstring). None: the adapter that the
+            model has is trained, or without one the whole model.
 
     Returns:
         The GRPOTrainer or RLOOTrainer, and its `Budget`.
 
     Raises:
-        ValueError: args that `config` did not make; a model that is not float32 or has quantised weights, or, without
-            an adapter, has no name though beta is not 0; an adapter over a base that is not frozen, of another name, or
-            beside vLLM; peft_config for a model that has an adapter; or fewer rows than a step takes prompts.
-        TypeError: a peft_config that is none.
+        ValueError: args that are not from `config`; a model that is not float32 or has quantised weights, or, without
+            an adapter, has no name although beta is not 0; an adapter whose base is not frozen, with another name, or
+            together with vLLM; peft_config for a model that has an adapter; or fewer rows than prompts in a step.
+        TypeError: a peft_config that is not one.
         ImportError: PEFT is not installed.
     """
-    if args.use_vllm:  # first: TRL imports vLLM
+    if args.use_vllm:  # before TRL is imported, which imports vLLM
         from evoalign_lib.engines.vllm import prepare_process
 
         prepare_process()
@@ -380,9 +383,9 @@ def trainer(
     rows = [dict(row) for row in train_dataset]
     prompts = args.generation_batch_size // args.num_generations
     if not hasattr(args, _BESIDE):
-        raise ValueError("args do not say all that `grpo.config` said (a copy?): make them by `grpo.config` again.")
+        raise ValueError("args lack settings of `grpo.config` (are they a copy?). Pass what `grpo.config` returned.")
     if len(rows) < prompts:
-        raise ValueError(f"a step takes {prompts} prompts, the training set has {len(rows)}: lower prompts_per_step.")
+        raise ValueError(f"a step needs {prompts} prompts, the training set has {len(rows)}: lower prompts_per_step.")
     adapted = peft_config is not None or _adapters.is_adapted(model)
     if adapted and args.use_vllm:
         raise ValueError("vLLM beside an adapter: TRL would merge it, which rounds the base. Use vllm=None.")
@@ -390,27 +393,27 @@ def trainer(
         _check_trainable(model)
         if args.beta > 0 and not adapted and not model.config._name_or_path:
             what = f"beta={args.beta}: TRL loads the reference model by name, and this model has none"
-            raise ValueError(f"{what}: save it by save_pretrained(folder), and give the folder.")
+            raise ValueError(f"{what}: save it with save_pretrained(folder), and pass the folder.")
     kind = RLOOTrainer if isinstance(args, RLOOConfig) else GRPOTrainer
     rounded, decoder = getattr(args, _BESIDE)
     rewards = Rewards(reward_funcs, reward_weights, reward_floor, reward_timeout, args.log_completions)
     given: dict[str, Any] = {"peft_config": peft_config} if adapted else {}
     reweighted, looped = rollouts is not None, decoder == "loop"
     if reweighted and kind is RLOOTrainer:
-        raise ValueError("rollouts of others are for GRPO's trainer: TRL's RLOOTrainer takes none.")
+        raise ValueError("rollouts need GRPO's trainer: TRL's RLOOTrainer generates by itself. Use an arm of GRPO.")
     if reweighted and looped:
-        raise ValueError("decoder='loop', and rollouts of others, who decode as they like: use 'generate'.")
+        raise ValueError("decoder='loop' has no effect with rollouts, which decode by themselves: use 'generate'.")
     given |= {"rollout_func": rollouts or LoopRollouts()} if reweighted or looped else {}
     ratios = 2 if reweighted else 0
     budget = Budget(rewards, old_logprobs=kind is RLOOTrainer, reference=args.beta > 0, ratios=ratios)
     own = [budget, *([RoundedWeights()] if rounded else []), *([rollouts] if reweighted else [])]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="You are using 'rollout_func'")  # what it does is tested here
+        warnings.filterwarnings("ignore", message="You are using 'rollout_func'")  # experimental, but tested here
         built = _extended(kind, rewards, adapted, reweighted)(
             model=model,
             reward_funcs=budget.reward,
             args=args,
-            # TRL would leave out rows at the end of the set that do not fill a step
+            # cycled here, because TRL drops rows at the end of the set that do not fill a step
             train_dataset=Dataset.from_list(list(itertools.islice(itertools.cycle(rows), args.max_steps * prompts))),
             processing_class=processing_class,
             callbacks=[*own, *callbacks],
@@ -424,14 +427,14 @@ def trainer(
     network = _adapters.base_of(built.model)
     names, kept = ("bos_token_id", "eos_token_id", "pad_token_id"), network.generation_config
     network.generation_config = GenerationConfig(**{name: getattr(kept, name) for name in names})
-    if rounded:  # before the reference is made, which has the weights that the run starts from
+    if rounded:  # before the reference below gets the starting weights
         RoundedWeights.apply(built.model)
     if args.beta > 0 and not adapted:
         built.ref_model.load_state_dict(built.model.state_dict())
     if args.use_vllm:
         mixed = hashlib.blake2b(f"{args.seed} {rank()}".encode(), digest_size=4).digest()
-        set_seed(int.from_bytes(mixed, "little"))  # the module's 15
-    # transformers logs the settings, and pickles them beside every checkpoint: without tokens and keys from here on
+        set_seed(int.from_bytes(mixed, "little"))  # see 15 above
+    # transformers logs the settings and pickles them with every checkpoint, so remove tokens and keys
     built.args = copy.copy(built.args)
     built.args.model_init_kwargs = models.masked(args.model_init_kwargs)
     if not args.push_to_hub:
@@ -440,21 +443,22 @@ def trainer(
 
 
 class LoopRollouts:
-    """What writes the completions of a policy gradient by the decoding loop: TRL's `rollout_func`.
+    """A `rollout_func` for TRL that generates a gradient arm's completions with the decoding loop.
 
-    The tokens are those that transformers' generate draws from the same random state, one float32 sample at temperature
-    1 of the whole batch after the other, and the random state is afterwards the same. Logits differ from those of
-    transformers in their last digits, by the loop's other order of sums, so that a token of which two are almost
-    equally near to be drawn may be the other one. Then that run differs from there on, as it does on another CPU.
+    It draws the same tokens as transformers' generate from the same random state (float32, temperature 1, one draw per
+    step for the whole batch) and leaves the random state as generate does. The loop's logits differ from those of
+    transformers in the last digits, because sums are taken in another order. Where a random number falls almost on the
+    boundary between two tokens, the other one may be drawn, and the run differs from there on, as on another CPU.
 
     Attributes:
-        drop_rows: whether rows that have ended are left out, where this CPU computes the others alike without them.
+        drop_rows: whether rows that have ended are dropped, which needs a CPU that computes the other rows exactly
+            alike without them; None: not tested yet.
     """
 
     drop_rows: bool | None = None
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-        """Return the ids of prompts and completions.
+        """Return the token ids of prompts and completions.
 
         Raises:
             ValueError: a model that the loop does not cover, or one that is not on the CPU.
@@ -481,28 +485,28 @@ class LoopRollouts:
         return {
             "prompt_ids": [row[known == 1].tolist() for row, known in zip(found.ids, found.mask, strict=True)],
             "completion_ids": until_end(written, ends),
-            "logprobs": None,  # TRL reads them for vLLM alone
+            "logprobs": None,  # TRL reads them only for vLLM
         }
 
 
 def _extended(kind: type, rewards: Rewards, adapted: bool, reweighted: bool) -> type:
-    """Return a trainer of TRL's that does three things besides.
+    """Return one of TRL's trainers, extended in three ways, two of them optional.
 
-    It logs the state of reward functions after a step, as it is: as a metric that they log themselves it would be that
-    before the step, rounded to float32.
+    The trainer always logs the state of reward functions after a step, unrounded: logged by the functions themselves as
+    a metric, it would be the state before the step, rounded to float32.
 
     Args:
-        kind: the trainer.
+        kind: class of the trainer.
         rewards: the reward functions.
-        adapted: resume the adapter that it trains, whatever lies beside it. PEFT saves the adapter "default" in the
-            folder of a checkpoint, and TRL's "ref" in a folder below; where transformers (5.17) finds such a folder, it
-            loads what lies in folders alone, and training would go on from the adapter of the start without a word.
-        reweighted: multiply each advantage by the ratio that its `rollout_func` returned.
+        adapted: on resuming, load the trained adapter explicitly. PEFT saves the adapter "default" in the folder of a
+            checkpoint and TRL's "ref" in a subfolder. If transformers (5.17) finds a subfolder, it loads only adapters
+            in subfolders, and training would silently continue from the starting adapter.
+        reweighted: multiply each advantage by the ratio that the `rollout_func` returned.
     """
 
     class Extended(kind):
         def log(self, logs, start_time=None):
-            if "loss" in logs and rewards.stateful:  # of a training step
+            if "loss" in logs and rewards.stateful:  # logs of a training step
                 logs = logs | state_metrics(rewards.state())
             super().log(logs, start_time)
 
@@ -519,19 +523,19 @@ def _extended(kind: type, rewards: Rewards, adapted: bool, reweighted: bool) -> 
             ratios = made["advantages"].new_tensor([row["importance_ratio"] for row in inputs])
             return made | {"advantages": made["advantages"] * ratios}
 
-    Extended.__name__ = kind.__name__  # TRL names its cards and logs by it
+    Extended.__name__ = kind.__name__  # TRL uses it in model cards and logs
     return Extended
 
 
 def random_reward(seed: int) -> RewardFunction:
-    """Return a null reward: 0 or 1 with equal chance, whatever the completion says (as in arXiv 2506.10947).
+    """Return a null reward: 0 or 1 with equal probability, whatever the completion (as in arXiv 2506.10947).
 
-    It depends on seed, step and position in the batch alone, so that a resumed run draws the same.
+    It depends only on seed, step and position in the batch, so that a resumed run draws the same rewards.
     """
 
     def random(prompts, completions, trainer_state=None, **columns):
         step = 0 if trainer_state is None else trainer_state.global_step
-        process = f" {rank()}" if world_size() > 1 else ""  # each has its own completions
+        process = f" {rank()}" if world_size() > 1 else ""  # each process has its own completions
         key = hashlib.blake2b(f"random reward {seed} {step}{process}".encode(), digest_size=8).digest()
         draws = np.random.default_rng(int.from_bytes(key, "little")).integers(0, 2, len(completions))
         return [float(r) for r in draws]
@@ -552,23 +556,23 @@ def filtered_sft(
     callbacks: Sequence[TrainerCallback] = (),
     **others: Any,
 ) -> Any:
-    """Return TRL's SFTTrainer for fine-tuning on samples that a reward let through (rejection sampling).
+    """Return TRL's SFTTrainer for fine-tuning on samples that passed a reward filter (rejection sampling).
 
-    The loss is the mean cross-entropy of completion tokens, the end token included; prompts are not learned.
+    The loss is the mean cross-entropy of the completion tokens, including the end token; prompts do not count.
 
     Args:
         model: a float32 model; it is trained in place.
         tokenizer: its tokenizer.
-        pairs: token ids of prompt and completion, the latter with its end token, that passed the filter.
+        pairs: token ids of the prompts and completions that passed the filter, completions with their end token.
         output_dir, seed: as for `config`.
-        learning_rate: of AdamW, constant.
+        learning_rate: AdamW's learning rate, constant.
         batch_size: completions per update.
         epochs: passes over the pairs, each in a new random order.
-        callbacks: of transformers.
+        callbacks: callbacks of transformers.
         others: further settings of `transformers.TrainingArguments`.
 
     Raises:
-        ValueError: no pairs, since the reward let nothing through; a model that is not float32; or a setting that this
+        ValueError: no pairs, because nothing passed the filter; a model that is not float32; or a setting that this
             module fixes.
     """
     if not pairs:

@@ -1,37 +1,38 @@
-"""Noise law, version 1: every perturbation of every weight as one pure function of key, name, row and column.
+"""Noise law, version 1: the perturbation of every weight is a pure function of key, name, row and column.
 
 A CPU, a GPU, an engine with sharded tensors and a replay years later regenerate the same float32 numbers from the same
-64-bit member key, so only keys and coefficients are ever stored or sent. The law is part of the ledger's format: a
-change of a single bit makes a version 2.
+64-bit member key, so only keys and coefficients are ever stored or sent. The law is part of the ledger's format:
+changing a single bit of it would make a version 2.
 
 1. Keys. ``run_key = BLAKE2b-64(u32 length of arm, arm in UTF-8, u64 seed)`` and ``member_key = BLAKE2b-64("v1", u64 run
    key, u32 step, u32 pair)``; all integers little endian, digests read as little-endian integers.
 2. Words. Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). Its key is the low and the
-   high half of the member key, its counter (column >> 2, row, parameter id, stream). A tensor is seen as
+   high half of the member key, its counter (column >> 2, row, parameter id, stream). A tensor is treated as the matrix
    [shape[0], product of the rest]; one with a single dimension is one row, one without dimensions is one element.
-3. Numbers. The four words of a counter give columns 4q, ..., 4q + 3, by one of these distributions, all of zero mean
+3. Numbers. The four words of a counter give columns 4q, ..., 4q + 3, by one of these distributions, all with zero mean
    and unit variance:
 
    - ``gaussian``, the default. Box-Muller on the words (w0, w1) gives columns 4q and 4q + 1 as r cos a and r sin a;
-     (w2, w3) gives the next two. With the first word w and the second w': u = (w >> 8) 2^-24 + 2^-25,
+     (w2, w3) gives the next two. With w the first word and w' the second: u = (w >> 8) 2^-24 + 2^-25,
      r = sqrt(-2 log u), a = pi (w' >> 8) 2^-23.
-   - ``byte_sum``. A word w_i for column 4q + i, with the bytes b0 to b3: (b0 + b1 + b2 + b3 - 510) / sqrt(21845), the
-     integer made a float32 and multiplied by the float32 0.006765875. At most 3.451; excess kurtosis -0.30.
+   - ``byte_sum``. Word w_i gives column 4q + i from its bytes b0 to b3: (b0 + b1 + b2 + b3 - 510) / sqrt(21845),
+     with the integer as a float32, multiplied by the float32 0.006765875. At most 3.451; excess kurtosis -0.30.
    - ``tied``. ``gaussian`` with 0 for every parameter id, so that tensors of equal shape share their noise, as in
-     released codes, which seed anew for each tensor. It exists to reproduce and measure that.
-4. Low rank. With a rank r above 0 the noise of a tensor of two or more dimensions is E = A B^T / sqrt(r) (EGGROLL,
-   arXiv 2511.16652), of zero mean and unit variance, too: A[i, k] is the number of row k and column i in stream 1,
-   B[j, k] that of row k and column j in stream 2, and E[i, j] the sum over k = 0, 1, ... of a[k, i] b[k, j] with
+     released codes, which reset the seed for each tensor. It exists to reproduce and measure that effect.
+4. Low rank. With a rank r above 0, the noise of a tensor of two or more dimensions is E = A B^T / sqrt(r) (EGGROLL,
+   arXiv 2511.16652), also with zero mean and unit variance. A[i, k] is the number at row k and column i of stream 1,
+   B[j, k] the one at row k and column j of stream 2, and E[i, j] the sum over k = 0, 1, ... of a[k, i] b[k, j] with
    a[k, i] = A[i, k] s and s the float32 nearest to 1 / sqrt(r). Tensors with a single dimension (norms, biases) have
-   few weights and full-rank noise, which EGGROLL's code can give them, too; by default it freezes them.
+   few weights and get full-rank noise; EGGROLL's code can do the same, but freezes them by default.
 5. Arithmetic. IEEE 754 float32 with + - * sqrt and bit operations only, in the order written here, never a fused
    multiply-add, with the polynomials of ``_noise_cpu``. Each of these operations is correctly rounded on every device,
    so the results are equal bit for bit; a library's log or cos would not be. No normal exceeds 5.89, and none is
    further than 1.4e-6 from Box-Muller in real arithmetic on the same float32 u.
 
-Three backends give the same bits: NumPy, the reference, and numba on a CPU, from one text (``_noise_cpu``), and Triton
-on a GPU (``_noise_triton``; ``device_weights`` holds a model there). ``noise_vectors.json`` beside this file has known
-answers for all of them, and the tests compute the law once more, in Python's integers and libm's functions.
+Three backends give the same bits: NumPy (the reference) and numba on a CPU, both from the same source
+(``_noise_cpu``), and Triton on a GPU (``_noise_triton``; ``device_weights`` keeps a model there).
+``noise_vectors.json`` beside this file has known answers for all three, and the tests compute the law independently,
+with Python's integers and libm's functions.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ if TYPE_CHECKING:
     from evoalign_lib._noise_triton import DeviceWeights
 
 NOISE_VERSION = 1
-# The distribution of each name, and whether tensors keep ids of their own.
+# For each name, its distribution in the kernels and whether tensors keep their own ids.
 _LAWS = {
     "gaussian": (_noise_cpu.GAUSSIAN, True),
     "byte_sum": (_noise_cpu.BYTE_SUM, True),
@@ -86,7 +87,7 @@ def run_key(arm: str, seed: int) -> int:
     """Return the key of a run, the root of all its noise.
 
     Args:
-        arm: name of the arm, such as ``"es"``; two arms with one seed share no draws.
+        arm: name of the arm, such as ``"es"``; different arms draw different noise from the same seed.
         seed: run seed, an unsigned 64-bit integer.
 
     Returns:
@@ -110,7 +111,7 @@ def member_key(run_key: int, step: int, pair: int) -> int:
     Args:
         run_key: the run's 64-bit key.
         step: index of the step, an unsigned 32-bit integer.
-        pair: index of the member in its population (of the pair, if members come as antithetic pairs), 32 bits.
+        pair: index of the member in its population (or of the pair, if members are antithetic pairs), 32 bits.
 
     Returns:
         BLAKE2b-64 of ("v1", u64 run key, u32 step, u32 pair), little endian. Philox takes the low half as k0.
@@ -135,7 +136,7 @@ def parameter_id(name: str) -> int:
 
 
 def parameter_ids(names: Iterable[str]) -> dict[str, int]:
-    """Return the ids of all parameters of a model, checked to be distinct.
+    """Return the ids of all parameters of a model, which must be distinct.
 
     Args:
         names: canonical Hugging Face names.
@@ -175,24 +176,24 @@ def normals(
     distribution: str = "gaussian",
     backend: Literal["numba", "numpy", "triton"] = "numba",
 ) -> np.ndarray:
-    """Return the noise of a tensor, or of a window of it: normals, or an alternative with the same two moments.
+    """Return the noise of a tensor or a window of it: normals, or a distribution with the same mean and variance.
 
     Args:
         key: 64-bit member key.
         param_id: the tensor's 32-bit parameter id.
-        shape: the whole tensor's shape, which makes it [shape[0], product of the rest] (one row if one-dimensional).
-        rows: (start, stop) of the window's rows; all of them if None.
-        cols: (start, stop) of the window's columns; all of them if None.
+        shape: the whole tensor's shape, treated as [shape[0], product of the rest] (one row if one-dimensional).
+        rows: (start, stop) of the window's rows; None: all.
+        cols: (start, stop) of the window's columns; None: all.
         stream: 0 full-rank noise, 1 and 2 low-rank factors A and B, 3 stochastic rounding, 4 sampling.
-        distribution: "gaussian", "byte_sum" or "tied": step 3 of the law.
+        distribution: "gaussian", "byte_sum" or "tied"; see step 3 of the law.
         backend: "numba"; the reference "numpy"; "triton" on a GPU, or in Triton's interpreter. All give the same bits.
 
     Returns:
-        float32: the tensor in its shape, or the window as a matrix if rows or cols is given.
+        float32: the whole tensor in its shape, or the window as a matrix if rows or cols is given.
 
     Raises:
         ValueError: a window outside the tensor, a number out of range, an unknown distribution or backend.
-        RuntimeError: "triton" without a GPU and without its interpreter.
+        RuntimeError: "triton" with neither a GPU nor Triton's interpreter.
 
     >>> tensor = normals(7, 1, (4, 6))
     >>> bool((normals(7, 1, (4, 6), rows=(1, 3), cols=(3, 6), backend="numpy") == tensor[1:3, 3:]).all())
@@ -225,25 +226,25 @@ def factors(
     distribution: str = "gaussian",
     backend: Literal["numba", "numpy", "triton"] = "numba",
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the factors of some members' low-rank noise of a matrix, E[i, j] = sum_k a[k, i] b[k, j].
+    """Return the factors of members' low-rank noise for a matrix, E[i, j] = sum_k a[k, i] b[k, j].
 
     Args:
         keys: uint64 (members,), member keys.
         param_id: the tensor's 32-bit parameter id.
-        shape: the whole tensor's, of two dimensions or more, seen as [shape[0], product of the rest].
+        shape: the whole tensor's shape, two dimensions or more, treated as [shape[0], product of the rest].
         rank: r, 1 or more.
-        rows, cols: (start, stop) of a window of the matrix; all of it if None.
-        distribution: of the factors.
+        rows, cols: (start, stop) of a window of the matrix; None: all.
+        distribution: distribution of the factors' numbers.
         backend: as for `normals`.
 
     Returns:
-        a, float32 (members, rank, rows), which has the 1 / sqrt(rank); b, float32 (members, rank, cols).
+        a, float32 (members, rank, rows), which includes the 1 / sqrt(rank); b, float32 (members, rank, cols).
 
     Raises:
         ValueError: as for `normals`, or a rank below 1.
     """
     if (rank := check_rank(rank)) < 1:
-        raise ValueError(f"rank={rank} has no factors: give 1 or more")
+        raise ValueError(f"rank={rank} has no factors: pass 1 or more")
     n_rows, n_cols = _matrix_shape(shape)
     windows = _window("rows", rows, n_rows, shape), _window("cols", cols, n_cols, shape)
     if backend == "numba":
@@ -256,19 +257,19 @@ def factors(
 
 
 def vectors(keys: np.ndarray, param_id: int, length: int, distribution: str = "gaussian") -> np.ndarray:
-    """Return the noise that some members have for a tensor with one dimension, float32 (members, length).
+    """Return members' noise for a tensor with one dimension, float32 (members, length).
 
-    Arguments and errors are those of `factors`.
+    Takes the arguments and raises the errors of `factors`.
     """
     kind, number = _law(distribution, param_id)
     return rows_of_members(kind, keys, number, (0, 1), (0, length), 0)[:, 0]
 
 
 def eps(key: int, param_id: int, shape: Sequence[int], rank: int = 0, **how: Any) -> np.ndarray:
-    """Return a member's noise of a tensor, or of a window of it, of low rank where a rank above 0 says so.
+    """Return a member's noise for a tensor or a window of it, of low rank if the rank is above 0.
 
-    Arguments, with rows, cols, distribution and backend, returned array and errors are those of `normals` (stream 0)
-    and `factors`.
+    Arguments (including rows, cols, distribution and backend), result and errors are as for `normals` (stream 0) and
+    `factors`.
     """
     if not is_low_rank(shape, rank):
         return normals(key, param_id, shape, **how)
@@ -283,30 +284,30 @@ def eps(key: int, param_id: int, shape: Sequence[int], rank: int = 0, **how: Any
 
 
 def check_rank(rank: int) -> int:
-    """Return the rank of low-rank noise, 0 for full-rank noise. Raises TypeError or ValueError for another value."""
+    """Return the rank of low-rank noise, or 0 for full rank; raise TypeError or ValueError for any other value."""
     return unsigned("rank", rank, 16)
 
 
 def is_low_rank(shape: Sequence[int], rank: int) -> bool:
-    """Return whether a tensor of this shape gets low-rank noise: it has two dimensions or more, and there is a rank."""
+    """Return whether a tensor of this shape gets low-rank noise: two dimensions or more, and a rank above 0."""
     return check_rank(rank) > 0 and len(shape) >= 2
 
 
 def sampling_key(run_key: int, step: int) -> int:
-    """Return the key of a step's sampling, the same for all members: that of the last pair index, which none has."""
+    """Return the key of a step's sampling, shared by all members: `member_key` of the last index, which no pair has."""
     return member_key(run_key, step, (1 << 32) - 1)
 
 
 def uniforms(key: int, rows: np.ndarray, length: int, sample: int = 0) -> np.ndarray:
-    """Return numbers for sampling tokens by inversion, uniform over the multiples of 2^-24 in [0, 1): stream 4.
+    """Return numbers for sampling tokens by inversion, uniform over the multiples of 2^-24 in [0, 1), from stream 4.
 
     Word w_i of the counter (q, row, sample, 4) gives position 4q + i: (w >> 8) 2^-24.
 
     Args:
-        key: 64-bit key, as of `sampling_key`.
-        rows: (rows,) numbers of the prompts, below 2^32; the numbers of one do not depend on the others.
+        key: 64-bit key, such as one from `sampling_key`.
+        rows: (rows,) indices of the prompts, below 2^32; the numbers of one prompt do not depend on the others.
         length: positions per row.
-        sample: which completion of the prompt, below 2^32.
+        sample: index of the completion of the prompt, below 2^32.
 
     Returns:
         float32 (rows, length).
@@ -320,18 +321,18 @@ def uniforms(key: int, rows: np.ndarray, length: int, sample: int = 0) -> np.nda
 
 
 def _law(distribution: str, param_id: int) -> tuple[int, int]:
-    """Return the number of the distribution in the kernels, and the id that they must use for a parameter."""
+    """Return the kernels' number of a distribution, and the id that they must use for a parameter."""
     choose("distribution", distribution, DISTRIBUTIONS)
     kind, own_ids = _LAWS[distribution]
     return kind, unsigned("param_id", param_id, 32) if own_ids else 0
 
 
 def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return rows and columns of a tensor as the noise law sees it."""
+    """Return the rows and columns of a tensor as the noise law's matrix."""
     n_rows, n_cols = (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
     if not (0 <= n_rows <= 1 << 32 and 0 <= n_cols <= 1 << 34):
         size = f"{n_rows} x {n_cols}"
-        raise ValueError(f"shape {tuple(shape)} is {size}; the noise law holds 2**32 rows of 2**34 columns")
+        raise ValueError(f"shape {tuple(shape)} is {size}; the noise law covers 2**32 rows of 2**34 columns at most")
     return n_rows, n_cols
 
 
@@ -341,24 +342,24 @@ def _window(name: str, window: tuple[int, int] | None, length: int, shape: Seque
     start, stop = (operator.index(end) for end in window)
     if not 0 <= start <= stop <= length:
         where = f"0 to {length}, the {name} of shape {tuple(shape)}"
-        raise ValueError(f"{name}=({start}, {stop}) is no range within {where}")
+        raise ValueError(f"{name}=({start}, {stop}) is not a range within {where}")
     return start, stop
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where each parameter of a model lies in one flat float32 buffer."""
+    """The position of each parameter of a model in one flat float32 buffer."""
 
     entries: tuple[Entry, ...]
     """the parameters in buffer order, each starting at a multiple of 16 elements"""
     size: int
-    """length of the buffer, elements, padding included"""
+    """length of the buffer in elements, including padding"""
     d: int
-    """number of parameters, elements without padding"""
+    """number of parameters, in elements without padding"""
     table: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
     """offsets, rows, cols (int64) and ids (uint32) of the entries as arrays, for the kernels"""
     padding: np.ndarray
-    """int64 (size - d,), the buffer's positions that belong to no parameter"""
+    """int64 (size - d,), positions in the buffer that belong to no parameter"""
 
     @classmethod
     def from_shapes(cls, shapes: Iterable[tuple[str, Sequence[int]]]) -> Layout:
@@ -371,7 +372,7 @@ class Layout:
             The layout, parameters in the given order.
 
         Raises:
-            ValueError: a name twice, two names with one parameter id, or no parameter at all.
+            ValueError: a repeated name, two names with the same parameter id, or no parameter at all.
 
         >>> layout = Layout.from_shapes([("weight", (3, 5)), ("bias", (3,))])
         >>> layout.size, layout.d, [entry.offset for entry in layout.entries]
@@ -382,7 +383,7 @@ class Layout:
         if not named:
             raise ValueError("a layout needs at least one parameter, got none")
         if len(ids) < len(named):
-            raise ValueError(f"names must differ, got {[name for name, _ in named]}; give tied weights one name")
+            raise ValueError(f"names must differ, got {[name for name, _ in named]}; list tied weights once")
         entries, padding, size = [], [], 0
         for name, shape in named:
             rows, cols = _matrix_shape(shape)
@@ -401,13 +402,13 @@ class Layout:
         )
 
     def views(self, buffer: np.ndarray | torch.Tensor) -> dict[str, np.ndarray | torch.Tensor]:
-        """Return the parameters in a buffer, without a copy.
+        """Return views of the parameters in a buffer, without copying.
 
         Args:
             buffer: (size,), an array or a tensor of any dtype.
 
         Returns:
-            For each name a view of the buffer in the parameter's shape.
+            Name -> a view of the buffer in the parameter's shape.
 
         Raises:
             ValueError: the buffer is not (size,).
@@ -427,7 +428,7 @@ def perturb(
     distribution: str = "gaussian",
     rank: int = 0,
 ) -> None:
-    """Write one member's weights, out = fl(master + fl(fl32(sign * sigma) * eps)), in one pass; the master never moves.
+    """Write one member's weights, out = fl(master + fl(fl32(sign * sigma) * eps)), in one pass that only reads master.
 
     Args:
         out: float32 (layout.size,), overwritten; its padding is copied from the master.
@@ -437,16 +438,16 @@ def perturb(
         sigma: standard deviation of the perturbation, weight units.
         sign: -1 for the second member of an antithetic pair.
         distribution: "gaussian", "byte_sum" or "tied".
-        rank: of the noise of matrices; 0: full rank.
+        rank: rank of the matrices' noise; 0: full rank.
 
     Raises:
-        TypeError, ValueError: a buffer of another dtype or length, overlapping buffers, or a bad key, sigma, sign,
-            distribution or rank.
+        TypeError, ValueError: a buffer with the wrong dtype or length, overlapping buffers, or an invalid key, sigma,
+            sign, distribution or rank.
     """
     _check_buffer("out", out, layout, written=True)
     _check_buffer("master", master, layout)
     if np.may_share_memory(out, master):
-        raise ValueError("out and master overlap; perturb into a buffer of its own, since the master must not move")
+        raise ValueError("out and master overlap; pass a separate buffer as out, since the master must not change")
     key, scale = unsigned("key", key, 64), np.array([signed_sigma(sigma, sign)])
     _add_members(out, master, layout, _noise_cpu.NOTHING, np.array([key], np.uint64), scale, distribution, rank)
     out[layout.padding] = master[layout.padding]
@@ -463,22 +464,22 @@ def update(
 ) -> None:
     """Add the members' noise to the master, in place and in one pass over it.
 
-    For each weight acc = 0; for n in order acc = fl(acc + fl(c_n * eps_n)); then master = fl(master + acc). By the
-    rules of IEEE 754 a weight of -0 becomes 0, even if every c_n is 0.
+    For each weight, acc = 0; for n in order, acc = fl(acc + fl(c_n * eps_n)); then master = fl(master + acc). By the
+    rules of IEEE 754, a weight of -0 becomes 0 even if every c_n is 0.
 
     Args:
-        master: float32 (layout.size,), changed in place, padding excepted.
+        master: float32 (layout.size,), changed in place except for its padding.
         layout: the parameters in it.
         keys: uint64 (members,), member keys.
         coefficients: float32 (members,), weight units; fl32(alpha * z_n / N) in an ES step.
-        part: (i, n) does the i-th of n equal shares only. Shares touch different weights, so n threads or processes
-            with one shared master get the bits of a single call.
+        part: (i, n) updates only the i-th of n equal shares. Shares do not overlap, so n threads or processes that
+            share a master get the same bits as a single call.
         distribution: "gaussian", "byte_sum" or "tied".
-        rank: of the noise of matrices; 0: full rank.
+        rank: rank of the matrices' noise; 0: full rank.
 
     Raises:
-        TypeError, ValueError: an array of another dtype or length, a coefficient that is not finite, no such part,
-            distribution or rank.
+        TypeError, ValueError: an array with the wrong dtype or length, a coefficient that is not finite, or an invalid
+            part, distribution or rank.
     """
     _check_buffer("master", master, layout, written=True)
     check_members(keys, coefficients)
@@ -492,7 +493,7 @@ def update(
 
 
 def _add_members(out, source, layout: Layout, start, keys, coefficients, distribution, rank, part=(0, 1)) -> None:
-    """out = source + (start + sum of c_n eps_n) for all parameters of a layout."""
+    """Set out = source + (start + sum of c_n eps_n) for all parameters of a layout."""
     kind, _ = _law(distribution, 0)
     low = np.array([is_low_rank(entry.shape, rank) for entry in layout.entries])
     *place, ids = (column[~low] for column in layout.table)
@@ -510,13 +511,13 @@ def noise_vector(layout: Layout, key: int, distribution: str = "gaussian", rank:
         layout: the parameters.
         key: 64-bit member key.
         distribution: "gaussian", "byte_sum" or "tied".
-        rank: of the noise of matrices; 0: full rank.
+        rank: rank of the matrices' noise; 0: full rank.
 
     Returns:
         float32 (layout.size,), zero mean and unit variance, 0 in the padding.
 
     Raises:
-        TypeError, ValueError: key or rank is out of range, or there is no such distribution.
+        TypeError, ValueError: a key or rank out of range, or an unknown distribution.
     """
     vector = np.zeros(layout.size, np.float32)
     for entry, view in zip(layout.entries, layout.views(vector).values(), strict=True):
@@ -525,17 +526,17 @@ def noise_vector(layout: Layout, key: int, distribution: str = "gaussian", rank:
 
 
 class Piece(NamedTuple):
-    """A tensor on a device and the part of a parameter that it holds."""
+    """A tensor on a device that holds a parameter or a part of one."""
 
     tensor: torch.Tensor
-    """float32, bfloat16 or float16; a view into a fused tensor is fine if its columns are adjacent"""
+    """float32, bfloat16 or float16; may be a view into a fused tensor if its columns are adjacent"""
     name: str
     """canonical Hugging Face name of the parameter"""
     row0: int = 0
-    """the tensor's first row and column in that parameter, seen as a matrix: not 0 in a sharded model"""
+    """where the tensor begins in the parameter as a matrix, first row and (`col0`) column; above 0 in sharded models"""
     col0: int = 0
     vector: bool = False
-    """whether the parameter has a single dimension though this tensor has two: its noise has full rank"""
+    """whether the parameter has a single dimension although this tensor has two; its noise then has full rank"""
 
 
 def device_weights(
@@ -545,27 +546,27 @@ def device_weights(
     anchor_decay: float = 0.0,
     rank: int = 0,
 ) -> DeviceWeights | HostWeights:
-    """Put a model under the noise law where it lies: its tensors become the working copy of a new float32 master.
+    """Create a float32 master for a model on its device; the model's tensors become the working copy.
 
     The master takes 4 bytes per parameter. On a GPU no address changes afterwards and nothing is allocated, so captured
-    graphs of the model stay valid. On a CPU numba makes the noise, one tensor at a time.
+    graphs of the model stay valid. On a CPU numba generates the noise, one tensor at a time.
 
     Args:
-        pieces: all tensors that are to be perturbed, on one device, tied weights once.
+        pieces: all tensors to perturb, on one device, tied weights once.
         distribution: "gaussian", "byte_sum" or "tied".
         most_members: largest population of an update.
-        anchor_decay: share of the way from these weights that each update takes back first (`_anchor`); above 0 a copy
-            of the tensors in their dtype is kept.
-        rank: of the noise of matrices, which are the tensors with two dimensions or more; 0: full rank.
+        anchor_decay: share of the distance from these starting weights that each update first takes back (`_anchor`);
+            above 0, a copy of the tensors is kept in their dtype.
+        rank: rank of the noise of tensors with two dimensions or more; 0: full rank.
 
     Returns:
-        The weights, with `perturb`, `restore`, `update` and `master`. A whole model's master has the order and the
-        positions of `Layout.from_shapes` for the same names.
+        The weights, with `perturb`, `restore`, `update` and `master`. The master of a whole model has the order and
+        the positions of `Layout.from_shapes` for the same names.
 
     Raises:
-        ValueError: no piece, two names with one parameter id, a tensor of another dtype, device or memory layout, two
-            tensors at one address, or an anchor_decay or a rank out of range.
-        RuntimeError: tensors on a device that is neither a CPU nor a GPU of Triton's.
+        ValueError: no piece, two names with the same parameter id, a tensor of unsupported dtype or memory layout, or
+            on another device, two tensors at one address, or an anchor_decay or a rank out of range.
+        RuntimeError: tensors on a device that is neither a CPU nor a GPU that Triton supports.
     """
     import torch
 
@@ -577,7 +578,7 @@ def device_weights(
     matrices, owners = [], {}
     for tensor, name, row0, col0, _ in pieces:
         if tensor.dtype not in (dtypes := (torch.float32, torch.bfloat16, torch.float16)):
-            raise ValueError(f"{name!r} is {tensor.dtype}; the noise law writes {dtypes}")
+            raise ValueError(f"{name!r} is {tensor.dtype}; the noise law supports {dtypes}")
         if tensor.device != pieces[0].tensor.device:
             raise ValueError(f"{name!r} is on {tensor.device}, {pieces[0].name!r} on {pieces[0].tensor.device}")
         matrices.append(_matrix(name, tensor.detach()))
@@ -601,7 +602,7 @@ def device_weights(
 
 
 def _matrix(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as the matrix that the noise law sees, sharing its memory."""
+    """Return a tensor as the matrix of the noise law, sharing its memory."""
     matrix = (
         tensor if tensor.ndim == 2 else tensor.view(_matrix_shape(tensor.shape)) if tensor.is_contiguous() else None
     )

@@ -1,4 +1,4 @@
-"""Engines: who generates the completions of a population."""
+"""Engines, which generate the completions of a population."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from evoalign_lib.precision import Weights
 
 ENGINES = ("local", "vllm", "ray")
-# arguments of from_pretrained that say which files, and what vLLM calls them
+# the arguments of from_pretrained that select the files, and vLLM's names for them
 _OF_VLLM = {"revision": "revision", "cache_dir": "download_dir", "token": "hf_token"}
 
 
@@ -36,25 +36,25 @@ def open_engine(
     weights: Weights | None = None,
     **common: Any,
 ) -> Engine:
-    """Return an engine; what it needs is imported here alone.
+    """Open an engine; only the one that was asked for is imported.
 
     Args:
         engine: "local", "vllm" or "ray".
-        model, tokenizer, rewards, prompts: of `engines.base.Engine`.
-        precision: of the weights, with engine "local".
-        chunk_rows, decoder: of `engines.local.LocalEngine`, where transformers or our loop decode.
+        model, tokenizer, rewards, prompts: see `engines.base.Engine`.
+        precision: how the weights are kept, with engine "local".
+        chunk_rows, decoder: see `engines.local.LocalEngine`; used where transformers or our loop decodes.
         workers: processes of engine "local", or actors without GPUs; None: one per core (without a master: 1).
-        gpus: GPUs to use; 0: with "vllm" as many as tensor_parallel, with "ray" none.
+        gpus: GPUs to use; 0: as many as tensor_parallel with "vllm", none with "ray".
         tensor_parallel: GPUs that share a copy of the model.
         engine_kwargs: further arguments of `vllm.LLM`.
-        folder: where the model was loaded from, a folder or a name on the Hub; None: it was an object.
-        load: the arguments of from_pretrained it was loaded with.
-        weights: of the run, with engine "local" or adapters, where they exist already (of `engines.base.Engine`).
+        folder: where the model was loaded from, a folder or a name on the Hub; None: it was passed as an object.
+        load: the arguments of from_pretrained that it was loaded with.
+        weights: the run's weights if they exist already, with engine "local" or adapters (see `engines.base.Engine`).
         **common: max_completion_length, options, distribution, anchor_decay and rank of `engines.base.Engine`.
 
     Raises:
-        ValueError: no such engine, GPUs that do not fall into copies of the model, frozen parameters with another
-            engine than "local" (an adapter with another than that or one engine of vLLM), or what the engine refuses.
+        ValueError: an unknown engine, GPUs that cannot be divided into copies of the model, frozen parameters with an
+            engine other than "local" (an adapter also works with a single vLLM engine), or what the engine refuses.
         ImportError: vLLM or Ray is needed and not installed; the message says how to install it.
     """
     choose("engine", engine, ENGINES)
@@ -70,12 +70,12 @@ def open_engine(
     if not adapted:
         check_nothing_frozen(model, engine)
         if "max_loras" in (engine_kwargs or {}):
-            raise ValueError("engine_kwargs: max_loras has no effect on a model without adapter. Remove it.")
+            raise ValueError("engine_kwargs: max_loras has no effect on a model without an adapter. Remove it.")
     on_gpus = {"tensor_parallel": tensor_parallel, "settings": engine_kwargs}
-    if engine == "vllm" or gpus:  # vLLM loads the very files that the model was loaded from
+    if engine == "vllm" or gpus:  # vLLM loads the same files that the model was loaded from
         files = load or {}
         if "subfolder" in files:
-            raise ValueError("model_init_kwargs: vLLM loads no subfolder; download it and give it as the model.")
+            raise ValueError("model_init_kwargs: vLLM cannot load a subfolder. Download it and pass it as the model.")
         on_gpus["settings"] = {_OF_VLLM[k]: v for k, v in files.items() if k in _OF_VLLM} | dict(engine_kwargs or {})
     if engine == "vllm" and gpus <= tensor_parallel:
         from evoalign_lib.engines import vllm
@@ -90,7 +90,7 @@ def open_engine(
 
 
 def check_gpus(gpus: int, tensor_parallel: int) -> None:
-    """Raise ValueError unless the GPUs fall into copies of the model."""
+    """Raise ValueError unless the GPUs can be divided into copies of the model."""
     if gpus % tensor_parallel:
         raise ValueError(
             f"gpus={gpus} is not a multiple of tensor_parallel={tensor_parallel}, the GPUs of each engine."

@@ -1,8 +1,8 @@
-"""What lies between the matrix products of a decoding step, fused: one kernel where torch takes a dozen operations.
+"""Fused kernels for a decoding step outside its matrix products: one kernel where torch takes a dozen operations.
 
-A step of a small model spends more time on starting operations than on computing. `decode` leaves the products to
-torch's BLAS and calls these kernels for the rest. Every row is computed by itself, with the same operations
-whatever the other rows are. All arrays are float32 and change in place where a docstring says so.
+A decoding step of a small model spends more time on launching operations than on computing. `decode` leaves the
+products to torch's BLAS and calls these kernels for the rest. Every row is computed on its own, with the same
+operations whatever the other rows are. All arrays are float32; docstrings say which are changed in place.
 """
 
 import numpy as np
@@ -10,12 +10,12 @@ from numba import njit
 
 from evoalign_lib._noise_cpu import float32s, jit_cached
 
-# Sums may be reordered and multiply-adds fused (as in BLAS): in the same way for each row.
+# Sums may be reordered and multiply-adds fused (as in BLAS), but in the same way for every row.
 _FAST = {"reassoc", "contract", "nsz"}
 _inline = njit(error_model="numpy", inline="always")
 
 
-# exp(x) = 2^n exp(f), |f| <= ln(2)/2; the polynomial is that of Cephes' expf, highest power first.
+# exp(x) = 2^n exp(f), |f| <= ln(2)/2; the polynomial is the one in Cephes' expf, highest power first.
 _EXP = float32s(1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _LOG2_E, _LN2_HIGH, _LN2_LOW = float32s(1.44269504088896341, 0.693359375, -2.12194440e-4)
 _LOWEST, _HIGHEST = float32s(-87.0, 88.0)
@@ -35,7 +35,10 @@ def _exp(x):
 
 
 def _add_norm(x, change, gains, owners, eps, out):
-    """x += change; out = x / rms(x) * gains[owner]. x, change, out: (rows, n); gains: (members, n); owners: (rows)."""
+    """Set x += change; out = x / rms(x) * gains[owner].
+
+    Shapes: x, change, out (rows, n); gains (members, n); owners (rows).
+    """
     for r in range(len(x)):
         row, added, normed, gain = x[r], change[r], out[r], gains[owners[r]]
         total = np.float32(0.0)
@@ -48,15 +51,15 @@ def _add_norm(x, change, gains, owners, eps, out):
 
 
 def _attend(qkv, length, cos, sin, keys, values, slots, pads, prefix, first, out):
-    """Causal attention of new tokens, whose keys and values are added to the cache.
+    """Compute causal attention for new tokens and add their keys and values to the cache.
 
     Args:
         qkv: (rows * length, (heads + 2 kv_heads) head_dim), changed: queries, keys, values before rotation, row by row.
         length: new tokens per row.
-        cos, sin: (columns, head_dim / 2) of the rotary embedding, by position.
+        cos, sin: (columns, head_dim / 2), the rotary embedding by position.
         keys, values: (slots, kv_heads, columns, head_dim), changed at columns first .. first + length.
         slots: (rows) int64: each row's entry in the cache.
-        pads: (slots) int64: columns of padding between the shared prefix and a row's own prompt.
+        pads: (slots) int64: columns of padding between the shared prefix and the rest of a row's prompt.
         prefix: columns of the shared prefix.
         first: column of the first new token.
         out: (rows * length, heads head_dim).
@@ -87,7 +90,7 @@ def _attend(qkv, length, cos, sin, keys, values, slots, pads, prefix, first, out
             cached_values[column] = qkv[r, (heads + kv_heads + k) * dim : (heads + kv_heads + k + 1) * dim]
             for g in range(k * group, (k + 1) * group):
                 query, target = qkv[r, g * dim : (g + 1) * dim], out[r, g * dim : (g + 1) * dim]
-                largest, n = -_HUGE, 0  # scores of the visible columns, one after the other
+                largest, n = -_HUGE, 0  # scores of the visible columns, packed without gaps
                 for j in range(column + 1):
                     if j < prefix or j >= prefix + pad:
                         score, line = np.float32(0.0), cached_keys[j]
@@ -111,7 +114,7 @@ def _attend(qkv, length, cos, sin, keys, values, slots, pads, prefix, first, out
 
 
 def _silu_product(gate_up, out):
-    """out = silu(gate) * up. gate_up: (rows, 2 n), gates first; out: (rows, n)."""
+    """Set out = silu(gate) * up. gate_up: (rows, 2 n), gates first; out: (rows, n)."""
     n = out.shape[1]
     for r in range(len(out)):
         gate, up, target = gate_up[r, :n], gate_up[r, n:], out[r]
@@ -120,11 +123,11 @@ def _silu_product(gate_up, out):
 
 
 def _add_own(x, y, first, owners, a, b):
-    """Add to a product what members' low-rank noise contributes: y[r, first + i] += sum_k (x[r] . b[m, k]) a[m, k, i].
+    """Add the members' low-rank noise to a product: y[r, first + i] += sum_k (x[r] . b[m, k]) a[m, k, i].
 
     Args:
-        x: (rows, cols) what is multiplied.
-        y: (rows, n), changed.
+        x: (rows, cols), the input of the product.
+        y: (rows, n), the product, changed.
         first: column of y where the matrix begins.
         owners: (rows) int64: the member m of each row.
         a, b: (members, rank, rows of the matrix) and (members, rank, cols).
@@ -140,7 +143,7 @@ def _add_own(x, y, first, owners, a, b):
 
 
 def _add_own_rows(x, ids, owners, a, b):
-    """Add a member's low-rank noise to rows of an embedding: x[r] += sum_k a[m, k, ids[r]] b[m, k]; x is changed."""
+    """Add the members' low-rank noise to embedded tokens: x[r] += sum_k a[m, k, ids[r]] b[m, k]; x is changed."""
     for r in range(len(x)):
         m, row = owners[r], x[r]
         for k in range(a.shape[1]):

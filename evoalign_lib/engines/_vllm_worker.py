@@ -1,11 +1,11 @@
-"""What runs inside vLLM's workers: the noise law on the weights that vLLM decodes with.
+"""Code that runs inside vLLM's workers and applies the noise law to the weights that vLLM decodes with.
 
-vLLM mixes `WorkerExtension` into the class of its workers (see `_vllm_extension`). Nothing is imported from vLLM
-outside a worker.
+vLLM mixes `WorkerExtension` into its worker class (see `_vllm_extension`). Nothing is imported from vLLM outside a
+worker.
 
 vLLM joins tensors (queries, keys and values; gate and up) and cuts them into shards for tensor-parallel ranks. The
-*segment map* says which rows and columns of which Hugging Face parameter lie where. It follows what the layers say of
-themselves, and `engines.vllm` proves it by comparing the bytes of every segment with those of the model.
+*segment map* says which rows and columns of which Hugging Face parameter lie where. It is read from the attributes of
+vLLM's layers, and `engines.vllm` proves it by comparing the bytes of every segment with those of the model.
 """
 
 import itertools
@@ -22,11 +22,11 @@ from evoalign_lib import noise, precision
 from evoalign_lib.engines.processes import end_with
 
 DRIVER = "EVOALIGN_VLLM_DRIVER"
-"""environment variable: process id of the driver while it starts a vLLM that has processes of its own"""
+"""environment variable: process id of the driver while it starts a vLLM that runs in separate processes"""
 
 
 class Segment(NamedTuple):
-    """Rows and columns of a Hugging Face parameter, seen as a matrix, and where they begin in vLLM's tensor."""
+    """A block of a Hugging Face parameter, seen as a matrix, and the row of vLLM's tensor where it begins."""
 
     name: str
     """canonical Hugging Face name"""
@@ -43,10 +43,10 @@ class NotMapped(ValueError):
 
 
 def keep_weights_plain() -> None:
-    """On a CPU, let vLLM compute with a layer's weight itself instead of a packed copy.
+    """On a CPU, make vLLM compute with a layer's weight itself instead of a packed copy.
 
-    Loading a model, its CPU backend packs the weight of every linear layer for its own kernels and leaves an empty
-    tensor in its place: perturbing the parameters would then change embeddings and norms only, without an error.
+    When vLLM's CPU backend loads a model, it packs the weight of every linear layer for its own kernels and leaves an
+    empty tensor behind. Perturbing the parameters would then change only embeddings and norms, without an error.
     """
     from vllm.model_executor.layers import utils
 
@@ -57,10 +57,10 @@ def keep_weights_plain() -> None:
 
 
 def mind_llvmlite() -> None:
-    """Let vLLM start where numba is loaded.
+    """Let vLLM start in a process that has loaded numba.
 
-    On a CPU it looks through the attributes of all modules for Triton kernels and takes `vars(value)` for a dictionary.
-    llvmlite's handle of its library has a function for any attribute, `__dict__` included.
+    On a CPU vLLM searches the attributes of all modules for Triton kernels and assumes that `vars(value)` is a
+    dictionary. llvmlite's handle of its library returns a function for any attribute, `__dict__` included.
     """
     from vllm.triton_utils import dispatcher
 
@@ -72,26 +72,26 @@ def mind_llvmlite() -> None:
 
 
 def shard(total: int, rank: int, size: int) -> tuple[int, int]:
-    """Return (first, number) of the even share that a tensor-parallel rank has of this many rows or columns.
+    """Return (first, number) of the rows or columns in a tensor-parallel rank's even share of `total`.
 
     >>> shard(12, 1, 4)
     (3, 3)
     """
     if total % size:
-        raise ValueError(f"{total} rows or columns do not divide by {size} ranks")
+        raise ValueError(f"{total} rows or columns cannot be divided evenly among {size} ranks")
     return rank * (total // size), total // size
 
 
 def joined_rows(names: Sequence[str], totals: Sequence[int], ranks: Sequence[tuple[int, int]]) -> list[tuple]:
-    """Return rows of parameters stacked in one tensor: (name, first row, rows, row in the tensor) each.
+    """Return where the parameters stacked in one tensor lie: (name, first row, rows, row in the tensor) of each.
 
     Args:
-        names: of the parameters, from the top.
+        names: names of the parameters, from the top.
         totals: rows of each whole parameter.
-        ranks: (rank, size) by which each is cut. Where vLLM replicates the heads of keys and values, these are cut by
-            fewer ranks than there are.
+        ranks: (rank, size), the share of each parameter. Where vLLM replicates the heads of keys and values, these are
+            divided among fewer ranks than there are.
 
-    >>> joined_rows(["q", "k", "v"], [8, 4, 4], [(1, 4), (0, 2), (0, 2)])  # rank 1 of 4, heads of keys on two ranks
+    >>> joined_rows(["q", "k", "v"], [8, 4, 4], [(1, 4), (0, 2), (0, 2)])  # rank 1 of 4, each key head on two ranks
     [('q', 2, 2, 0), ('k', 0, 2, 2), ('v', 0, 2, 4)]
     """
     held = [shard(total, *rank) for total, rank in zip(totals, ranks, strict=True)]
@@ -100,16 +100,16 @@ def joined_rows(names: Sequence[str], totals: Sequence[int], ranks: Sequence[tup
 
 
 def segments_of(layer: torch.nn.Module, name: str, tensor: Tensor, packed: dict[str, list[str]]) -> list[Segment]:
-    """Return where the rows and columns of a tensor in vLLM come from.
+    """Return the segments of Hugging Face parameters that make up a tensor in vLLM.
 
     Args:
         layer: the module that holds the tensor.
-        name: of the tensor in vLLM's model, such as "model.layers.0.self_attn.qkv_proj.weight".
+        name: the tensor's name in vLLM's model, such as "model.layers.0.self_attn.qkv_proj.weight".
         tensor: the tensor.
         packed: vLLM's `packed_modules_mapping`: {"qkv_proj": ["q_proj", "k_proj", "v_proj"], ...}.
 
     Raises:
-        NotMapped: an empty tensor, one of another dtype than plain floats, or a layer that the map does not know.
+        NotMapped: an empty tensor, one whose dtype is not a plain float, or a layer that the map does not know.
     """
     if tensor.numel() == 0:
         raise NotMapped(f"{name!r} is empty in vLLM: its backend keeps a packed copy, which noise would not reach.")
@@ -122,7 +122,7 @@ def segments_of(layer: torch.nn.Module, name: str, tensor: Tensor, packed: dict[
     parent, _, own = module.rpartition(".")
     names = [f"{parent}.{part}.{leaf}" if parent else f"{part}.{leaf}" for part in packed.get(own, [own])]
     if own in packed and len(names) == 1:
-        raise NotMapped(f"{name!r} is one tensor in the checkpoint, too, which the segment map does not know.")
+        raise NotMapped(f"{name!r} is joined in the checkpoint as well, a layout the segment map does not know.")
     shape = tensor.shape if tensor.ndim else (1,)
     rows, cols = (1, shape[0]) if len(shape) == 1 else (shape[0], int(np.prod(shape[1:])))
     rank, size = getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1)
@@ -133,7 +133,7 @@ def segments_of(layer: torch.nn.Module, name: str, tensor: Tensor, packed: dict[
         found = joined_rows(names, totals, [(rank, size), fewer, fewer])
     elif "MergedColumnParallelLinear" in kind:
         found = joined_rows(names, layer.output_sizes, [(rank, size)] * len(names))
-    elif "VocabParallelEmbedding" in kind:  # and the head; rows of padding lie below and belong to no parameter
+    elif "VocabParallelEmbedding" in kind:  # the head, too; the padding rows below belong to no parameter
         held = layer.shard_indices
         first, last = held.org_vocab_start_index, held.org_vocab_end_index
         return [Segment(name, first, 0, last - first, cols)]
@@ -142,30 +142,30 @@ def segments_of(layer: torch.nn.Module, name: str, tensor: Tensor, packed: dict[
     elif "RowParallelLinear" in kind and leaf == "weight":
         first, n = shard(layer.input_size, rank, size)
         return [Segment(name, 0, first, rows, n)]
-    elif len(names) == 1:  # norms, biases of row-parallel layers, whatever every rank has whole: the proof decides
+    elif len(names) == 1:  # assumed whole on every rank, as norms and biases of row-parallel layers; the proof tests it
         return [Segment(name, 0, 0, rows, cols)]
     else:
         raise NotMapped(f"{name!r} joins {names} in a {type(layer).__name__}, which the segment map does not know.")
-    if len(shape) == 1:  # a bias is one row, whose columns are what the rows of the weight are
+    if len(shape) == 1:  # a bias is one row, whose columns correspond to the rows of the weight
         return [Segment(n, 0, first, 1, count, at) for n, first, count, at in found]
     return [Segment(n, first, 0, count, cols, at) for n, first, count, at in found]
 
 
 def part_of(tensor: Tensor, segment: Segment) -> Tensor:
-    """Return the view of a tensor in vLLM that holds a segment, as a matrix."""
+    """Return a segment of a tensor in vLLM as a matrix, a view."""
     if tensor.ndim <= 1:
         return tensor.view(1, -1)[:, segment.at : segment.at + segment.cols]
     return tensor.view(len(tensor), -1)[segment.at : segment.at + segment.rows]
 
 
 class WorkerExtension:
-    """Methods that `engines.vllm` calls in every worker by `collective_rpc`; arguments and results are plain values."""
+    """Methods that `engines.vllm` calls in every worker by `collective_rpc`, with plain values in and out."""
 
     def evoalign_open(self, most_members: int, law: Mapping[str, Any] | None) -> str | None:
-        """Make the segment map and, with a law of `noise.device_weights`, a float32 master.
+        """Build the segment map and, given a law (arguments of `noise.device_weights`), a float32 master.
 
         Returns:
-            None, or the message of `NotMapped`: an exception from another process would arrive without its type.
+            None, or the message of `NotMapped`: an exception from another process would lose its type on the way.
         """
         try:
             self.evoalign_parts = list(self._evoalign_parts())
@@ -177,9 +177,9 @@ class WorkerExtension:
         return None
 
     def _evoalign_parts(self) -> Iterator[tuple[Segment, Tensor, bool]]:
-        """Go over the segments of what vLLM decodes with: where it is, its matrix, and whether it is of a vector.
+        """Iterate over the segments of vLLM's weights: each with its matrix and whether its parameter is a vector.
 
-        Layers that can have an adapter hold the base's own in `base_layer`.
+        Layers that can have an adapter keep the base's parameters in `base_layer`.
         """
         model = self.model_runner.model
         packed, layers = getattr(model, "packed_modules_mapping", {}), dict(model.named_modules())
@@ -189,7 +189,7 @@ class WorkerExtension:
                 yield segment, part_of(parameter.data, segment), parameter.ndim < 2
 
     def evoalign_proof(self) -> list[tuple[tuple, str]]:
-        """Return each segment and the SHA-256 of its numbers: of the master, or without one of what decodes."""
+        """Return each segment with the SHA-256 of its numbers in the master, or without one in vLLM's weights."""
         segments, tensors, _ = zip(*self.evoalign_parts, strict=True)
         if (weights := getattr(self, "evoalign_weights", None)) is not None:
             tensors = weights.views()
@@ -200,7 +200,7 @@ class WorkerExtension:
         self.evoalign_weights.perturb(key, sigma, sign)
 
     def evoalign_restore(self) -> None:
-        """Write the weights themselves."""
+        """Write the unperturbed weights."""
         self.evoalign_weights.restore()
 
     def evoalign_update(self, keys: Sequence[int], coefficients: Sequence[float]) -> None:
@@ -208,14 +208,14 @@ class WorkerExtension:
         self.evoalign_weights.update(np.array(keys, np.uint64), np.array(coefficients, np.float32))
 
     def evoalign_put_adapter(self, number: int, layers: Sequence[tuple[str, int, bytes, bytes]]) -> str | None:
-        """Let requests of this number decode with an adapter, whatever had the number before.
+        """Register an adapter under a number, replacing the one that had it before.
 
         Args:
             number: from 1 to max_loras.
             layers: see `engines.vllm.Layers`.
 
         Returns:
-            None, or a message: a layer that vLLM gives no adapter, where requests would silently go without it.
+            None, or a message that names a layer to which vLLM applies no adapter: requests would silently do without.
         """
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.lora_weights import LoRALayerWeights
@@ -236,20 +236,20 @@ class WorkerExtension:
 
 
 def end_with_driver() -> None:
-    """End this process of vLLM's when the process that drives the run is gone.
+    """Make this vLLM process end when the process that drives the run is gone.
 
-    vLLM's workers end with its EngineCore, and that with its workers, but both outlive a killed driver and would keep
-    the GPUs.
+    vLLM's workers end with its EngineCore, and the EngineCore with its workers, but both outlive a driver that is
+    killed, and would keep the GPUs.
     """
     if driver := os.environ.get(DRIVER):
         end_with(int(driver))
 
 
 def prepare() -> None:
-    """Do what vLLM needs before it starts in a process in which `vllm.platforms` is loaded already."""
+    """Patch vLLM before it starts in this process, which has loaded `vllm.platforms` already."""
     mind_llvmlite()
     if sys.modules["vllm.platforms"].current_platform.is_cpu():
         keep_weights_plain()
-        # Linux ends a process that uses Intel's matrix unit (AMX) without having asked, as vLLM's attention in bfloat16
-        # does; where there is none, nothing happens
+        # Linux kills a process that uses Intel's matrix unit (AMX) without asking first, as vLLM's bfloat16 attention
+        # does; on a CPU without AMX this has no effect
         torch.cpu._init_amx()

@@ -1,7 +1,7 @@
-"""What every engine has: tokenised prompts, scoring of completions, and the run's weights.
+"""Base classes of the engines: tokenised prompts, scoring of completions, and the run's weights.
 
-An engine generates the completions of a population (`evoalign_lib.engines`). The classes here know the prompts, turn
-token ids into rewards, and hold the weights of the run in this process, whoever generates.
+An engine generates the completions of a population (`evoalign_lib.engines`). The classes here hold the prompts, turn
+token ids into rewards, and keep the run's weights in this process, wherever the completions are generated.
 """
 
 import bisect
@@ -25,12 +25,12 @@ from evoalign_lib.update_rules import Member
 
 @dataclass
 class Evaluation:
-    """What a member did on the prompts of a step."""
+    """A member's result on the prompts of a step."""
 
     scored: Scored
-    """rewards of its completions, (completions,): one per prompt, or several samples of each prompt in turn"""
+    """rewards of its completions, (completions,): one per prompt, or all samples of the first prompt, then the next"""
     lengths: np.ndarray
-    """(completions,) generated tokens, the end token included"""
+    """(completions,) generated tokens, including the end token"""
     clipped: np.ndarray
     """(completions,) bool: no end token within the limit"""
     core_seconds: float
@@ -39,16 +39,16 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Options:
-    """How completions are decoded, beyond plain and to the end token; the defaults change nothing."""
+    """Decoding options; the defaults decode plainly, up to the end token."""
 
     temperature: float = 1.0
-    """of the samples of `Engine.evaluate`; the logits are divided by it"""
+    """sampling temperature in `Engine.evaluate`; the logits are divided by it"""
     top_k: int = 0
-    """of the samples: only so many tokens of the largest probability; 0: all"""
+    """sample from this many of the most probable tokens; 0: from all"""
     top_p: float = 1.0
-    """of the samples: only the tokens that have this share of the probability, the largest first; 1: all"""
+    """sample from the most probable tokens that together have this share of the probability; 1: from all"""
     stop_strings: tuple[str, ...] = ()
-    """a completion ends with the token that completes one of these texts, which it includes"""
+    """a completion ends with the token that completes one of these strings, and includes the string"""
     generation_kwargs: Mapping[str, Any] | None = None
     """further settings of transformers' GenerationConfig, or of vLLM's SamplingParams"""
 
@@ -67,47 +67,47 @@ class Prompts:
     Raises:
         ValueError: no rows, rows without "prompt", rows with different columns, or a template for prompts that are
             strings.
-        TypeError: no sequence of rows, or prompts of different types.
+        TypeError: rows that are not a sequence of mappings, or prompts of different types.
     """
 
     def __init__(self, rows: Iterable[Mapping[str, Any]], tokenizer: Any, template: Mapping[str, Any] | None = None):
         if isinstance(rows, Mapping):
-            raise TypeError(f"the data set is a mapping with the keys {sorted(rows)}: give one split, a list of rows.")
+            raise TypeError(f"the data set is a mapping with the keys {sorted(rows)}: pass one split, a list of rows.")
         rows = list(rows)
         if not rows:
-            raise ValueError("the data set is empty: give at least one row with a 'prompt'.")
+            raise ValueError("the data set is empty: pass at least one row with a 'prompt'.")
         for i, row in enumerate(rows):
             if not isinstance(row, Mapping):
-                raise TypeError(f"row {i} of the data set is {row!r:.200}: give mappings with a 'prompt'.")
+                raise TypeError(f"row {i} of the data set is {row!r:.200}: pass mappings with a 'prompt'.")
             if "prompt" not in row or row.keys() != rows[0].keys():
                 columns = f"{sorted(row)}, row 0 has {sorted(rows[0])}"
                 raise ValueError(
-                    f"row {i} of the data set has the columns {columns}: give all the same, with 'prompt'."
+                    f"row {i} of the data set has the columns {columns}: give all rows the same, with 'prompt'."
                 )
         if taken := sorted(rows[0].keys() & set(ARGUMENTS)):
-            raise ValueError(f"the column {taken[0]!r} is an argument of reward functions: give it another name.")
+            raise ValueError(f"the column {taken[0]!r} is an argument of reward functions: rename the column.")
         texts = self.prompts = [row["prompt"] for row in rows]
         self.conversational = not isinstance(texts[0], str)
         for i, prompt in enumerate(texts):
             if not isinstance(prompt, list if self.conversational else str):
-                raise TypeError(f"the prompt of row {i} is {prompt!r:.200}: give strings everywhere, or message lists.")
+                raise TypeError(f"the prompt of row {i} is {prompt!r:.200}: use strings in all rows, or message lists.")
         if self.conversational:
             how = {"tokenize": False, "add_generation_prompt": True} | dict(template or {})
             texts = [tokenizer.apply_chat_template(p, **how) for p in texts]
         elif template:
             raise ValueError(
-                f"chat_template_kwargs={dict(template)!r} has no effect: the prompts are strings, which no template "
-                "renders. Give lists of messages, or remove it."
+                f"chat_template_kwargs={dict(template)!r} has no effect: the prompts are strings, to which no template "
+                "applies. Pass lists of messages, or remove it."
             )
         self.columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
-        # a rendered chat template has its special tokens already; any other text gets those that the tokenizer adds
+        # a rendered chat template has its special tokens already; to other texts the tokenizer adds its own
         rendered = self.conversational or bool(tokenizer.bos_token and texts[0].startswith(tokenizer.bos_token))
         ids = tokenizer(texts, add_special_tokens=not rendered, padding=False)["input_ids"]
         self.lengths = np.array([len(row) for row in ids])
         if not self.lengths.all():
             i = int(self.lengths.argmin())
             raise ValueError(f"the prompt of row {i} is empty after tokenisation: {self.prompts[i]!r}.")
-        # what all prompts begin with; the shortest keeps its last token for itself
+        # the shared prefix leaves at least the last token of the shortest prompt out
         same = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*ids, strict=False))
         self.prefix = np.array(ids[0][: min(len(list(same)), self.lengths.min() - 1)], dtype=np.int64)
         """(p,) tokens that all prompts begin with"""
@@ -121,37 +121,37 @@ class Prompts:
         return len(self.prompts)
 
     def __eq__(self, other: object) -> bool:
-        """Return whether these are the same prompts, in the same order, with the same columns."""
+        """Return whether both hold the same prompts in the same order, with the same columns."""
         if not isinstance(other, Prompts):
             return NotImplemented
         try:
             return (self.digest, self.prompts, self.columns) == (other.digest, other.prompts, other.columns)
-        except ValueError:  # columns of arrays, which have no truth value
+        except ValueError:  # columns that hold arrays, which have no truth value
             return False
 
     __hash__ = object.__hash__
 
 
 def until_end(ids: np.ndarray, eos_ids: Sequence[int]) -> list[list[int]]:
-    """Return decoded ids, (rows, width), each row up to its first end token, which is included."""
+    """Cut decoded ids, (rows, width), after the first end token of each row."""
     ends = np.isin(ids, eos_ids)
     lengths = np.where(ends.any(1), ends.argmax(1) + 1, ids.shape[1])
     return [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)]
 
 
 class Decoding:
-    """Evaluates members and generates for rows of the prompts, in whichever process, given what decodes them.
+    """Evaluates members and generates completions, in any process; subclasses say how tokens are decoded.
 
     Args:
         tokenizer: the model's tokenizer.
         rewards: scores completions.
         prompts: name -> prompts (for example "train" and "eval").
         eos_ids: token ids that end a completion.
-        max_completion_length: new tokens at most.
+        max_completion_length: maximum number of new tokens.
         options: how completions are decoded.
     """
 
-    _noise: tuple[Member, float] | None = None  # on the weights themselves, where not this process makes it
+    _noise: tuple[Member, float] | None = None  # on the run's own weights, if another process makes it
 
     def __init__(
         self, tokenizer, rewards, prompts: Mapping[str, Prompts], eos_ids, max_completion_length: int, options=PLAIN
@@ -161,33 +161,34 @@ class Decoding:
         self.options = options
 
     def until_end(self, ids: np.ndarray) -> list[list[int]]:
-        """Return decoded ids, (rows, width), each row up to its end token or stop string, which is included."""
+        """Cut decoded ids, (rows, width), after the end token or stop string of each row."""
         return self.until_stop(until_end(ids, self.eos_ids))
 
     def until_stop(self, raw: list[list[int]]) -> list[list[int]]:
-        """Return ids of completions, each up to the token that completes a stop string, if there is one."""
+        """Cut completions, as token ids, after the token that completes a stop string, if any."""
         if not self.options.stop_strings:
             return raw
         cut = list(raw)
         for i, stopped in enumerate(self.stopped(raw)):
-            if stopped:  # a text that holds a stop string goes on holding it
+            if stopped:  # once a text holds a stop string, every longer one does, so bisection finds the first
                 ends = range(1, len(raw[i]) + 1)
                 cut[i] = raw[i][: 1 + bisect.bisect_left(ends, True, key=lambda n: self.stopped([raw[i][:n]])[0])]
         return cut
 
     def stopped(self, raw: list[list[int]]) -> list[bool]:
-        """Return for ids of completions whether their texts hold a stop string."""
+        """Return for each completion, as token ids, whether its text contains a stop string."""
         return [any(stop in text for stop in self.options.stop_strings) for text, _ in self.completions(raw)]
 
     def just_stopped(self, raw: list[list[int]]) -> list[bool]:
-        """Return the same for completions that had none before their last token."""
-        # a token that is shown has a byte at least, so the string is within as many tokens; then the whole is asked
+        """Return the same for completions that had no stop string before their last token."""
+        # every token with text has at least one byte, so the string's length in bytes bounds the tail that can hold it;
+        # a hit in the tail is confirmed on the whole completion
         tail = max(len(stop.encode()) for stop in self.options.stop_strings) + 1
         found = self.stopped([row[-tail:] for row in raw])
         return [hit and self.stopped([row])[0] for hit, row in zip(found, raw, strict=True)]
 
     def completions(self, raw: list[list[int]]) -> list[tuple[str, list[int]]]:
-        """Return completions as texts without special tokens, each with its ids."""
+        """Return the texts of completions without special tokens, each paired with its ids."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         # one call into the tokenizers library instead of a Python loop over rows
         decode = self.tokenizer.batch_decode if backend is None else backend.decode_batch
@@ -197,14 +198,14 @@ class Decoding:
     def scored(
         self, index: int, name: str, indices: np.ndarray, completions: list, trainer_state: Any, started: float
     ) -> Evaluation:
-        """Score a member's completions of rows of the prompts.
+        """Score a member's completions.
 
         Args:
-            index: of the member, for errors.
-            name, indices: which prompts, one row per completion.
+            index: the member's index, for errors.
+            name, indices: set of prompts and its rows, one per completion.
             completions: pairs of text and token ids.
             trainer_state: passed to the reward functions.
-            started: CPU time of this process when the member began, seconds.
+            started: CPU time of this process when it began on the member, seconds.
         """
         try:
             scored = score(self.rewards, self.prompts[name], indices, completions, trainer_state)
@@ -218,7 +219,7 @@ class Decoding:
 
     @contextmanager
     def _perturbed_elsewhere(self, key: int, sigma: float) -> Iterator[None]:
-        """Do what `Engine.perturbed` does where whatever generates makes the noise."""
+        """Do what `Engine.perturbed` does for engines whose generator makes the noise itself."""
         self._noise = Member(int(key)), float(sigma)
         try:
             yield
@@ -226,29 +227,29 @@ class Decoding:
             self._noise = None
 
     def _numbers(self, key: int, rows: np.ndarray, sample: int) -> np.ndarray:
-        """Return what draws a sample of each row, (rows, ...), the same for all members."""
+        """Return the random numbers (or seeds) that draw a sample of each row, (rows, ...), shared by all members."""
         raise NotImplementedError
 
     def _seeded(self, name: str, rows: np.ndarray, seed: int, draw: int) -> np.ndarray:
-        """Return what draws a sample of the weights themselves, (rows, ...)."""
+        """Return the random numbers (or seeds) for a sample with the run's own weights, (rows, ...)."""
         return self._numbers(seed, rows, draw)
 
     def _decode(self, name, rows, numbers, temperature, member=None) -> list[tuple[str, list[int]]]:
-        """Return completions of rows of the prompts, (text, ids) each.
+        """Return completions, (text, ids) each.
 
         Args:
-            name: which prompts.
-            rows: of them.
-            numbers: what draws them; None: greedy decoding.
-            temperature: of the samples.
-            member: whose weights decode, and sigma; None: the weights themselves.
+            name: set of prompts.
+            rows: its rows to complete.
+            numbers: what `_numbers` or `_seeded` returned for the rows; None: greedy decoding.
+            temperature: sampling temperature.
+            member: the member to decode with, and sigma; None: the run's own weights.
         """
         raise NotImplementedError
 
     def evaluate_member(
         self, index: int, member: Member, sigma: float, name, indices: np.ndarray, trainer_state=None, sampling=None
     ) -> Evaluation:
-        """Evaluate one member in this process; index: its own, for errors; the rest as for `Engine.evaluate`."""
+        """Evaluate one member in this process; index: the member's, for errors; the rest as for `Engine.evaluate`."""
         started = time.process_time()
         rows, numbers = self._drawn(np.asarray(indices), sampling)
         completions = self._decode(name, rows, numbers, self.options.temperature, (member, sigma))
@@ -257,20 +258,20 @@ class Decoding:
     def generate_rows(
         self, name: str, indices: np.ndarray, seed: int = 0, draw: int | None = None, temperature: float = 1.0
     ) -> list[tuple[str, list[int]]]:
-        """Return completions of the weights themselves, (text, ids) each, in this process.
+        """Generate completions with the run's own weights in this process; return (text, ids) of each.
 
         Args:
-            name: which prompts.
-            indices: rows of them.
-            seed: of the samples.
+            name: set of prompts.
+            indices: its rows to complete.
+            seed: seed of the samples.
             draw: which sample of each prompt; None: greedy decoding.
-            temperature: of the samples, above 0.
+            temperature: sampling temperature, above 0.
         """
         numbers = None if draw is None else self._seeded(name, indices, seed, draw)
         return self._decode(name, indices, numbers, temperature)
 
     def _drawn(self, rows: np.ndarray, sampling: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the rows of a member's prompts, each once a sample, and what draws these; None for greedy."""
+        """Return the rows of a member's prompts, repeated for each sample, and their random numbers (None: greedy)."""
         if sampling is None:
             return rows, None
         key, samples = sampling
@@ -279,24 +280,24 @@ class Decoding:
 
 
 class Engine(Decoding):
-    """What every engine has: prompts, a model with its tokenizer, and the weights of the run in this process.
+    """Base class of the engines: prompts, a model with its tokenizer, and the run's weights in this process.
 
-    Whoever generates, this process holds the weights of the run, too, and moves them with every update: their digest
-    goes into the ledger, checkpoints and folders are written from them, and a generator elsewhere is checked against
-    them.
+    Wherever completions are generated, this process holds the run's weights and applies every update to them: their
+    digest goes into the ledger, checkpoints and model folders are written from them, and generators elsewhere are
+    checked against them.
 
     Args:
-        model: a Hugging Face decoder-only model; its parameters are the weights at the start. What has no
-            requires_grad stays (of a model that has it nowhere, which is only decoded, all are weights).
+        model: a Hugging Face decoder-only model whose parameters are the starting weights. Parameters without
+            requires_grad stay fixed (if none has it, the model is only decoded with, and all count as weights).
         tokenizer: its tokenizer, with a padding token.
         rewards: scores completions.
         prompts: name -> prompts (for example "train" and "eval").
-        max_completion_length: new tokens at most.
+        max_completion_length: maximum number of new tokens.
         options: how completions are decoded.
-        weights: of the run, if they exist already; then all below are theirs.
-        **law: of `open_weights`: precision ("master", "kahan" or "inplace"; in the last two the model's parameters
-            become views of the engine's weights), distribution and rank of the noise, anchor_decay, and threads of this
-            process that share an update of its weights.
+        weights: the run's weights if they exist already; `law` is then ignored.
+        **law: arguments of `open_weights`: precision ("master", "kahan" or "inplace"; in the last two the model's
+            parameters become views of the engine's weights), distribution and rank of the noise, anchor_decay, and the
+            threads of this process that share an update.
 
     Raises:
         ValueError: an unknown precision or distribution, an anchor_decay or rank that is refused, a model that is not
@@ -306,7 +307,7 @@ class Engine(Decoding):
     workers = 1
     """processes that evaluate; 1: this one; 0: none on this machine"""
     repairs: Mapping[str, int] = {}
-    """how often something broke and was repaired so far, by name; the trainer logs what is not zero"""
+    """number of repairs so far, by kind of failure; the trainer logs those above zero"""
 
     def __init__(
         self, model, tokenizer, rewards, prompts, *, max_completion_length: int, options=PLAIN, weights=None, **law: Any
@@ -321,31 +322,31 @@ class Engine(Decoding):
 
     @property
     def master(self) -> np.ndarray:
-        """Float32 master, (layout.size,). Raises AttributeError in the modes that keep none."""
+        """Float32 master, (layout.size,). Raises AttributeError in the precision modes that keep none."""
         if self.weights.precision != "master":
             raise AttributeError(f"precision={self.weights.precision!r} keeps no master: use engine.weights.float32().")
         return self.weights.flat
 
     @property
     def plan(self) -> dict[str, Any]:
-        """Batch plan of training, on which floating-point results depend."""
+        """The batch plan of training; floating-point results depend on it."""
         raise NotImplementedError
 
     def evaluate(
         self, members: Sequence[Member], sigma: float, name: str, indices: np.ndarray, trainer_state=None, sampling=None
     ) -> list[Evaluation]:
-        """Evaluate a population; every member decodes its prompts under one perturbation.
+        """Evaluate a population; each member decodes its prompts under its own perturbation.
 
         Args:
             members: (members,) keys and signs.
             sigma: standard deviation of the perturbation, weight units.
-            name: which prompts.
-            indices: rows of them, (prompts,), the same for all members; or (members, prompts), each its own (with
+            name: set of prompts.
+            indices: its rows, (prompts,), the same for all members; or (members, prompts), each member's own (with
                 engine "local", and with adapters on vLLM).
-            trainer_state: passed to the reward functions, pickled with every member where other processes score; its
-                `reward_state`, if any, is what reward functions with a state take over first.
+            trainer_state: passed to the reward functions, and pickled with every member if other processes score;
+                stateful reward functions first take over its `reward_state`, if any.
             sampling: None for greedy decoding; else the key of the random numbers, which all members share (see
-                `noise.uniforms`), and the number of completions per prompt, drawn as `options` say.
+                `noise.uniforms`), and the number of completions per prompt, drawn according to `options`.
 
         Returns:
             (members,) in the order of `members`.
@@ -355,20 +356,20 @@ class Engine(Decoding):
     def generate(
         self, name: str, indices: np.ndarray | None = None, *, samples: int = 0, seed: int = 0, temperature: float = 1.0
     ) -> list[list[tuple[str, list[int]]]]:
-        """Return completions of the weights themselves.
+        """Generate completions with the run's own weights.
 
         Args:
-            name: which prompts.
-            indices: rows of them (default: all).
+            name: set of prompts.
+            indices: its rows to complete (default: all).
             samples: 0 for greedy decoding, else samples per prompt, with top_k and top_p of `options`.
-            seed: of the samples; a row of the prompts gets the same numbers in any chunk and at any temperature.
-            temperature: of the samples, above 0; the logits are divided by it.
+            seed: seed of the samples; a row of the prompts gets the same numbers in any chunk and at any temperature.
+            temperature: sampling temperature, above 0; the logits are divided by it.
 
         Returns:
             (max(1, samples)) lists of (prompts) pairs of text and token ids.
 
         Raises:
-            ValueError: a temperature that is not a number above 0.
+            ValueError: a temperature that is not a finite number above 0.
         """
         check_temperature(temperature)
         rows = np.arange(len(self.prompts[name])) if indices is None else np.asarray(indices)
@@ -378,20 +379,20 @@ class Engine(Decoding):
         return [[pair for _ in chunks for pair in next(done)] for _ in draws]
 
     def _at_once(self, rows: int) -> int:
-        """Return how many of these rows of the prompts `_generate` gets at once."""
+        """Return how many of this number of rows to pass to `_generate` in one part."""
         return rows
 
     def _generate(self, parts: Sequence[tuple[str, np.ndarray, int, int | None, float]]) -> Iterable[list]:
-        """Return the completions of parts, each the arguments of `generate_rows`, in their order."""
+        """Return the completions of each part in order; a part holds the arguments of `generate_rows`."""
         raise NotImplementedError
 
     @contextmanager
     def perturbed(self, key: int, sigma: float) -> Iterator[None]:
-        """Let `generate` decode with noise on the weights while the context lasts; then they are back, bit for bit.
+        """Make `generate` decode with noise on the weights inside the context; restore them bit for bit afterwards.
 
         Args:
-            key: of the noise, 64 bits.
-            sigma: its standard deviation, weight units.
+            key: key of the noise, 64 bits.
+            sigma: standard deviation of the noise, weight units.
         """
         centre, law = self.master.copy(), (self.weights.distribution, self.weights.rank)
         try:
@@ -401,24 +402,24 @@ class Engine(Decoding):
             self.master[:] = centre
 
     def _weights_of(self, member: tuple[Member, float] | None) -> AbstractContextManager:
-        """Give the flat weights of a member, with sigma, while the context lasts; None: the weights themselves."""
+        """Yield the flat weights of a (member, sigma) inside the context; None: the run's own weights."""
         if member is None:
             return nullcontext(self.weights.flat)
         (key, sign), sigma = member
         return self.weights.member(key, sigma, sign)
 
     def longest(self) -> int:
-        """Return the most tokens that a prompt has with its completion."""
+        """Return the largest possible number of tokens of a prompt and its completion."""
         return max(p.width for p in self.prompts.values()) + self.max_completion_length
 
     def add_prompts(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Do what `put_prompts` does, with the rows of a data set."""
+        """Tokenise the rows of a data set and pass them to `put_prompts`."""
         self.put_prompts(name, Prompts(rows, self.tokenizer))
 
     def put_prompts(self, name: str, prompts: Prompts) -> None:
-        """Add a set of prompts for `generate`, or replace one, at any time.
+        """Add or replace a set of prompts for `generate`, at any time.
 
-        Processes that run already and would not see it end; the next call starts others.
+        Running processes that would not see the new prompts are ended; the next call starts new ones.
 
         Raises:
             ValueError: prompts that the model cannot read.
@@ -427,31 +428,31 @@ class Engine(Decoding):
         self.prompts[name] = prompts
 
     def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
-        """Move the weights: keys uint64 (members,), coefficients float32 (members,); see `Weights.update`."""
+        """Update the weights: keys uint64 (members,), coefficients float32 (members,); see `Weights.update`."""
         self.weights.update(keys, coefficients)
 
     def follow(self, updates: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Let generators elsewhere catch up with weights that were loaded here.
+        """Bring generators elsewhere up to the weights that were loaded here.
 
         Args:
             updates: (keys, coefficients) of every update from the starting model to these weights.
         """
 
     def check(self) -> None:
-        """Compare the weights of all generators with those of this process; repair or refuse."""
+        """Compare the weights of all generators with those of this process; repair a difference or raise."""
 
     def write_model(self) -> None:
         """Copy the weights into the model's parameters, in the model's dtype."""
         copy_to(self.model, self.layout, self.weights.flat)
 
     def close(self) -> None:
-        """End what the engine has started."""
+        """End the processes and generators that the engine has started."""
 
 
 def score(
     rewards: Rewards, prompts: Prompts, indices: np.ndarray, completions: Sequence, trainer_state: Any = None
 ) -> Scored:
-    """Score completions of rows of the prompts, as strings or messages, whichever the prompts are."""
+    """Score completions, passed to the reward functions as strings or as messages, as the prompts are."""
     texts = as_given(prompts, completions)
     columns = {key: [values[i] for i in indices] for key, values in prompts.columns.items()}
     chosen = [prompts.prompts[i] for i in indices]
@@ -459,14 +460,14 @@ def score(
 
 
 def as_given(prompts: Prompts, completions: Sequence[tuple[str, list[int]]]) -> list[Any]:
-    """Return completions, pairs of text and token ids, as reward functions get them: texts, or messages."""
+    """Convert completions, pairs of text and token ids, into what reward functions get: texts, or messages."""
     if prompts.conversational:
         return [[{"role": "assistant", "content": text}] for text, _ in completions]
     return [text for text, _ in completions]
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Return the end tokens of the model's configurations and of its tokenizer."""
+    """Return the end tokens that the model's configurations and the tokenizer declare."""
     said = model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id
     ids = {int(i) for value in said if value is not None for i in np.atleast_1d(value)}
     if not ids:
@@ -475,6 +476,6 @@ def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
 
 
 def check_temperature(temperature: float) -> None:
-    """Raise ValueError unless this is a temperature to sample at, a finite number above 0."""
+    """Raise ValueError unless the temperature can be sampled at: a finite number above 0."""
     if not 0 < temperature < np.inf:
-        raise ValueError(f"temperature={temperature} must be above 0: greedy decoding is samples=0.")
+        raise ValueError(f"temperature={temperature} must be above 0. For greedy decoding set samples=0.")

@@ -1,7 +1,7 @@
-"""A table of a step's completions, to be looked at: in the terminal, in trackers, and in files.
+"""Tables of a step's completions for inspection in the terminal, in trackers, and in files.
 
-Of a population, which may write thousands of completions a step, those of the best and of the worst member are kept:
-the difference between them is what the step learns from.
+A population may write thousands of completions a step. Only those of the best and the worst member are kept: the
+difference between them is what the step learns from.
 """
 
 import json
@@ -30,7 +30,7 @@ def of_step(evaluations: Sequence[Evaluation], fitness: np.ndarray, step: int) -
 
     Args:
         evaluations: (members,).
-        fitness: (members,) reward units; of equals the first counts.
+        fitness: (members,) reward units; among ties the first member counts.
         step: 0, 1, ...
 
     Returns:
@@ -47,7 +47,7 @@ def of_step(evaluations: Sequence[Evaluation], fitness: np.ndarray, step: int) -
 
 
 def sample(table: Table, n: int | None, rng: np.random.Generator) -> Table:
-    """Return n rows, drawn at random, in their order; None: all."""
+    """Return n rows drawn at random, in their original order; None: all rows."""
     rows = len(table["prompt"])
     if n is None or n >= rows:
         return table
@@ -56,12 +56,12 @@ def sample(table: Table, n: int | None, rng: np.random.Generator) -> Table:
 
 
 def show(table: Table, functions: Sequence[str], title: str) -> None:
-    """Print rows as TRL's trainers do, in a frame, by rich.
+    """Print rows in a frame with rich, as TRL's trainers do.
 
     Args:
-        table: of `of_step`, or the columns of `Scored.table`.
+        table: from `of_step`, or with the columns of `Scored.table`.
         functions: names of the reward functions.
-        title: what follows "Step".
+        title: text printed after "Step".
     """
     from trl.trainer.utils import print_prompt_completions_sample
 
@@ -74,13 +74,13 @@ def show(table: Table, functions: Sequence[str], title: str) -> None:
 
 
 def check_rich() -> None:
-    """Raise ImportError where rich, which prints the table, is not installed; the message says how to install it."""
+    """Raise ImportError unless rich, which prints the table, is installed; the message says how to install it."""
     if not is_rich_available():
-        raise ImportError("log_completions=True prints a table with rich: pip install rich, or leave it out.")
+        raise ImportError("log_completions=True prints a table with rich: pip install rich, or set it to False.")
 
 
 def write(table: Table, output_dir: str | os.PathLike, step: int, what: str) -> None:
-    """Write rows into output_dir/completions/<what>_<step>.jsonl, a JSON object a line."""
+    """Write rows to output_dir/completions/<what>_<step>.jsonl, one JSON object a line."""
     folder = Path(output_dir) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     rows = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
@@ -89,7 +89,7 @@ def write(table: Table, output_dir: str | os.PathLike, step: int, what: str) -> 
 
 
 def send(table: Table, callbacks: Sequence[Any], step: int) -> None:
-    """Send rows to the trackers whose callbacks these are: wandb and trackio."""
+    """Send rows to wandb and trackio, if their callbacks are among these."""
     for callback in callbacks:
         kind = type(callback).__name__
         tracker = {"WandbCallback": "_wandb", "TrackioCallback": "_trackio"}.get(kind)
@@ -102,7 +102,7 @@ def send(table: Table, callbacks: Sequence[Any], step: int) -> None:
 
 
 def _text(value: Any) -> Any:
-    """Return a value as it is shown: messages as role and content, other lists and mappings as texts."""
+    """Return a value for display: messages as role and content, other lists and dictionaries as text."""
     if isinstance(value, list) and all(isinstance(message, Mapping) and "role" in message for message in value):
         return "\n".join(f"{message['role'].upper()}\n{message.get('content', '')}" for message in value)
     return str(value) if isinstance(value, (list, dict)) else value

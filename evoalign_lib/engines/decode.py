@@ -5,13 +5,13 @@ concatenation, mask building, logits processors, one operation after the other).
 leaves the products to torch and fuses what lies between them (`_decode_cpu`). It covers the Qwen2 and Llama
 architectures with default rotary embedding; `supports` says whether a model is one of them.
 
-Three things save work. What all prompts have in common at their start (a system prompt, a template) is computed once.
-Rows that have ended are dropped, in blocks of `BLOCK` rows. A bfloat16 model is multiplied in bfloat16 where the CPU
-has instructions for that, in float32 elsewhere (`product_dtype`). The rest is float32 in any case, so near-ties of a
-bfloat16 model may go another way than in transformers, which rounds every operation.
+Three things save work. The prefix that all prompts share (a system prompt, a template) is computed once. Rows that have
+ended are dropped, in blocks of `BLOCK` rows. The products of a bfloat16 model are computed in bfloat16 if the CPU has
+instructions for it, otherwise in float32 (`product_dtype`). Everything else is float32, so near-ties of a bfloat16
+model may be resolved differently than in transformers, which rounds after every operation.
 
-A row's numbers depend on the shape of the batch, which is part of the batch plan (see `engines.local`), and not on the
-other rows. A product of few rows may be computed in another order than one of many, so rows are dropped only where
+A row's numbers depend on the shape of the batch, which is part of the batch plan (see `engines.local`), but not on the
+other rows. A product of few rows may be summed in another order than one of many, so rows are dropped only where
 `rows_are_exact` found no difference.
 """
 
@@ -27,12 +27,12 @@ from evoalign_lib.engines import _decode_cpu
 from evoalign_lib.low_rank import Population
 
 BLOCK = 8
-"""rows are dropped in blocks of this many, and this many are kept at least"""
+"""rows are dropped in blocks of this many; at least this many are kept"""
 Draw = Callable[[Tensor, Tensor, int], Tensor]
-"""Chooses tokens: logits of some rows of a batch, which rows these are, the step 0, 1, ... -> a token of each"""
+"""Chooses tokens: (logits of some rows of a batch, their indices in it, the step 0, 1, ...) -> a token for each"""
 _EMBEDDING = "model.embed_tokens.weight"
 _MODEL_TYPES = {"qwen2", "llama"}
-# the products of a layer, and the matrices that each of them joins
+# the products of a layer, each with the matrices that it joins
 _JOINED = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o": ("self_attn.o_proj",),
@@ -42,7 +42,7 @@ _JOINED = {
 
 
 def supports(config: Any) -> str | None:
-    """Return None if the loop can decode a model of this configuration, else why not."""
+    """Return None if the loop can decode a model of this configuration, otherwise the reason why not."""
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     activation = getattr(config, "hidden_act", None)
     reasons = {
@@ -64,10 +64,10 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @torch.inference_mode()
 def rows_are_exact(config: Any, weights: Mapping[str, Tensor], rows: int) -> bool:
-    """Return whether this CPU computes rows of the model's products alike in batches of `rows` and of fewer rows.
+    """Return whether this CPU computes the model's products bit for bit alike in batches of `rows` and of fewer rows.
 
-    Random numbers decide, for the shapes of one layer and the head, in batches of all multiples of `BLOCK` up to 64 and
-    of some larger sizes, also between multiples, as a batch may have at its start.
+    Random inputs are tried with the matrices of one layer and the head, in batches of every multiple of `BLOCK` up to
+    64 and of some larger sizes, also between multiples, as a batch may have at its start.
     """
     generator = torch.Generator().manual_seed(0)
     sizes = {*range(BLOCK, min(rows, 65), BLOCK), *(n + i for i in range(3) for n in (9, 33, 96, 128, 192, 256, 512))}
@@ -76,14 +76,14 @@ def rows_are_exact(config: Any, weights: Mapping[str, Tensor], rows: int) -> boo
         bias = torch.randn(len(matrix), generator=generator).to(matrix.dtype) if name.endswith("qkv") else None
         whole = _multiply(x, matrix, bias)
         for size in sorted(n for n in sizes if n < rows):
-            first = (rows - size) // 2  # rows change their place when others are dropped
+            first = (rows - size) // 2  # rows move within the batch when others are dropped
             if not torch.equal(_multiply(x[first : first + size], matrix, bias), whole[first : first + size]):
                 return False
     return True
 
 
 def _products(config: Any, weights: Mapping[str, Tensor], layers: int) -> Iterator[tuple[str, Tensor]]:
-    """Go over (name, matrix) of the products of a decoding step in the first layers, those of one input joined."""
+    """Iterate over (name, matrix) of the products of the first layers and the head, matrices of one input joined."""
     for i in range(layers):
         p = f"model.layers.{i}."
         for product, names in _JOINED.items():
@@ -97,19 +97,19 @@ def _head_name(config) -> str:
 
 
 def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x matrix^T + bias in float32, multiplied in the matrix' dtype."""
+    """Return x matrix^T + bias in float32, computed in the dtype of the matrix."""
     return F.linear(x.to(matrix.dtype), matrix, bias).float()
 
 
 def kept(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Return logits, (rows, vocabulary), with those of tokens that are not to be drawn at -inf.
+    """Return logits, (rows, vocabulary), set to -inf for tokens that top_k and top_p exclude.
 
     Args:
-        logits: after the temperature.
-        top_k: so many tokens of the largest probability stay; 0: all.
-        top_p: then those stay that have this share of the probability, the largest first; 1: all.
+        logits: after division by the temperature.
+        top_k: keep this many of the most probable tokens; 0: all.
+        top_p: then keep the most probable tokens that together have this share of the probability; 1: all.
 
-    Source: Fan et al., arXiv 1805.04833; Holtzman et al., arXiv 1904.09751; the code is that of transformers.
+    Source: Fan et al., arXiv 1805.04833; Holtzman et al., arXiv 1904.09751; computed by transformers.
     """
     from transformers import TopKLogitsWarper, TopPLogitsWarper
 
@@ -119,12 +119,12 @@ def kept(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def greedy(logits: Tensor, rows: Tensor, step: int) -> Tensor:
-    """Return the first most probable token of each row; see `Draw`."""
+    """Return the most probable token of each row, among ties the first; see `Draw`."""
     return torch.from_numpy(logits.numpy().argmax(1))
 
 
 def inversion(uniforms: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Draw:
-    """Return what samples by inversion of the distribution function.
+    """Return a `Draw` that samples by inverting the cumulative distribution function.
 
     Args:
         uniforms: (rows, steps) numbers in [0, 1), one for each token.
@@ -134,7 +134,7 @@ def inversion(uniforms: Tensor, temperature: float = 1.0, top_k: int = 0, top_p:
 
     def draw(logits: Tensor, rows: Tensor, step: int) -> Tensor:
         cumulative = kept(logits / temperature, top_k, top_p).softmax(-1).cumsum(-1)
-        # the last value of the cumulative sum may be just below 1: scale the number, never run off the end
+        # the cumulative sum may end just below 1: scale the uniform number so that it never runs off the end
         token = (cumulative <= uniforms[rows, step, None] * cumulative[:, -1:]).sum(-1)
         return token.clamp_(max=logits.shape[-1] - 1)
 
@@ -142,11 +142,11 @@ def inversion(uniforms: Tensor, temperature: float = 1.0, top_k: int = 0, top_p:
 
 
 def multinomial(batch: int) -> Draw:
-    """Return what samples by torch.multinomial from torch's global random state, as transformers does at temperature 1.
+    """Return a `Draw` that uses torch.multinomial and torch's global random state, as transformers at temperature 1.
 
-    A step draws for all rows of the batch, those that have ended too, so that the random state is afterwards that which
-    transformers' generate leaves. What a row gets depends on its own probabilities and on its place in the batch: the
-    others may be anything. Logits that are not finite become finite, as by transformers' remove_invalid_values.
+    Each step draws for all rows of the batch, including those that have ended, so that the random state ends up where
+    transformers' generate leaves it. A row's token depends only on its own probabilities and its place in the batch, so
+    the other rows may hold anything. Non-finite logits are made finite, as with transformers' remove_invalid_values.
     """
 
     def draw(logits: Tensor, rows: Tensor, step: int) -> Tensor:
@@ -163,12 +163,12 @@ class Decoder:
     Args:
         config: the model's Hugging Face configuration.
         weights: canonical Hugging Face name -> tensor, in the dtype to multiply in (see `product_dtype`). Some are
-            copied: make a new decoder for new weights.
+            copied, so new weights need a new decoder.
         eos_ids: token ids that end a completion.
         pad_id: id that fills a finished row.
-        prefix: token ids that all prompts begin with; computed here, once.
-        drop_rows: go on without the rows that have ended.
-        population: members of low rank to decode instead of the weights themselves, which are float32 then.
+        prefix: token ids with which all prompts begin; they are computed here, once.
+        drop_rows: stop computing rows that have ended.
+        population: low-rank members to decode with instead of the unperturbed weights, which must then be float32.
 
     Raises:
         ValueError: the architecture is not covered; the message says why.
@@ -198,7 +198,7 @@ class Decoder:
         self._inverse_frequency = 1.0 / theta**exponent
         self._embedding = weights[_EMBEDDING]
         self._population = population
-        # gains of norms, float32 (members, hidden), or (1, hidden) of the weights themselves
+        # gains of norms, float32: (members, hidden), or (1, hidden) without a population
         gains = {name: t.float()[None].numpy() for name, t in weights.items() if name.endswith("norm.weight")}
         self._gains = gains | (population.vectors if population else {})
         self._products = {}
@@ -227,24 +227,24 @@ class Decoder:
         """Decode one batch.
 
         Args:
-            input_ids: (rows, width) int64, padded on the left; each row begins with the prefix and goes on after it.
+            input_ids: (rows, width) int64, padded on the left; every prompt has at least one token after the prefix.
             attention_mask: (rows, width), 0 at padding.
-            max_new_tokens: tokens per row, at most.
+            max_new_tokens: maximum number of new tokens per row.
             draw: chooses the tokens: `greedy`, or what `inversion` or `multinomial` returns.
-            stopped: says of the new tokens of some rows whether each of them ends here, without an end token.
-            owners: (rows) int64, the member of the population that decodes each row; None: the weights themselves.
+            stopped: given the new tokens of some rows, says of each row whether it ends here without an end token.
+            owners: (rows) int64, the member that decodes each row; None: the unperturbed weights.
 
         Returns:
-            (rows, max_new_tokens) int64: the new tokens with the end token, then `pad_id`.
+            (rows, max_new_tokens) int64: the new tokens up to and with the end token, then `pad_id`.
         """
         (rows, width), p = input_ids.shape, len(self._prefix)
         owners = np.zeros(rows, np.int64) if owners is None else owners
         pads = (width - attention_mask.sum(1)).numpy()
-        # columns: the prefix, then padding and the rest of each prompt on the right, then new tokens
+        # columns: the prefix, then the rest of each prompt, padded on the left, then new tokens
         cache, turns = self._cache(rows, width + max_new_tokens), self._rotation(width + max_new_tokens)
         for held, past in zip(cache, self._past, strict=True):
             held[:, :, :, :p] = past[:, owners] if self._population else past
-        active = torch.arange(rows)  # rows that are computed; some of them have ended
+        active = torch.arange(rows)  # rows that are still computed, some of which may have ended
         finished = torch.zeros(rows, dtype=torch.bool)
         out = torch.full((rows, max_new_tokens), self.pad_id, dtype=torch.int64)
         hidden = self._compute(input_ids[:, p:].reshape(-1), width - p, cache, turns, active.numpy(), owners, pads, p)
@@ -260,32 +260,32 @@ class Decoder:
             if t + 1 == max_new_tokens or not left:
                 break
             if self.drop_rows and (size := -(-left // BLOCK) * BLOCK) < len(active):
-                # rows that go on, and as many others as fill the last block, in the order of the batch
+                # the unfinished rows, and enough finished ones to fill the last block, in the order of the batch
                 keep = torch.argsort(finished, stable=True)[:size].sort().values
                 active, token, finished = active[keep], token[keep], finished[keep]
             hidden = self._compute(token, 1, cache, turns, active.numpy(), owners, pads, width + t)
         return out
 
     def _cache(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Return room for keys and values, each (layers, rows, kv_heads, columns, head_dim)."""
+        """Allocate keys and values, each (layers, rows, kv_heads, columns, head_dim)."""
         shape = self.config.num_hidden_layers, rows, self.kv_heads, columns, self.head_dim
         return torch.empty(shape), torch.empty(shape)
 
     def _compute(self, ids: Tensor, length: int, cache, turns, slots, owners, pads, first: int) -> Tensor:
-        """Go through the layers with new tokens.
+        """Pass new tokens through all layers.
 
         Args:
             ids: (rows * length) tokens, row by row.
             length: tokens per row.
             cache: filled up to column `first`; the new tokens' keys and values are added.
-            turns: `_rotation` for as many columns.
+            turns: `_rotation` for at least as many columns as are filled afterwards.
             slots: (rows) each row's entry in the cache.
-            owners: (entries) their members.
-            pads: (entries) columns of padding behind the prefix.
+            owners: (entries) the member of each entry.
+            pads: (entries) columns of padding after the prefix.
             first: column of the first new token.
 
         Returns:
-            (rows, hidden) normed states of the last tokens.
+            (rows, hidden) final hidden states of the last tokens, after the last norm.
         """
         owner = np.repeat(owners[slots], length)  # of each token
         x = self._embedding[ids].float()
@@ -300,7 +300,7 @@ class Decoder:
             _decode_cpu.attend(
                 projected.numpy(), length, *turns, keys, values, slots, pads, len(self._prefix), first, mixed.numpy()
             )
-            if i == self.config.num_hidden_layers - 1:  # beyond its keys and values, only the last tokens matter
+            if i == self.config.num_hidden_layers - 1:  # past attention, the last layer is needed for last tokens only
                 last = slice(length - 1, None, length)
                 x, mixed, owner = x[last].contiguous(), mixed[last].contiguous(), owner[last].copy()
             change = self._products[p + "o"](mixed, owner)
@@ -317,20 +317,20 @@ class Decoder:
         return angles.cos().numpy(), angles.sin().numpy()
 
     def _add_norm(self, x: Tensor, change: Tensor, name: str, owners: np.ndarray) -> Tensor:
-        """Add change to x in place; return x / rms(x) * gain, with the gains of each row's member."""
+        """Add change to x in place; return x / rms(x) * gain, with the gains of the member that owns the row."""
         out, eps = torch.empty_like(x), np.float32(self.config.rms_norm_eps)
         _decode_cpu.add_norm(x.numpy(), change.numpy(), self._gains[name], owners, eps, out.numpy())
         return out
 
 
 class _Product:
-    """A product of a decoding step: matrices of one input, joined, and what members add to it.
+    """A matrix product of a decoding step: the joined matrices of one input, with the members' low-rank terms.
 
     Args:
         matrix: (n, cols), the joined matrices.
-        names: of the modules that it joins.
-        weights: of the model, for their biases.
-        population: of `Decoder`.
+        names: names of the modules that it joins.
+        weights: the model's weights, for the biases.
+        population: as for `Decoder`.
     """
 
     def __init__(self, matrix: Tensor, names: list[str], weights: Mapping[str, Tensor], population: Population | None):
@@ -347,7 +347,7 @@ class _Product:
             self.own_bias = torch.from_numpy(np.concatenate([population.vectors[name] for name in biases], 1))
 
     def __call__(self, x: Tensor, owners: np.ndarray) -> Tensor:
-        """Return x matrix^T + bias in float32, of the member of each row if there are any."""
+        """Return x matrix^T + bias in float32, with the weights of the member that owns each row, if any."""
         if not self.own:
             return _multiply(x, self.matrix, self.bias)
         y = _multiply(x, self.matrix)

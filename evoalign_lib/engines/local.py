@@ -1,15 +1,15 @@
-"""Generate for a population on this machine's CPU cores, members in parallel worker processes.
+"""Generate for a population on this machine's CPU cores, with members in parallel worker processes.
 
-The float32 master lies in memory that the workers share. A worker writes a member's weights from the master into its
-own working copy (one pass, the master never moves), decodes the prompts, scores the completions and sends back rewards;
-no weights travel. Workers are forked, so reward functions need not be picklable, and use one torch thread each: two
-threads on two shared cores are many times slower than two processes. A reward function with the methods of a state
-(`evoalign_lib.rewards`) is in the run's state in every worker; whatever else a function keeps, it keeps in each worker.
+The workers share the float32 master in memory. A worker writes a member's weights from the master into its own working
+copy (one pass; the master is only read), decodes the prompts, scores the completions and sends back rewards; no weights
+are sent. Workers are forked, so reward functions need not be picklable, and use one torch thread each: two threads on
+two shared cores are many times slower than two processes. A reward function with the methods of a state
+(`evoalign_lib.rewards`) has the run's state in every worker; anything else that it keeps is separate in each worker.
 (The precision modes without a master keep one replica of the weights, which one process perturbs and restores.)
 
-Completions of a member are decoded in chunks of a fixed number of rows and a fixed prompt width (the batch plan).
-Members of low rank with few prompts share a chunk, as factors beside the master (`evoalign_lib.low_rank`): as many as
-it has room for. Floating-point results depend on that plan alone, not on the number of workers.
+A member's completions are decoded in chunks of a fixed number of rows and a fixed prompt width (the batch plan).
+Low-rank members with few prompts share a chunk, as many as fit, each as factors applied beside the master
+(`evoalign_lib.low_rank`). Floating-point results depend on that plan alone, not on the number of workers.
 """
 
 import itertools
@@ -43,25 +43,25 @@ __all__ = ["DECODERS", "LocalEngine", "Prompts"]
 
 DECODERS = ("auto", "loop", "generate")
 LEAST_MEMBERS = 4
-"""members of low rank that a chunk must have room for, else each is decoded by itself with matrices of its own"""
+"""low-rank members that must fit into a chunk; with less room each is decoded alone, with full matrices"""
 
 
 class LocalEngine(Engine):
-    """A population on CPU cores.
+    """Engine on CPU cores, with transformers or our decoding loop.
 
     Args:
-        model: a Hugging Face decoder-only model; its parameters become the master at the start, those with
-            requires_grad where a part is frozen. The loop decodes with W + scaling * B A where a plain LoRA adapter
-            lies over a float32 base, or over one that `quantisation.quantise` made, with the weights that its codes
-            stand for; with any other adapter or base transformers decodes.
+        model: a Hugging Face decoder-only model; its parameters become the master at the start (if some are frozen, the
+            ones with requires_grad). For a plain LoRA adapter over a float32 base the loop decodes with
+            W + scaling * B A; likewise over a base made by `quantisation.quantise`, where W holds the dequantised
+            weights. With any other adapter or base, transformers decodes.
         tokenizer: its tokenizer, with a padding token.
         rewards: scores completions, in the workers.
         prompts: name -> prompts (for example "train" and "eval").
         chunk_rows: rows decoded at once.
-        workers: processes; 1 works in this process.
-        decoder: "loop" (our loop), "generate" (transformers), "auto": the loop where it covers the model, and there are
+        workers: number of processes; 1: only this process.
+        decoder: "loop" (our loop), "generate" (transformers), or "auto": the loop if it covers the model and there are
             no generation_kwargs.
-        **common: max_completion_length and further arguments of `Engine`, but for threads.
+        **common: max_completion_length and further arguments of `Engine` except threads.
 
     Raises:
         ValueError: a decoder that is unknown or does not cover the model, workers or chunk_rows below 1, several
@@ -73,12 +73,12 @@ class LocalEngine(Engine):
             raise ValueError(f"workers and chunk_rows must be at least 1, got {workers} and {chunk_rows}.")
         choose("decoder", decoder, DECODERS)
         if workers > 1 and not sys.platform.startswith("linux"):
-            raise ValueError(f"workers={workers} needs Linux (processes are forked); set workers=1 on {sys.platform}.")
+            raise ValueError(f"workers={workers} needs Linux, as workers are forked. Set workers=1 on {sys.platform}.")
         precision = common.get("precision", "master")
         if workers > 1 and precision != "master":
             raise ValueError(
-                f"workers={workers} needs precision='master': precision={precision!r} keeps one replica of the "
-                "weights, in which members take turns. Set workers=1."
+                f"workers={workers} needs precision='master': precision={precision!r} keeps a single replica of the "
+                "weights, which members use in turn. Set workers=1."
             )
         super().__init__(model, tokenizer, rewards, prompts, threads=workers, **common)
         self.chunk_rows, self.workers = chunk_rows, workers
@@ -92,18 +92,18 @@ class LocalEngine(Engine):
         with one_thread():
             loop = self.decoder == "loop"
             self._drop_rows = loop and rows_are_exact(model.config, self._views(self.weights.flat), chunk_rows)
-        # beside a rounded copy factors that are not rounded would be other members
+        # with a rounded working copy, unrounded factors would be different members
         self._joins = self.weights.rank > 0 and loop and self._whole and model.dtype == torch.float32
         self._id = next(_IDS)
         _ENGINES[self._id] = self
 
-    # ---- what the trainer calls
+    # ---- called by the trainer
 
     @property
     def plan(self) -> dict[str, Any]:
-        """Batch plan of training, on which floating-point results depend.
+        """The batch plan of training; floating-point results depend on it.
 
-        drop_rows is false where this CPU's products are not exact by row: then full batches are kept.
+        drop_rows is false if this CPU computes a row's products differently in smaller batches: batches then stay full.
         """
         prompts = self.prompts["train"]
         plan = {"decoder": self.decoder, "chunk_rows": self.chunk_rows, "width": prompts.width}
@@ -133,7 +133,7 @@ class LocalEngine(Engine):
         self.close()
 
     def close(self, at_once: bool = False) -> None:
-        """End the worker processes, at once in the midst of their work or not; the next call starts others."""
+        """End the worker processes, killing them if `at_once`; the next call starts new ones."""
         pool, self._pool = self._pool, None
         if pool is not None:
             for process in list((pool._processes or {}).values()) if at_once else ():
@@ -143,42 +143,42 @@ class LocalEngine(Engine):
     # ---- processes
 
     def _run(self, tasks: list[tuple]) -> list:
-        """Return what calls of methods, (name, arguments ...) each, give in the workers."""
+        """Call methods in the workers, (name, arguments ...) each, and return their results."""
         if self.workers == 1 or len(tasks) == 1:
-            with one_thread():  # as the workers have: products may be split otherwise among several
+            with one_thread():  # as in the workers: several threads may split products differently
                 return [_in_worker(self._id, *task) for task in tasks]
         if self._pool is None:
             fork = multiprocessing.get_context("fork")
             self._pool = ProcessPoolExecutor(self.workers, fork, _start_worker, (os.getpid(),))
-            weakref.finalize(self, self._pool.shutdown, wait=False)  # at the latest before the interpreter ends
+            weakref.finalize(self, self._pool.shutdown, wait=False)  # when the interpreter exits at the latest
         try:
-            with warnings.catch_warnings(), interrupts_wait():  # the first task forks the workers: never half of them
-                # Python 3.12 warns of forking a process with threads; the workers only compute and never touch them
+            with warnings.catch_warnings(), interrupts_wait():  # the first task forks all workers: no interrupt between
+                # Python 3.12 warns about forking a process with threads; the workers only compute and never use them
                 warnings.simplefilter("ignore", DeprecationWarning)
                 futures = [self._pool.submit(_in_worker, self._id, *task) for task in tasks]
             for future in as_completed(futures):
-                future.result()  # raises the first failure at once, whichever worker's it is
+                future.result()  # raises the first failure of any worker at once
         except BrokenProcessPool as error:
             self._pool = None
             raise RuntimeError(
                 "a worker process ended unexpectedly (killed, or out of memory). Every recorded step is in the ledger: "
-                "call train(resume_from_checkpoint=True), with fewer workers if memory was short."
+                "call train(resume_from_checkpoint=True), with fewer workers if memory ran out."
             ) from error
-        except BaseException:  # whatever the reward functions in the workers are doing
+        except BaseException:  # without waiting for reward functions that still run in the workers
             self.close(at_once=True)
             raise
         return [future.result() for future in futures]
 
-    # ---- work on one member, in a worker or here
+    # ---- evaluating members, in a worker or in this process
 
     def evaluate_together(self, first, members, together, sigma, name, indices, trainer_state=None, sampling=None):
-        """Evaluate members of low rank in one batch, in this process.
+        """Evaluate low-rank members in one batch, in this process.
 
         Args:
-            first: index of the first of them, for errors.
-            members: at most `together`.
-            together: members whose rows the batch has; where they are fewer, the last one's are repeated.
-            sigma, name, indices, trainer_state, sampling: as for `evaluate`, as is the result.
+            first: index of the first member, for errors.
+            members: at most `together` members.
+            together: members per batch; if there are fewer, the last one's rows are repeated to fill the batch.
+            sigma, name, indices, trainer_state, sampling: as for `evaluate`, like the result.
         """
         started = time.process_time()
         indices, uniforms = self._drawn(indices, sampling)
@@ -205,14 +205,14 @@ class LocalEngine(Engine):
     # ---- decoding
 
     def _decode(self, name, rows, numbers, temperature, member=None):
-        """Decode with the weights in chunks; see `Decoding._decode`."""
+        """Decode in chunks; see `Decoding._decode`."""
         with self._weights_of(member) as weights:
             decoder = self._decoder(weights, name) if self.decoder == "loop" else None
             if decoder is None:
                 copy_to(self.model, self.layout, weights)
             out = []
             for start in range(0, len(rows), self.chunk_rows):
-                # a short last chunk is filled up with its last row, so that every product has the planned shape
+                # a short last chunk is padded with its last row, so that every product has the planned shape
                 size = self.chunk_rows if len(rows) > self.chunk_rows else len(rows)
                 chunk = np.minimum(np.arange(start, start + size), len(rows) - 1)
                 new = self._chunk(decoder, name, rows[chunk], None if numbers is None else numbers[chunk], temperature)
@@ -220,7 +220,7 @@ class LocalEngine(Engine):
         return self.completions(self.until_end(np.concatenate(out)))
 
     def _views(self, weights: np.ndarray | Tensor) -> dict[str, Tensor]:
-        """Return all weights by name: rounded to the model's dtype, in the dtype in which the loop multiplies."""
+        """Return all weights by name, rounded to the model's dtype, in the dtype that the loop multiplies in."""
         dtype = product_dtype(self.model.dtype)
         if self._whole:
             return self.layout.views(torch.as_tensor(weights).to(self.model.dtype).to(dtype))
@@ -233,7 +233,7 @@ class LocalEngine(Engine):
         return Decoder(self.model.config, views, self.eos_ids, pad, prefix, drop, population)
 
     def _chunk(self, decoder: Decoder | None, name, indices, uniforms, temperature, owners=None) -> Tensor:
-        """Decode rows of the prompts at once, with transformers if there is no decoder."""
+        """Decode one batch of prompts, with transformers if there is no decoder."""
         prompts, options = self.prompts[name], self.options
         ids, mask = (torch.from_numpy(a[indices]) for a in (prompts.ids, prompts.mask))
         draw = greedy
@@ -251,12 +251,12 @@ class LocalEngine(Engine):
         options, width = self.options, ids.shape[1]
 
         def chosen(input_ids: Tensor, scores: Tensor) -> Tensor:
-            """Leave the token that is drawn alone, as the loop draws it."""
+            """Mask every token but the one that is drawn, in the same way as in the loop."""
             token = draw(scores.float(), torch.arange(len(scores)), input_ids.shape[1] - width)
             return torch.full_like(scores, -torch.inf).scatter_(1, token[:, None], 0.0)
 
         def stop(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-            """End rows at a stop string of their completion; what the prompt holds does not count."""
+            """End rows at a stop string in their completion; stop strings in the prompt do not count."""
             return torch.tensor(self.just_stopped(input_ids[:, width:].tolist()), device=input_ids.device)
 
         most, pad = self.max_completion_length, self.tokenizer.pad_token_id
@@ -264,7 +264,7 @@ class LocalEngine(Engine):
         settings = GenerationConfig(**dict(options.generation_kwargs or {}), **stated, pad_token_id=pad)
         given = {"logits_processor": LogitsProcessorList([] if draw is greedy else [chosen])}
         given |= {"stopping_criteria": StoppingCriteriaList([stop] if options.stop_strings else [])}
-        # generate() fills what the settings leave open from the model's own, such as a ban on repeated n-grams
+        # generate() fills unset settings from the model's own config, such as a ban on repeated n-grams
         network = base_of(self.model)
         own = network.generation_config
         try:
@@ -276,7 +276,7 @@ class LocalEngine(Engine):
 
 
 def _why_no_loop(model: Any, options: Options) -> str | None:
-    """Return why the loop does not decode this model; None where it does."""
+    """Return why the loop cannot decode this model; None if it can."""
     if reason := supports(model.config) or not_dense(model):
         return reason
     if "model.embed_tokens.weight" not in dense(model):
@@ -287,7 +287,7 @@ def _why_no_loop(model: Any, options: Options) -> str | None:
 
 
 _IDS = itertools.count()
-# Forked workers find their engine here; nothing is pickled. The references are weak: an unused engine ends its workers.
+# Forked workers find their engine here; nothing is pickled. References are weak, so that unused engines end theirs.
 _ENGINES: weakref.WeakValueDictionary[int, LocalEngine] = weakref.WeakValueDictionary()
 
 

@@ -1,4 +1,4 @@
-"""What a model's weights and caches take on a GPU, counted from its config alone."""
+"""GPU memory of a model's weights and caches, calculated from its config alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,34 +8,34 @@ from typing import Any
 USABLE = 0.9
 """Share of a GPU's memory that plans may use: vLLM's long-standing default of gpu_memory_utilization."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks of adapters for which vLLM makes room (MaxLoRARanks in its config/lora.py)."""
+"""Ranks of adapters for which vLLM can allocate (MaxLoRARanks in its config/lora.py)."""
 MEMBERS_A_BATCH = 16
-"""Adapters that a batch of vLLM's has, unless engine_kwargs have max_loras."""
+"""Adapters in one batch of vLLM unless engine_kwargs set max_loras."""
 _BYTES = {"float32": 4, "None": 4, "bfloat16": 2, "float16": 2}  # without a dtype transformers means float32
 
 
 class CannotCount(ValueError):
-    """A model of an architecture whose parameters this module cannot count."""
+    """Raised for a model whose parameters this module cannot count."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A dense decoder-only model: its parameters by component, over all layers, and what memory depends on."""
+    """Sizes of a dense decoder-only model: parameters by component, over all layers, and what memory depends on."""
 
     embedding: int
-    """of the tokens"""
+    """token embedding"""
     head: int
-    """0 where it is tied to the embedding"""
+    """output head; 0 if it is tied to the embedding"""
     queries: int
-    """projections with their biases"""
+    """query projections with their biases"""
     keys_values: int
-    """projections with their biases, of the heads that groups of query heads share"""
+    """key and value projections with their biases; groups of query heads share these heads"""
     output: int
-    """projections of the attention"""
+    """output projections of the attention"""
     mlp: int
-    """gate, up and down"""
+    """gate, up and down projections"""
     norms: int
-    """of the layers, the last one, and those of queries and keys if there are any"""
+    """norms of the layers, the final norm, and those of queries and keys if there are any"""
     layers: int
     hidden: int
     intermediate: int
@@ -44,17 +44,17 @@ class Shape:
     head_dim: int
     vocabulary: int
     dtype: str
-    """of the published weights"""
+    """dtype of the published weights"""
 
     @property
     def d(self) -> int:
-        """Number of parameters, tied ones once."""
+        """Number of parameters, tied ones counted once."""
         attention = self.queries + self.keys_values + self.output
         return self.embedding + self.head + attention + self.mlp + self.norms
 
     @property
     def width(self) -> int:
-        """Bytes of a weight in the model's dtype."""
+        """Bytes per weight in the model's dtype."""
         return _BYTES[self.dtype]
 
 
@@ -62,7 +62,7 @@ def shape(config: Any) -> Shape:
     """Count a model's parameters by component.
 
     Args:
-        config: of transformers, or the dictionary of a config.json; types llama, mistral, qwen2 and qwen3.
+        config: a config of transformers, or the contents of a config.json; types llama, mistral, qwen2 and qwen3.
 
     Raises:
         CannotCount: another type, quantised weights, or a dtype other than float32, bfloat16 and float16.
@@ -74,18 +74,18 @@ def shape(config: Any) -> Shape:
     kind = config.get("model_type") if isinstance(config, Mapping) else config.model_type
     if kind not in ("llama", "mistral", "qwen2", "qwen3"):
         raise CannotCount(
-            f"the parameters of model type {kind!r} cannot be counted: known are llama, mistral, qwen2 and qwen3, "
-            "dense models of one kind of layer."
+            f"the parameters of model type {kind!r} cannot be counted. Use llama, mistral, qwen2 or qwen3, dense "
+            "models whose layers are all alike."
         )
     if isinstance(config, Mapping):
         from transformers import AutoConfig
 
-        config = AutoConfig.for_model(**config)  # with the defaults of its type
+        config = AutoConfig.for_model(**config)  # fills in the defaults of its type
     if getattr(config, "quantization_config", None):
-        raise CannotCount("the weights are quantised, and no arm trains those: take the model as it was published.")
+        raise CannotCount("the weights are quantised, which no arm can train. Use the model's unquantised weights.")
     dtype = str(getattr(config, "dtype", None)).removeprefix("torch.")
     if dtype not in _BYTES:
-        raise CannotCount(f"dtype {dtype} is not one of float32, bfloat16 and float16: take other weights.")
+        raise CannotCount(f"dtype {dtype} is not one of float32, bfloat16 and float16. Use weights in one of them.")
     h, i, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     heads = config.num_attention_heads
     kv_heads = config.num_key_value_heads or heads
@@ -113,7 +113,7 @@ def shape(config: Any) -> Shape:
 
 
 def rank_parameters(model: Shape, tensor_parallel: int) -> int:
-    """Return the parameters that one GPU of an engine holds, without those that pad the vocabulary."""
+    """Return the number of parameters that one GPU of an engine holds, without the padding of the vocabulary."""
     shared = model.embedding + model.head + model.queries + model.output + model.mlp
     shards = min(tensor_parallel, model.kv_heads)
     return ceil(shared / tensor_parallel) + ceil(model.keys_values / shards) + model.norms
@@ -126,7 +126,7 @@ def kv_bytes(model: Shape, tensor_parallel: int = 1, width: int | None = None) -
 
 
 def tensor_parallel_sizes(model: Shape, most: int) -> list[int]:
-    """Return the powers of two, up to a number of GPUs, over which vLLM can split a model, ascending.
+    """Return the numbers of GPUs, powers of two up to `most`, over which vLLM can split a model, ascending.
 
     Each divides the heads and the MLP, and divides the key and value heads or is a multiple of them.
     """
@@ -138,12 +138,12 @@ def tensor_parallel_sizes(model: Shape, most: int) -> list[int]:
 
 
 def held_parameters(config: Any, parameters: int, tensor_parallel: int) -> float:
-    """Return the parameters that one tensor-parallel rank holds; an equal share where the architecture is unknown.
+    """Return the number of parameters that one tensor-parallel rank holds; an equal share for unknown architectures.
 
     Args:
-        config: of the model, as transformers has it.
-        parameters: of the model.
-        tensor_parallel: ranks that share it.
+        config: the model's config of transformers.
+        parameters: number of the model's parameters.
+        tensor_parallel: ranks that share the model.
     """
     if tensor_parallel == 1:
         return parameters
@@ -154,15 +154,15 @@ def held_parameters(config: Any, parameters: int, tensor_parallel: int) -> float
 
 
 def room_beside_master(total: float, parameters: float, start_width: int = 0) -> float:
-    """Return the share of a GPU's memory for vLLM that leaves room for the float32 master of its part of the model.
+    """Return the share of a GPU's memory to give to vLLM, leaving room for the float32 master of the rank's parameters.
 
     Args:
-        total: bytes of the GPU.
-        parameters: held by one rank.
-        start_width: bytes per parameter of the starting weights, which stay beside the master with anchor_decay.
+        total: memory of the GPU, bytes.
+        parameters: number of parameters held by one rank.
+        start_width: bytes per parameter of the starting weights, which are also kept with anchor_decay.
 
     Raises:
-        ValueError: the master, with the starting weights, takes what may be used.
+        ValueError: the master and the starting weights leave no memory for vLLM.
 
     >>> room_beside_master(80 * 2**30, 7.6e9)
     0.546
@@ -173,17 +173,17 @@ def room_beside_master(total: float, parameters: float, start_width: int = 0) ->
         start, less = (" and the starting weights", ", remove anchor_decay") if start_width else ("", "")
         raise ValueError(
             f"the float32 master{start} of {parameters:,.0f} parameters takes {held / 2**30:.0f} GiB of a GPU that has "
-            f"{total / 2**30:.0f}: share the model among more GPUs (tensor_parallel){less}, or take a smaller one."
+            f"{total / 2**30:.0f}: split the model over more GPUs (tensor_parallel){less}, or use a smaller one."
         )
     return round(share, 3)
 
 
 def padded_rank(rank: int) -> int:
-    """Return the rank for which vLLM makes room where an adapter has this one. Raises ValueError for a higher one.
+    """Return the rank for which vLLM allocates to serve adapters of this rank. Raises ValueError if it is too high.
 
     >>> padded_rank(4)
     8
     """
     if rank > LORA_RANKS[-1]:
-        raise ValueError(f"the adapter has rank {rank}: vLLM takes {LORA_RANKS[-1]} at most. Use engine='local'.")
+        raise ValueError(f"the adapter has rank {rank}; vLLM supports {LORA_RANKS[-1]} at most. Use engine='local'.")
     return next(known for known in LORA_RANKS if known >= rank)

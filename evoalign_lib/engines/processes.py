@@ -1,4 +1,4 @@
-"""Processes: how many to start, how they end together, and which one of a launch this is."""
+"""Helpers for processes: how many to start, how to end them together, and this process's place in a launch."""
 
 import os
 import select
@@ -14,12 +14,12 @@ from tqdm import tqdm
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use, 1 where the system does not say."""
+    """Return the number of cores that this process may use, or 1 if the system does not say."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
 def default_workers() -> int:
-    """Return one single-thread worker per core that this process may use (1 where processes cannot be forked)."""
+    """Return the default number of workers: one per core that this process may use (1 if it cannot fork)."""
     return cores() if sys.platform.startswith("linux") else 1
 
 
@@ -29,18 +29,18 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """Return the number of this process in its launch; 0 without a launch."""
+    """Return the rank of this process in its launch; 0 without a launch."""
     return int(os.environ.get("RANK", "0"))
 
 
 def gpus_here() -> int:
-    """Return the number of GPUs that torch sees in this process; nothing is started on them."""
+    """Return the number of GPUs that torch sees in this process, without starting anything on them."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 @contextmanager
 def threads(n: int) -> Iterator[None]:
-    """Let torch compute with n threads in this process while the context lasts."""
+    """Make torch compute with n threads in this process inside the context."""
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(n)
@@ -53,7 +53,7 @@ one_thread = partial(threads, 1)
 
 
 def start_worker(parent: int) -> None:
-    """Set up a worker process: one thread, its own lock for progress bars, and it ends with its parent, killed or not.
+    """Set up a worker process: one thread, its own progress-bar lock, and an end when its parent ends or is killed.
 
     Args:
         parent: process id of the parent.
@@ -66,23 +66,23 @@ def start_worker(parent: int) -> None:
 def own_progress_bars() -> None:
     """Give this process a lock of its own for progress bars.
 
-    tqdm's lock is a semaphore that forked processes share: one that dies while holding it would stop all others. A
-    class of bars that was used before its base, as transformers uses tqdm.auto, has a lock that is not its base's.
+    tqdm's lock is a semaphore that forked processes share: a process that dies while holding it would block all others.
+    Subclasses are set as well: one used before its base class (transformers uses tqdm.auto) has a lock of its own.
     """
     lock, bars = threading.RLock(), [tqdm]
-    for bar in bars:  # which grows
+    for bar in bars:  # the list grows in the loop
         bar.set_lock(lock)
         bars += bar.__subclasses__()
 
 
 def end_with(process: int) -> None:
-    """End this process within half a second after another one has ended, killed or not.
+    """Make this process end within half a second after another one ends or is killed.
 
     Args:
-        process: process id, of the parent or of any other process of the user's on this machine.
+        process: process id of the parent, or of any other process of this user on this machine.
     """
     parent = os.getppid() == process
-    try:  # an id may be given to another process; a file descriptor stands for this one alone
+    try:  # the system may reuse an id for another process; a file descriptor refers to this one only
         watched = None if parent else os.pidfd_open(process)
     except ProcessLookupError:
         os._exit(1)

@@ -11,15 +11,15 @@ from evoalign_lib.precision import matrix_digest
 
 
 class WrongWeights(RuntimeError):
-    """A generator does not hold the weights of the run; the message names what differs."""
+    """Raised when a generator does not hold the weights of the run; the message names what differs."""
 
 
 Proof = Sequence[Sequence[tuple[tuple, str]]]
-"""by rank of vLLM's: its segments, each with the SHA-256 of its numbers, row by row"""
+"""For each of vLLM's ranks, its segments, each with the SHA-256 of its numbers, row by row."""
 
 
 def prove(layout: noise.Layout, master: np.ndarray, proof: Proof) -> None:
-    """Compare the masters of vLLM's workers with the run's, byte for byte; the errors are those of `compare`."""
+    """Compare the masters of vLLM's workers with the run's, byte for byte; raises what `compare` raises."""
     views = layout.views(torch.from_numpy(master))
     views = {e.name: views[e.name].reshape(e.rows, e.cols) for e in layout.entries}
     compare(views, proof)
@@ -29,12 +29,12 @@ def compare(views: Mapping[str, torch.Tensor], proof: Proof) -> None:
     """Compare the weights of vLLM's workers with a model's, byte for byte.
 
     Args:
-        views: the model's matrices, by name; a vector is one row.
-        proof: of the workers.
+        views: the model's matrices by name; a vector is a matrix of one row.
+        proof: the workers' proof.
 
     Raises:
-        WrongWeights: a segment is no part of a parameter or holds other numbers, or no rank holds some rows and columns
-            of a parameter.
+        WrongWeights: a segment is not part of any parameter or holds other numbers, or some rows and columns of a
+            parameter are held by no rank.
     """
     held = {name: np.zeros(matrix.shape, bool) for name, matrix in views.items()}
     for rank, segments in enumerate(proof):
@@ -48,7 +48,7 @@ def compare(views: Mapping[str, torch.Tensor], proof: Proof) -> None:
             if part.shape != (segment.rows, segment.cols) or matrix_digest(part) != digest:
                 raise WrongWeights(
                     f"{where}, rows from {segment.row0} and columns from {segment.col0}: the weights are not those of "
-                    "the run. Either the folder that vLLM loaded is not the model that was given, or vLLM keeps this "
+                    "the run. Either the folder that vLLM loaded is not the model that was passed, or vLLM keeps this "
                     "tensor in another layout, in which it cannot be perturbed."
                 )
             held[segment.name][window] = True

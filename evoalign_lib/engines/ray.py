@@ -1,19 +1,19 @@
-"""Generate for a population on a Ray cluster: members fan out over actors, and no weights travel.
+"""Generate for a population on a Ray cluster: members are distributed over actors, and no weights are sent.
 
-An actor is a process with an engine of its own: our decoding loop or transformers on a CPU core (`engines.local`), or
-vLLM on one or several GPUs (`engines.vllm`). What it needs once (model, tokenizer, prompts, reward functions) goes into
-the cluster's object store at the start. From then on a task holds a member's key and rows of the prompts, and its
-answer rewards and lengths; an update holds keys and coefficients, by which every actor moves its own weights. An idle
-actor takes the next member, so that uneven ones are balanced; results have the order of the members.
+An actor is a process with its own engine: our decoding loop or transformers on a CPU core (`engines.local`), or vLLM on
+one or several GPUs (`engines.vllm`). What all actors need (model, tokenizer, prompts, reward functions) goes into the
+cluster's object store at the start. After that a task carries a member's key and rows of the prompts, and its answer
+rewards and lengths; an update carries keys and coefficients, from which every actor updates its own weights. Whenever
+an actor is idle it takes the next member, which balances the load; results keep the order of the members.
 
-This process holds the weights of the run, too, and every update so far. So a lost actor costs nothing but time: a new
-process takes its place, begins with the starting weights, replays the updates and is compared with the run before it
-works. Each task says how many updates its actor must have applied, and one that lacks some is replaced. Whenever the
-ledger notes a digest, all actors are compared with the run, and one whose weights differ is replaced, too. All of that
-is logged as a warning and counted (`RayEngine.repairs`). A task that ends its process `MOST_DEATHS` times is an error
-that names it.
+This process holds the run's weights, too, and every update so far. Losing an actor therefore costs only time: a new
+process takes its place, loads the starting weights, replays the updates and is compared with the run before it gets any
+work. Each task says how many updates its actor must have applied, and an actor that lacks some is replaced. Whenever
+the ledger notes a digest, all actors are compared with the run, and those whose weights differ are replaced as well.
+Every repair is logged as a warning and counted (`RayEngine.repairs`). If a task ends its process `MOST_DEATHS` times,
+an error names the task.
 
-With actors on CPUs a run has the bits of `engines.local`, under the same batch plan.
+With actors on CPUs, a run gives the same bits as `engines.local` under the same batch plan.
 """
 
 from __future__ import annotations
@@ -50,36 +50,37 @@ logger = logging.getLogger(__name__)
 PLACEMENT_SECONDS = 300
 """how long the cluster may take to find room for the actors"""
 START_SECONDS = 1800
-"""how long an actor may take to load its model and to replay the run"""
+"""how long an actor may take to load its model and replay the run"""
 MOST_DEATHS = 3
-"""processes that may fail with one task, or in one place before one of them can work"""
+"""failures after which a task is given up, and failures in a row that a place is allowed before one can work"""
 OBJECT_STORE = 100 << 20
-"""bytes of the object store of a cluster that is started here, beside those for a model object"""
+"""bytes of the object store of a cluster that is started here, not counting a model object"""
 
 _OF_ACTORS = ("chunk_rows", "decoder", "tensor_parallel", "settings")
 _NEW = "a process that has not answered yet"
 
 
 class RayEngine(Engine):
-    """A population on the actors of a Ray cluster.
+    """Engine on the actors of a Ray cluster.
 
     Args:
-        model, tokenizer, rewards, prompts: of `Engine`. The reward functions run in the actors, so they must be
-            picklable (functions of a notebook are).
-        workers: actors, without GPUs; None: one for each core of the cluster.
+        model, tokenizer, rewards, prompts: as for `Engine`. The reward functions run in the actors, so they must be
+            picklable (functions defined in a notebook are).
+        workers: number of actors without GPUs; None: one for each core of the cluster.
         gpus: GPUs to use, with vLLM; a multiple of tensor_parallel.
-        folder: where the model was loaded from, a folder that each machine has or a name on the Hub; None: the model
-            itself is sent to every actor, and a copy of it stays here.
-        load: the arguments of from_pretrained it was loaded with.
+        folder: where the model was loaded from, a folder that every machine has or a name on the Hub; None: the model
+            itself is sent to every actor, and a copy of it is kept here.
+        load: the arguments of from_pretrained that it was loaded with.
         **alike: without GPUs chunk_rows and decoder of `LocalEngine`, with GPUs tensor_parallel and settings of
             `VLLMEngine`; max_completion_length, options, distribution, anchor_decay and rank of `Engine`.
 
-    The cluster is that of `ray.init()` if it was called, else the one that RAY_ADDRESS names, else one of this machine
-    alone, which ends with the engine. The first call that generates joins it and starts the actors.
+    The engine uses the cluster of `ray.init()` if that was called, otherwise the one named by RAY_ADDRESS, otherwise it
+    starts one on this machine, which ends with the engine. The first call that generates joins the cluster and starts
+    the actors.
 
     Raises:
-        ImportError: Ray is not installed; the message says how.
-        ValueError: of `LocalEngine`.
+        ImportError: Ray is not installed; the message says how to install it.
+        ValueError: what `LocalEngine` or `VLLMEngine` refuses.
     """
 
     workers = 0
@@ -93,29 +94,29 @@ class RayEngine(Engine):
         common = model, tokenizer, rewards, prompts
         self.gpus, self.chunk_rows = gpus, own.get("chunk_rows", 256)
         self.tensor_parallel = own.get("tensor_parallel", 1)
-        if self.tensor_parallel > 1:  # an actor holds all the GPUs: other actors, which vLLM would take, get none
+        if self.tensor_parallel > 1:  # one actor holds all the GPUs, so vLLM must not spread over Ray actors of its own
             own["settings"] = {"distributed_executor_backend": "mp"} | dict(own.get("settings") or {})
-        # an engine like those of the actors: it knows the batch plan, holds the weights and never generates
+        # an engine like the actors' own: it knows the batch plan and holds the weights, but never generates
         if gpus:
             self._alike = VLLMEngine(*common, folder=folder or "never opened", **own, **alike)
         else:
             self._alike = LocalEngine(*common, workers=default_workers(), **own, **alike)
         super().__init__(*common, **alike | {"weights": self._alike.weights})
         self.places: list[Place] = []
-        """of the actors; empty before they start"""
+        """places of the actors; empty before they start"""
         self.most_active: int | None = None
-        """number of actors that get tasks, to measure what the others are good for; None: all"""
+        """number of actors that get tasks, for measuring how throughput scales; None: all"""
         self.sent_bytes, self.received_bytes = 0, 0
         """serialised size of all messages to and from actors after their start"""
         self.repairs = {"actors/restarted": 0, "actors/rebuilt": 0}
         self._wanted_actors = gpus // self.tensor_parallel if gpus else workers
         self._once = {
-            "model": None if folder else copy.deepcopy(model),  # its parameters move with the run, actors begin anew
+            "model": None if folder else copy.deepcopy(model),  # the run changes its parameters; actors start afresh
             "folder": folder,
             "load": dict(load or {}) | {"dtype": model.dtype},
             "local": alike if gpus else own | alike | {"decoder": self._alike.decoder},
         }
-        self._updates: list[tuple[np.ndarray, np.ndarray]] = []  # all since the starting weights
+        self._updates: list[tuple[np.ndarray, np.ndarray]] = []  # every update since the starting weights
         self._cluster: _Cluster | None = None
 
     @property
@@ -123,7 +124,7 @@ class RayEngine(Engine):
         plan = self._alike.plan
         return plan | {"exact": False} if self.gpus else plan
 
-    # ---- what the trainer calls
+    # ---- called by the trainer
 
     def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None):
         step = getattr(trainer_state, "global_step", None)
@@ -134,7 +135,7 @@ class RayEngine(Engine):
 
     def _at_once(self, rows):
         self._start()
-        # transformers: the chunks of `LocalEngine`; vLLM makes batches of its own, the larger the better
+        # on CPUs, the chunks of `LocalEngine`; vLLM forms its own batches, the more rows the better
         return math.ceil(rows / len(self.places)) if self.gpus else self.chunk_rows
 
     def _generate(self, parts):
@@ -150,21 +151,21 @@ class RayEngine(Engine):
 
     def update(self, keys, coefficients):
         update = np.array(keys, np.uint64), np.array(coefficients, np.float32)
-        for place in self.places:  # they move their weights while this process moves its own
+        for place in self.places:  # actors update their weights while this process updates its own
             self._send(place, "update", [update])
         self._updates.append(update)
         super().update(*update)
 
     def follow(self, updates):
         self._updates = list(updates)
-        for place in self.places:  # they have the weights of another history
+        for place in self.places:  # the running processes have replayed other updates
             self._launch(place)
 
     def check(self):
         for place in self.places:
             if place.awaited is None:
                 self._ask_proof(place)
-        # those that are starting are compared when they have started
+        # actors that are still starting are compared once they have started
         while any(place.proved and place.awaited is not None for place in self.places):
             self._next_answer()
 
@@ -193,16 +194,16 @@ class RayEngine(Engine):
         except TypeError as error:
             cluster.leave()
             raise TypeError(
-                "model, tokenizer, prompts and reward functions go to actors, and one of them cannot: "
-                f"{error.__cause__ or error}. Take a reward function that holds nothing like an open file or a lock, "
-                "or engine='local'."
+                "model, tokenizer, prompts and reward functions are sent to actors, and one of them cannot be pickled: "
+                f"{error.__cause__ or error}. Use a reward function that holds no open file, lock or the like, or set "
+                "engine='local'."
             ) from error
         self.places = [Place(i) for i in range(cluster.size)]
         for place in self.places:
             self._launch(place)
 
     def _launch(self, place: Place) -> None:
-        """Start a process in a place, ending the one there, and let it replay the run."""
+        """Start a process in a place, ending the one that was there, and have it replay the run."""
         if place.actor is not None:
             _ray().kill(place.actor)
         place.actor = self._cluster.actor(place.number, self._sent_once)
@@ -221,10 +222,10 @@ class RayEngine(Engine):
     # ---- tasks
 
     def _serve(self, tasks: Sequence[tuple]) -> list:
-        """Return the results of tasks, in their order; each idle actor takes the next one.
+        """Distribute tasks over idle actors and return the results in the order of the tasks.
 
         Args:
-            tasks: (what it is, for errors; a method of the actors; its arguments ...) each.
+            tasks: (label for errors, method of the actors, its arguments ...) each.
         """
         self._start()
         queue, done, failures = deque(range(len(tasks))), {}, Counter()
@@ -245,20 +246,20 @@ class RayEngine(Engine):
                 failures[task] += 1
                 if failures[task] == MOST_DEATHS:
                     raise RuntimeError(
-                        f"{tasks[task][0]} ended the process that it was given to {MOST_DEATHS} times, at last "
-                        f"{place.end}. Its reward function ends the process, or memory is short "
+                        f"{tasks[task][0]} ended the process that it was given to {MOST_DEATHS} times, most recently "
+                        f"{place.end}. Either its reward function ends the process, or memory ran out "
                         "(lower chunk_rows, workers, or with vLLM gpu_memory_utilization). Every recorded step is "
-                        "in the ledger: correct that and call train(resume_from_checkpoint=True)."
+                        "in the ledger: fix the cause and call train(resume_from_checkpoint=True)."
                     )
         except BaseException:
             for place in self.places:
-                if place.task is not None:  # nobody waits for its answer; the next task queues behind it
+                if place.task is not None:  # drop its answer; the next task queues behind it in the actor
                     place.task = place.awaited = None
             raise
         return [done[i] for i in range(len(tasks))]
 
     def _next_answer(self) -> tuple[Place, int | None, Any]:
-        """Wait for an actor; return its place, its task (None: a proof was due) and its answer (None: it failed)."""
+        """Wait for any actor; return its place, its task (None: a proof was due) and its answer (None: it failed)."""
         ray = _ray()
         awaited = {place.awaited: place for place in self.places if place.awaited is not None}
         starting = [place for place in awaited.values() if not place.proved]
@@ -267,9 +268,9 @@ class RayEngine(Engine):
         ready, _ = ray.wait(list(awaited), timeout=patience)
         if not ready:
             raise RuntimeError(
-                f"{first} has not started within {START_SECONDS} s. {_resources()} If a machine is gone, "
-                "bring it back or ask for fewer workers or gpus, and call train(resume_from_checkpoint=True) in a new "
-                "process; if the model takes longer to load, raise evoalign_lib.engines.ray.START_SECONDS."
+                f"{first} has not started within {START_SECONDS} s. {_resources()} If a machine is gone, bring it "
+                "back or set fewer workers or gpus, and call train(resume_from_checkpoint=True) in a new process; if "
+                "the model takes longer to load, raise evoalign_lib.engines.ray.START_SECONDS."
             )
         place = awaited[ready[0]]
         task, place.task, place.awaited = place.task, None, None
@@ -277,15 +278,15 @@ class RayEngine(Engine):
             applied, answer = ray.get(ready[0])
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, Exception):
-                raise error.cause from error  # what was raised there, such as a RewardError
+                raise error.cause from error  # the actor's own exception, such as a RewardError
             raise
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
-            # Ray says last why it died, or what was raised as it started
+            # the end of Ray's message says why the actor died, or what it raised while starting
             place.end = f"{place.process}: {' '.join(str(error).split())[-500:]}"
             if getattr(error, "actor_init_failed", False):
                 raise RuntimeError(
-                    f"actor {place.number} cannot start, {place.end}. Every machine of the cluster needs "
-                    "evoalign_lib with what it imports, and a model that is given by a folder in that folder."
+                    f"actor {place.number} cannot start, {place.end}. Install evoalign_lib and its dependencies on "
+                    "every machine of the cluster, and copy the model's folder, if it is one, to the same path there."
                 ) from error
             self._replace(place, "restarted", f"actor {place.number} died, {place.end}.")
             return place, task, None
@@ -297,23 +298,23 @@ class RayEngine(Engine):
             self._judge(place, applied, *answer)
         return place, task, answer
 
-    # ---- what goes wrong
+    # ---- failures and repairs
 
     def _replace(self, place: Place, repair: str, what: str) -> None:
-        """Start a new process in a place; raise RuntimeError after several without a proof between them."""
+        """Start a new process in a place; raise RuntimeError after too many failures without a proof in between."""
         place.failures += 1
         if place.failures > MOST_DEATHS:
             raise RuntimeError(
-                f"actor {place.number} failed {place.failures} times in a row before it could work, at last: {what} "
-                "Look at the memory of its machine and at Ray's logs there. Every recorded step is in the ledger."
+                f"actor {place.number} failed {place.failures} times in a row before it could work, most recently: "
+                f"{what} Check the memory of its machine and Ray's logs there. Every recorded step is in the ledger."
             )
         self.repairs[f"actors/{repair}"] += 1
         logger.warning("%s A new process takes its place and replays %d updates.", what, len(self._updates))
         self._launch(place)
 
     def _judge(self, place: Place, applied: int, process: str, proof: Any) -> None:
-        """Compare an actor with the run; let it work, or start a new process in its place."""
-        if applied < len(self._updates):  # the run moved on meanwhile
+        """Compare an actor's weights with the run's; let it work, or start a new process in its place."""
+        if applied < len(self._updates):  # the run has been updated since
             self._ask_proof(place)
             return
         place.process, wrong = process, None
@@ -323,40 +324,40 @@ class RayEngine(Engine):
             except WrongWeights as error:
                 wrong = str(error)
         elif proof != (own := precision.digest(self.layout, self.master)):
-            wrong = f"their digest is {proof:.16}..., that of the run is {own:.16}..."
+            wrong = f"their digest is {proof:.16}..., the run's is {own:.16}..."
         if wrong is None:
             place.proved, place.failures = True, 0
             return
         what = f"{place}: after {applied} updates its weights are not those of the run: {wrong}"
         if not place.proved:
             raise WrongWeights(
-                f"{what} A new process that has replayed the run differs, so nothing can be repaired. Either the "
-                "model that it loaded is not the one that was given, or its machine computes the noise differently: "
-                "the tests of evoalign_lib.noise tell, run them there."
+                f"{what} A new process that has replayed the run differs, so nothing can be repaired. Either it did "
+                "not load the model that was passed, or its machine computes the noise differently. Run the tests of "
+                "evoalign_lib.noise there to find out."
             )
         self._replace(place, "rebuilt", what)
 
 
 @dataclass
 class Place:
-    """A place among the actors, whichever process fills it."""
+    """The place of an actor, which successive processes may fill."""
 
     number: int
     finished: int = 0
     """tasks done here"""
     process: str = _NEW
-    """number and machine of the process"""
+    """id and machine of the process"""
     end: str = ""
     """why the last process ended"""
     actor: Any = None
     awaited: Any = None
-    """reference to the answer that is due; None: it is idle"""
+    """reference to the answer that is due; None: the actor is idle"""
     task: int | None = None
-    """the task that it works on; None: a proof is due, or it is idle"""
+    """number of its current task; None: a proof is due, or the actor is idle"""
     proved: bool = False
-    """whether its weights were compared with the run's since its process started"""
+    """whether its weights have been compared with the run's since its process started"""
     failures: int = 0
-    """since the last proof"""
+    """number of failures since the last proof"""
     started: float = 0.0
 
     def __str__(self):
@@ -367,7 +368,7 @@ class Place:
 
 
 class _Actor:
-    """What runs in a process of the cluster: an engine and the number of updates that its weights have."""
+    """The actor itself: an engine in a process of the cluster, and the number of updates applied to its weights."""
 
     def __init__(self, once: dict[str, Any]):
         self.engine = _Replica(once) if "vllm" in once else _local_engine(once)
@@ -380,11 +381,11 @@ class _Actor:
         self.applied += len(updates)
 
     def work(self, applied: int, method: str, *arguments: Any) -> tuple[int, Any]:
-        """Return the number of updates that were applied, and what a method gives if they are `applied`, else None."""
+        """Return the number of updates applied so far and, if it equals `applied`, a method's result, else None."""
         return self.applied, getattr(self, method)(*arguments) if applied == self.applied else None
 
     def proof(self) -> tuple[str, Any]:
-        """Return where this process is, and what proves its weights."""
+        """Return this process's id and machine, and the digest or proof of its weights."""
         if isinstance(self.engine, LocalEngine):
             proof = precision.digest(self.engine.layout, self.engine.master)
         else:
@@ -396,7 +397,7 @@ class _Actor:
         return self.engine.evaluate_member(index, Member(key, sign), *rest)
 
     def generate(self, noise: tuple[Member, float] | None, *arguments: Any) -> list[tuple[str, list[int]]]:
-        """Return completions of the weights, with noise, a member's key and sigma, on them or none."""
+        """Return completions; noise: a member and sigma to perturb the weights with, or None."""
         with self.engine.perturbed(noise[0].key, noise[1]) if noise else nullcontext():
             return self.engine.generate_rows(*arguments)
 
@@ -410,7 +411,7 @@ def _local_engine(once: Mapping[str, Any]) -> LocalEngine:
 
 
 class _Replica(VLLMDecoding):
-    """vLLM with the prompts and rewards of the run; only its workers hold weights."""
+    """vLLM with the run's prompts and rewards; only vLLM's workers hold weights."""
 
     def __init__(self, once: Mapping[str, Any]):
         super().__init__(*once["scoring"], *once["end"])
@@ -426,15 +427,15 @@ class _Replica(VLLMDecoding):
 
 
 class _Cluster:
-    """Room for actors on a Ray cluster.
+    """Resources for actors, reserved on a Ray cluster.
 
     Args:
-        size: actors; None: one for each core.
-        gpus: of each actor.
-        model_bytes: bytes that the object store must hold beside what is small.
+        size: number of actors; None: one for each core.
+        gpus: GPUs of each actor.
+        model_bytes: size of the model in the object store, bytes.
 
     Raises:
-        RuntimeError: the cluster does not find room in time.
+        RuntimeError: the cluster finds no room in time.
     """
 
     _open: set[_Cluster] = set()
@@ -449,14 +450,14 @@ class _Cluster:
         self._bundle = {"CPU": 1} | ({"GPU": gpus} if gpus else {})
         self._group = ray.util.placement_group([self._bundle] * self.size, strategy="PACK")
         lacks = any(ray.cluster_resources().get(k, 0) < self.size * n for k, n in self._bundle.items())
-        # a cluster of this machine alone does not grow: there is nothing to wait for
+        # a cluster that was started here has only this machine and cannot grow: do not wait
         if (lacks and _Cluster._started_here) or not self._group.wait(PLACEMENT_SECONDS):
             held = _resources()
             self.leave()
             raise RuntimeError(
                 f"the cluster has no room for {self.size} actors of {self._bundle} each (waited for at most "
-                f"{PLACEMENT_SECONDS} s). {held} Ask for fewer workers or gpus, add machines, or close what holds "
-                "them (trainer.engine.close() of a trainer that is done)."
+                f"{PLACEMENT_SECONDS} s). {held} Set fewer workers or gpus, add machines, or release what is in use "
+                "(trainer.engine.close() of a trainer that is done)."
             )
 
     def actor(self, number: int, *arguments: Any) -> Any:
@@ -464,16 +465,16 @@ class _Cluster:
         ray = _ray()
         placed = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, number)
         options = {"num_cpus": 1, "num_gpus": self._bundle.get("GPU", 0), "scheduling_strategy": placed}
-        # a dead actor stays dead: Ray would restart it with the starting weights, unknown to the driver
+        # no restarts by Ray: they would bring back the starting weights without the driver's knowledge
         return ray.remote(_Actor).options(**options, max_restarts=0, max_task_retries=0).remote(*arguments)
 
     def leave(self) -> None:
-        """Free the room, which ends the actors, and end Ray if it was started here and no other engine uses it."""
+        """Release the resources, which ends the actors; end Ray if it was started here and no other engine uses it."""
         ray = _ray()
         if self not in _Cluster._open:
             return
         _Cluster._open.remove(self)
-        if not ray.is_initialized():  # somebody ended Ray
+        if not ray.is_initialized():  # shut down elsewhere
             return
         ray.util.remove_placement_group(self._group)
         if _Cluster._started_here and not _Cluster._open:
@@ -482,7 +483,7 @@ class _Cluster:
 
 
 def _resources() -> str:
-    """Return what the cluster has, in words."""
+    """Return a sentence on the cluster's resources."""
     whole, free = _ray().cluster_resources(), _ray().available_resources()
     kinds = ", ".join(f"{whole.get(k, 0):g} {k} ({free.get(k, 0):g} free)" for k in ("CPU", "GPU"))
     return f"It has {kinds}."
@@ -493,7 +494,7 @@ def _ray() -> ModuleType:
         import ray
     except ImportError as error:
         raise ImportError(
-            "engine='ray', and several vLLM engines, need Ray: pip install -e '.[cluster]', or take engine='local'."
+            "engine='ray', and several vLLM engines, need Ray: pip install -e '.[cluster]', or set engine='local'."
         ) from error
     return ray
 
@@ -507,8 +508,8 @@ def _join(workers: int | None, model_bytes: int) -> None:
         ray.init(address, **quiet)
         return
     if not any(f"RAY_AUTH_{name}" in os.environ for name in ("MODE", "TOKEN", "TOKEN_PATH")):
-        # Ray listens on the network, and whoever talks to it runs code here. It wants a token by default and would
-        # leave one in the home folder: this one is for this process and its children.
+        # Ray listens on the network, and anyone who can reach it can run code here. By default it requires a token and
+        # stores one in the home folder; this token exists only for this process and its children.
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     ray.init(
         "local",

@@ -1,27 +1,27 @@
-"""Generate for a population with vLLM: members are written where vLLM holds its weights, and no weights travel.
+"""Generate for a population with vLLM: members are written into vLLM's weights in place, and no weights are sent.
 
-Each vLLM worker holds a float32 master of its share of the model beside the working copy that it decodes with. From a
-member's key and sigma it writes the member in place, and from keys and coefficients it moves the master, both by the
-noise law (`evoalign_lib.noise`). The process that trains moves its own copy of the weights in the same way (`Engine`),
-by other code, and compares digests of every tensor: when vLLM starts, and whenever the ledger notes one.
+Each vLLM worker holds a float32 master of its share of the model beside the working copy that it decodes with. It
+writes a member in place from the member's key and sigma, and updates the master from keys and coefficients, both by the
+noise law (`evoalign_lib.noise`). The training process updates its own copy of the weights in the same way (`Engine`)
+but with different code, and compares digests of every tensor when vLLM starts and whenever the ledger notes a digest.
 
-Over an adapter (`AdapterEngine`) nothing is written into vLLM's weights: members are LoRA adapters of one batch, which
-this process makes and vLLM's workers take from memory.
+When an adapter is trained (`AdapterEngine`), nothing is written into vLLM's weights: the members are LoRA adapters that
+decode in one batch; this process computes them and vLLM's workers read them from memory.
 
 Differences from generating with plain vLLM:
 
-1. Every setting of the decoding is stated; the model's own generation_config is not read. End tokens are those of
+1. Every decoding setting is stated; the model's own generation_config is not read. End tokens are the same as in
    `engines.local`, prompts are token ids, and vLLM has no tokenizer.
-2. The prefix cache is emptied after every change of the weights. vLLM would silently go on with keys and values that
-   the old weights made.
-3. On a CPU vLLM's packed copies of the weights are turned off (`_vllm_worker.keep_weights_plain`).
-4. vLLM runs in this process unless there are tensor-parallel ranks, because across processes greedy decoding was seen
-   to give other log-probabilities from call to call. The random state of the caller is put back.
+2. The prefix cache is emptied whenever the weights change. Otherwise vLLM would silently go on with keys and values
+   computed from the old weights.
+3. On a CPU, vLLM's packed copies of the weights are turned off (`_vllm_worker.keep_weights_plain`).
+4. vLLM runs in this process unless there are tensor-parallel ranks, because in separate processes greedy decoding was
+   seen to give different log-probabilities from call to call. The caller's random state is restored.
 5. Ctrl-C ends vLLM; the next call starts it again with the weights of the run.
 
-Greedy tokens in float32 on a CPU are those of transformers (tested). In bfloat16 on a GPU near-ties may go another way
-in another batch shape: the plan, which is part of the record, then has `exact` false. The ledger's replay is exact in
-any case, because it needs only the rewards.
+Greedy tokens in float32 on a CPU equal those of transformers (tested). In bfloat16 on a GPU, near-ties may be resolved
+differently in another batch shape; `exact` is then false in the plan, which is part of the record. The ledger's replay
+is exact in any case, because it needs only the rewards.
 """
 
 from __future__ import annotations
@@ -53,27 +53,27 @@ from evoalign_lib.update_rules import Member
 STATED_OF_ENGINES = {"skip_tokenizer_init": True, "generation_config": "vllm", "trust_remote_code": False, "seed": 0}
 STATED_OF_ENGINES |= {"load_format": "safetensors", "enable_prefix_caching": True}
 STATED_OF_ENGINES |= {"worker_extension_cls": "evoalign_lib.engines._vllm_extension.WorkerExtension"}
-"""Arguments of `vllm.LLM` that every engine has."""
+"""Arguments of `vllm.LLM` that every engine sets."""
 MOST_MEMBERS = 1 << 20
-"""members of a population, at most; each takes 12 bytes in a buffer of every worker"""
+"""largest population; each member takes 12 bytes in a buffer of every worker"""
 Layers = Sequence[tuple[str, int, bytes, bytes]]
-"""An adapter: name of a layer, rank, and float32 A (rank, inputs) and scaling * B (outputs, rank), row by row"""
+"""An adapter: for each layer its name, rank, float32 A (rank, inputs) and scaling * B (outputs, rank), row by row"""
 
-# Set before vLLM is imported, which reads them once. What the user has set stays.
+# Set before vLLM is imported, because vLLM reads them only once. The user's own settings take precedence.
 _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 _ON_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 def import_vllm(in_process: bool = True) -> Any:
-    """Import vLLM with the settings that it reads from the environment once.
+    """Import vLLM after setting the environment variables that it reads only once.
 
     Args:
-        in_process: let engines work in this process instead of one of their own.
+        in_process: run engines in this process instead of a separate one.
 
     Raises:
-        ImportError: vLLM is not installed; the message says how.
+        ImportError: vLLM is not installed; the message says how to install it.
     """
-    # other processes are not forked: this one may have touched the GPU, which they could not use then
+    # spawn, not fork: if this process has touched the GPU already, a forked one could not use it
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_process else {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     for name, value in (_ENVIRONMENT | own | ({} if torch.cuda.is_available() else _ON_CPU)).items():
         os.environ.setdefault(name, value)
@@ -81,20 +81,20 @@ def import_vllm(in_process: bool = True) -> Any:
         import vllm
     except ImportError as error:
         raise ImportError(
-            "engine='vllm' and VLLMChat need vLLM 0.31: pip install -e '.[gpu]' on a machine with NVIDIA GPUs, or take "
+            "engine='vllm' and VLLMChat need vLLM 0.31: pip install -e '.[gpu]' on a machine with NVIDIA GPUs, or use "
             "engine='local' or LocalChat."
         ) from error
     return vllm
 
 
 def prepare_process() -> None:
-    """Prepare this process for a vLLM engine that other code makes, such as TRL's trainers.
+    """Prepare this process for a vLLM engine that other code creates, such as TRL's trainers.
 
     Raises:
-        ImportError: vLLM is not installed; the message says how.
+        ImportError: vLLM is not installed; the message says how to install it.
     """
     import_vllm()
-    import vllm.platforms  # noqa: F401, what `prepare` asks
+    import vllm.platforms  # noqa: F401, needed by `prepare`
 
     prepare()
 
@@ -103,25 +103,25 @@ class Generator:
     """A vLLM engine with a master in each worker: perturb, generate, update.
 
     Args:
-        folder: the model's folder or its name on the Hub; no code from there is run.
-        dtype: of the working copy.
-        max_model_len: tokens of a prompt and its completion at most.
-        parameters: held by one rank (`memory.held_parameters`): on a GPU room is left for their master, 4 bytes each,
-            which vLLM does not know about.
+        folder: the model's folder or its name on the Hub; code in it is never run.
+        dtype: dtype of the working copy.
+        max_model_len: maximum number of tokens of a prompt with its completion.
+        parameters: number of parameters held by one rank (`memory.held_parameters`): on a GPU, memory is left free for
+            their master, 4 bytes each, of which vLLM does not know.
         tensor_parallel: ranks that share the model.
         settings: further arguments of `vllm.LLM`, such as gpu_memory_utilization or max_num_seqs.
-        law: distribution, anchor_decay and rank of `Engine`, where they are not its defaults; with anchor_decay each
-            worker keeps its starting weights, too, in dtype, and room is left for them. None: workers hold no master.
-        adapter: of those that it decodes with (`put_adapters`) the highest rank, one of `memory.LORA_RANKS`, and the
-            last parts of the names of their layers; None: it decodes with none.
+        law: distribution, anchor_decay and rank of `Engine` where they differ from the defaults. With anchor_decay each
+            worker also keeps its starting weights, in dtype, and memory is left for them. None: no masters.
+        adapter: for decoding with adapters (`put_adapters`), their highest rank, rounded up to one of
+            `memory.LORA_RANKS`, and the last parts of their layers' names; None: no adapters.
 
     Raises:
-        ImportError: vLLM is not installed; the message says how.
+        ImportError: vLLM is not installed; the message says how to install it.
         NotMapped: noise would not reach a tensor; the message names it.
         RuntimeError: this process has a vLLM engine already.
     """
 
-    _alive: Callable[[], Generator | None] = staticmethod(lambda: None)  # that of this process, if any
+    _alive: Callable[[], Generator | None] = staticmethod(lambda: None)  # returns this process's engine, if any
     llm: Any = None
 
     def __init__(
@@ -144,13 +144,13 @@ class Generator:
         stated |= {"max_model_len": max_model_len, "tensor_parallel_size": tensor_parallel}
         if adapter is not None:
             stated |= {"enable_lora": True, "max_lora_rank": adapter[0], "lora_target_modules": adapter[1]}
-        if on_cpu:  # a prompt computed in parts would need a random generator that can go back
+        if on_cpu:  # a prompt computed in parts would need a random generator that can be rewound
             stated["enable_chunked_prefill"] = False
         if tensor_parallel == 1:
             gc.collect()
             if (other := Generator._alive()) is not None and other.llm is not None:
                 raise RuntimeError(
-                    "a vLLM engine works in this process already, and what ends one ends both: call close() of the "
+                    "a vLLM engine works in this process already, and ending one would end both: call close() on the "
                     "first engine (trainer.engine.close()), or use another process."
                 )
             Generator._alive = weakref.ref(self)
@@ -158,12 +158,12 @@ class Generator:
         if taken := sorted(stated.keys() & given.keys()):
             raise ValueError(f"{taken[0]!r} is set by the engine: remove it from engine_kwargs.")
         if not on_cpu:
-            given.setdefault("max_num_seqs", 256)  # as plans have it; vLLM's own number depends on the device
+            given.setdefault("max_num_seqs", 256)  # as memory plans assume; vLLM's default depends on the device
             start = dtype.itemsize * bool(law and law.get("anchor_decay"))
             if "gpu_memory_utilization" not in given:
                 total = current_platform.get_device_total_memory()
                 given["gpu_memory_utilization"] = room_beside_master(total, parameters, start)
-        states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002, vLLM seeds them anew
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002, vLLM reseeds them
         try:
             if tensor_parallel > 1:
                 os.environ[DRIVER] = str(os.getpid())
@@ -181,7 +181,7 @@ class Generator:
                 raise
 
     def _call(self, method: str, *arguments: Any) -> list:
-        """Call a method of all workers; return what they answer, by rank."""
+        """Call a method in all workers; return their answers by rank."""
         answers = self.llm.collective_rpc(f"evoalign_{method}", args=arguments)
         for refusal in answers:
             if isinstance(refusal, str):
@@ -189,7 +189,7 @@ class Generator:
         return answers
 
     def write(self, member: Member | None = None, sigma: float = 0.0) -> None:
-        """Write a member's weights, or with none the weights themselves."""
+        """Write a member's weights, or without a member the unperturbed weights."""
         if member is None:
             self._call("restore")
         else:
@@ -197,49 +197,49 @@ class Generator:
         _forget(self.llm)
 
     def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
-        """Move the masters, as `Weights.update`; the working copies follow with the next `write`."""
+        """Update the masters as `Weights.update` does; the working copies follow with the next `write`."""
         self._call("update", [int(k) for k in keys], [float(c) for c in coefficients])
 
     def put_adapters(self, adapters: Mapping[int, Layers]) -> None:
-        """Give vLLM adapters, number -> layers, each in the place of the one that had its number before.
+        """Register adapters with vLLM, number -> layers; each replaces the one that had its number before.
 
         Raises:
-            NotMapped: a layer that vLLM gives no adapter.
+            NotMapped: vLLM applies no adapter to one of the layers.
         """
         for number, layers in adapters.items():
             self._call("put_adapter", number, layers)
         _forget(self.llm)
 
     def proof(self) -> list[list[tuple[tuple, str]]]:
-        """Return by rank its segments, each with the SHA-256 of its numbers: masters, or without them the base."""
+        """Return each rank's segments with the SHA-256 of their numbers, in the masters or, without these, the base."""
         return self._call("proof")
 
     def close(self) -> None:
-        """End vLLM and its worker processes, and leave the GPU."""
+        """End vLLM and its worker processes, and free the GPU."""
         _end(self)
 
 
 def _forget(llm: Any) -> None:
-    """Empty the prefix cache, whose keys and values are of other weights."""
+    """Empty the prefix cache, whose keys and values belong to other weights."""
     if not llm.reset_prefix_cache():
         raise RuntimeError(
-            "vLLM did not empty its prefix cache and would go on with keys and values of other weights: requests "
-            "are still running. Call the engine from one thread only."
+            "vLLM did not empty its prefix cache because requests are still running, and would go on with keys and "
+            "values of other weights. Call the engine from one thread only."
         )
 
 
 STATED = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
 STATED |= {"frequency_penalty": 0.0, "watermarking": False}
-"""Settings of SamplingParams that change nothing, stated so that no default of vLLM's does."""
+"""Neutral settings of SamplingParams, stated so that no default of vLLM changes the decoding."""
 LEAST_TEMPERATURE = 0.01
-"""Below it vLLM logs a warning and takes this one (`_MAX_TEMP` in its sampling_params.py)."""
+"""Lowest temperature: vLLM replaces lower ones with it and a warning (`_MAX_TEMP` in its sampling_params.py)."""
 
 
 def _check_temperature(temperature: float) -> None:
     if temperature < LEAST_TEMPERATURE:
         raise ValueError(
-            f"temperature={temperature}: vLLM would sample at {LEAST_TEMPERATURE}, its least. Set that or more, decode "
-            "greedily, or take another engine."
+            f"temperature={temperature} is below vLLM's minimum: it would sample at {LEAST_TEMPERATURE}. Set at least "
+            "that, decode greedily, or use another engine."
         )
 
 
@@ -253,27 +253,27 @@ def decode(
     options: Options = PLAIN,
     adapters: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Decode prompts with a vLLM engine, every setting stated.
+    """Decode prompts with a vLLM engine, stating every setting.
 
     Args:
         llm: the engine.
         eos_ids: token ids that end a completion.
         ids: token ids of each prompt, without padding.
-        max_new_tokens: new tokens per completion, at most.
-        seeds: None for greedy decoding; else the seed of each row, which is sampled.
-        temperature: of the samples, above 0.
-        options: top_k and top_p of the samples, and generation_kwargs. Stop strings are for the caller.
+        max_new_tokens: maximum number of new tokens per completion.
+        seeds: the seed of each row, which is then sampled; None: greedy decoding.
+        temperature: sampling temperature, above 0.
+        options: top_k and top_p of the samples, and generation_kwargs. Stop strings are left to the caller.
         adapters: the number of each row's adapter (`Generator.put_adapters`); None: no row has one.
 
     Returns:
-        Token ids of each completion, with the end token where there is one.
+        Token ids of each completion, including the end token if there is one.
 
     Raises:
-        ValueError: a temperature that vLLM would replace.
+        ValueError: a temperature that vLLM would replace with a higher one.
     """
     from vllm import SamplingParams
 
-    # stop_token_ids alone say what ends a completion
+    # only stop_token_ids decide what ends a completion
     common = {"max_tokens": max_new_tokens, "stop_token_ids": list(eos_ids), "ignore_eos": True, "detokenize": False}
     common |= {**STATED, **(options.generation_kwargs or {})}
     if seeds is None:
@@ -286,7 +286,7 @@ def decode(
     if adapters is not None:
         from vllm.lora.request import LoRARequest
 
-        # vLLM has them already; it would look for one that it has lost in a folder that is not there
+        # vLLM has the adapters in memory; should it have lost one, it would search this folder, which does not exist
         nowhere = "nowhere: evoalign_put_adapter put it into memory"
         requests = [LoRARequest(f"adapter {n}", n, nowhere) for n in adapters]
     completed = llm.generate(prompts, how, lora_request=requests, use_tqdm=False)
@@ -294,7 +294,7 @@ def decode(
 
 
 def _end(holder: Any) -> None:
-    """End the vLLM engine in an object's `llm`, and free what its worker held."""
+    """End the vLLM engine in an object's `llm`, and free the memory of its worker."""
     llm, holder.llm = holder.llm, None
     llm.llm_engine.engine_core.shutdown()
     del llm
@@ -311,7 +311,7 @@ def _plan(dtype: torch.dtype, tensor_parallel: int, exact: bool) -> dict[str, An
 
 
 class VLLMDecoding(Decoding):
-    """Evaluates members and generates with a `generator`, in whichever process."""
+    """Evaluates members and generates with a `generator`, in any process."""
 
     generator: Generator
 
@@ -321,7 +321,7 @@ class VLLMDecoding(Decoding):
         return np.array([sample_seed(key, int(row), sample) for row in rows], np.int64)
 
     def _generate(self, parts):
-        """See `Engine._generate`: all parts, which are samples of the same rows, in one batch of vLLM's."""
+        """See `Engine._generate`; all parts, which are samples of the same rows, go into one batch of vLLM."""
         if not parts:
             return []
         (name, rows, seed, first, temperature), n = parts[0], len(parts)
@@ -330,11 +330,11 @@ class VLLMDecoding(Decoding):
         return [done[i * len(rows) : (i + 1) * len(rows)] for i in range(n)]
 
     def _write(self, member: tuple[Member, float] | None) -> None:
-        """Write the weights that decode next: a member's, or None: the weights themselves."""
+        """Write the weights to decode with next: a member's, or with None the run's own."""
         self.generator.write(*(member or self._noise or ()))
 
     def _decode(self, name, rows, numbers, temperature, member=None, adapters=None):
-        """Write the weights and decode; adapters: of each row, written already. See `Decoding._decode`."""
+        """Write the weights, unless `adapters` of the rows are written already, and decode; see `Decoding._decode`."""
         if adapters is None:
             self._write(member)
         prompts = self.prompts[name]
@@ -347,16 +347,16 @@ class VLLMDecoding(Decoding):
 
 
 class VLLMEngine(VLLMDecoding, Engine):
-    """A population on a vLLM engine of this process.
+    """Engine on a single vLLM that this process drives.
 
     Args:
-        model, tokenizer, rewards, prompts: of `Engine`; the model has the dtype of vLLM's working copy.
+        model, tokenizer, rewards, prompts: as for `Engine`; the model has the dtype of vLLM's working copy.
         folder: where the model was loaded from, a folder or a name on the Hub; None: it is written to a temporary one.
         tensor_parallel: GPUs that share the model.
         settings: further arguments of `vllm.LLM`.
-        anchor_decay: of `Engine`.
-        **common: max_completion_length and further arguments of `Engine`, but for threads and precision. vLLM decodes
-            on after a stop string, and the rest is cut off.
+        anchor_decay: as for `Engine`.
+        **common: max_completion_length and further arguments of `Engine` except threads and precision. vLLM goes on
+            decoding after a stop string, and the rest is cut off.
 
     The first call that generates starts vLLM.
     """
@@ -365,13 +365,13 @@ class VLLMEngine(VLLMDecoding, Engine):
         _check_temperature(common.get("options", PLAIN).temperature)
         super().__init__(model, tokenizer, rewards, prompts, **common | {"threads": processes.cores()})
         self.folder, self._anchor_decay = folder, common.get("anchor_decay", 0.0)
-        if folder is None:  # now: the object's weights move with the run
+        if folder is None:  # saved now, because the run will change the object's weights
             self._made = tempfile.TemporaryDirectory(prefix="evoalign-")
             self.folder = self._made.name
             self._save_model(self.folder)
         self.tensor_parallel, self.settings = tensor_parallel, dict(settings or {})
         self._generator: Generator | None = None
-        self._updates: list[tuple[np.ndarray, np.ndarray]] = []  # all since the starting weights
+        self._updates: list[tuple[np.ndarray, np.ndarray]] = []  # every update since the starting weights
 
     @property
     def plan(self):
@@ -380,10 +380,10 @@ class VLLMEngine(VLLMDecoding, Engine):
 
     @property
     def generator(self) -> Generator:
-        """vLLM, started when it is first needed and proved to hold the weights of the run.
+        """vLLM, started when it is first needed and then proved to hold the run's weights.
 
         Raises:
-            WrongWeights: it does not; the message names the parameter.
+            WrongWeights: vLLM does not hold the run's weights; the message names the parameter.
         """
         if self._generator is None:
             generator = Generator(self.folder, **self.loading(self.longest()))
@@ -398,12 +398,12 @@ class VLLMEngine(VLLMDecoding, Engine):
         return self._generator
 
     def loading(self, longest: int) -> dict[str, Any]:
-        """Return the arguments of `Generator` after the folder."""
+        """Return the arguments of `Generator` other than the folder."""
         shared = {"tensor_parallel": self.tensor_parallel, "settings": self.settings}
         return {"dtype": self.model.dtype, "max_model_len": longest} | shared | self._held()
 
     def _held(self) -> dict[str, Any]:
-        """Return those that say what workers hold beside the model."""
+        """Return the arguments of `Generator` for what workers hold beside the model."""
         weights = self.weights
         law = {"distribution": weights.distribution, "anchor_decay": self._anchor_decay, "rank": weights.rank}
         return {"law": law, "parameters": held_parameters(self.model.config, self.layout.d, self.tensor_parallel)}
@@ -425,9 +425,9 @@ class VLLMEngine(VLLMDecoding, Engine):
 
     @contextmanager
     def _ended_by_interrupts(self) -> Iterator[None]:
-        """End vLLM where Ctrl-C comes; the next call starts it again with the weights of the run.
+        """End vLLM on Ctrl-C; the next call starts it again with the run's weights.
 
-        Otherwise it would go on with the requests that were cut off. Processes of its own get the interrupt, too.
+        Otherwise vLLM would go on with the interrupted requests. Its separate processes get the interrupt, too.
         """
         try:
             yield
@@ -438,7 +438,7 @@ class VLLMEngine(VLLMDecoding, Engine):
     def put_prompts(self, name, prompts):
         longest = self.longest()
         super().put_prompts(name, prompts)
-        if self.longest() > longest:  # vLLM has room for the longest that it was started with
+        if self.longest() > longest:  # max_model_len was fixed when vLLM started
             self.close()
 
     def update(self, keys, coefficients):
@@ -449,7 +449,7 @@ class VLLMEngine(VLLMDecoding, Engine):
 
     def follow(self, updates):
         if self._generator is not None:
-            raise RuntimeError("vLLM runs already, with weights of its own: resume with a new trainer.")
+            raise RuntimeError("vLLM is running already, with other weights: resume with a new trainer.")
         self._updates = list(updates)
 
     def check(self):
@@ -463,22 +463,22 @@ class VLLMEngine(VLLMDecoding, Engine):
 
 
 class AdapterEngine(VLLMEngine):
-    """A population of adapters on a vLLM engine of this process: members decode together, in one batch.
+    """Engine for a population of adapters on a single vLLM: members decode together, in one batch.
 
-    The base stays in vLLM as it is. This process writes each member's adapter from the noise law, and vLLM's workers
-    take it from memory; a batch has the rows of `settings["max_loras"]` members at once (default: `MEMBERS_A_BATCH`),
-    each with its own adapter beside the products of the base. Adapters are rounded to the model's dtype, which vLLM
-    decodes with.
+    The base stays unchanged in vLLM. This process computes each member's adapter by the noise law, and vLLM's workers
+    read it from memory. A batch has the rows of up to `settings["max_loras"]` members (default: `MEMBERS_A_BATCH`),
+    each with its own adapter added to the products of the base. Adapters are rounded to the model's dtype, in which
+    vLLM decodes.
 
     Args:
-        model: with an adapter of plain LoRA layers over a base that is not quantised (`_adapters.lora_layers`).
-        folder: where the base was loaded from; the rest is of `VLLMEngine`.
+        model: a model with an adapter of plain LoRA layers over an unquantised base (`_adapters.lora_layers`).
+        folder: where the base was loaded from; all other arguments are as for `VLLMEngine`.
 
     Raises:
-        ValueError: another kind of adapter, or one of a higher rank than vLLM takes.
+        ValueError: another kind of adapter, or one of a higher rank than vLLM supports.
     """
 
-    perturbed = Engine.perturbed  # the weights here, from which adapters are made
+    perturbed = Engine.perturbed  # perturbs the weights here, from which adapters are computed
 
     def __init__(self, model, tokenizer, rewards, prompts, **settings: Any):
         self._layers = lora_layers(model)
@@ -497,11 +497,11 @@ class AdapterEngine(VLLMEngine):
         return {"adapter": (self._rank, sorted({name.rpartition(".")[2] for name in self._layers}))}
 
     def _prove(self, generator):
-        """Prove that vLLM's base is the one that the adapter was made over."""
+        """Prove that vLLM's base is the one under the adapter."""
         compare(self._base(), generator.proof())
 
     def _base(self) -> dict[str, torch.Tensor]:
-        """Return the base's parameters as matrices, by the names of the model without adapter."""
+        """Return the base's parameters as matrices, by their names in the model without the adapter."""
         parameters = _without_adapter(base_of(self.model).named_parameters())
         values = {name: parameter.detach() for name, parameter in parameters.items()}
         return {name: value[None] if value.ndim < 2 else value.flatten(1) for name, value in values.items()}
@@ -522,14 +522,14 @@ class AdapterEngine(VLLMEngine):
                     with self.weights.member(key, sigma, sign) as flat:
                         adapters[number] = self._adapter(flat)
                 self.generator.put_adapters(adapters)
-                # one row after the other: a row's samples have the numbers 0, 1, ... whichever member it is of
+                # rows of all members in one list; a row draws the same random numbers whichever member it belongs to
                 rows, seeds = self._drawn(each[first : first + len(part)].reshape(-1), sampling)
                 numbers = np.repeat(list(adapters), len(rows) // len(part)).tolist()
                 done = self._decode(name, rows, seeds, self.options.temperature, adapters=numbers)
                 for i, own in enumerate(np.split(np.arange(len(rows)), len(part)), first):
                     completions = done[own[0] : own[-1] + 1]
                     found.append(self.scored(i, name, rows[own], completions, trainer_state, started))
-                    started = time.process_time()  # the first member has the time of their common batch
+                    started = time.process_time()  # the time of the shared batch counts for its first member
         return found
 
     def _write(self, member):
@@ -540,7 +540,7 @@ class AdapterEngine(VLLMEngine):
         return super()._tokens(ids, seeds, temperature, adapters or [1] * len(ids))
 
     def _adapter(self, flat: np.ndarray) -> Layers:
-        """Return an adapter as vLLM's workers take it; flat: its weights, (layout.size,) float32."""
+        """Return an adapter in the form that vLLM's workers read; flat: its weights, (layout.size,) float32."""
         moved, found = self.layout.views(flat), []
         for name, layer in self._layers.items():
             a, b = (
@@ -555,40 +555,41 @@ class AdapterEngine(VLLMEngine):
         Engine.update(self, keys, coefficients)
 
     def follow(self, updates):
-        """Do nothing: vLLM gets every adapter from here."""
+        """Do nothing, because vLLM gets every adapter from this process."""
 
     def check(self):
-        """Do nothing: vLLM holds no weights of the run from one call to the next."""
+        """Do nothing, because vLLM keeps none of the run's weights between calls."""
 
 
 def _without_adapter(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a base, by the names of the model without adapter."""
+    """Return the tensors of a base, by their names in the model without the adapter."""
     return {name.replace(".base_layer.", "."): value for name, value in named if ".lora_" not in name}
 
 
 class PushedEngine(VLLMDecoding, Engine):
-    """Decodes with weights that other code trains and that are pushed into a vLLM engine before each call.
+    """Engine for weights that other code trains; they are pushed into vLLM before each call.
 
-    In a launch of several processes each makes every call, decodes its part of the rows, and gets all completions.
+    In a launch of several processes, each must make every call; it decodes its share of the rows and gets all
+    completions.
 
     Args:
-        model, tokenizer, prompts, max_completion_length: of `Engine`; the model has the dtype in which its weights are
-            measured, and `master` holds the weights, which the code that trains keeps up to date.
+        model, tokenizer, prompts, max_completion_length: as for `Engine`; the model has the dtype in which its weights
+            are evaluated, and `master` holds the weights, which the training code keeps up to date.
         folder: where the model was loaded from, a folder or a name on the Hub.
 
     Attributes:
-        settings: further arguments of `vllm.LLM`, where one is started.
-        llm: the vLLM engine, such as the one beside the model of TRL's trainer; None: one is started when it is needed.
+        settings: further arguments of `vllm.LLM`, if one is started.
+        llm: the vLLM engine, such as the one that TRL's trainer has beside its model; None: started when needed.
     """
 
     llm: Any = None
-    perturbed = Engine.perturbed  # the weights here, which vLLM gets
+    perturbed = Engine.perturbed  # perturbs the weights here, which are then pushed into vLLM
 
     def __init__(self, model, tokenizer, prompts, *, max_completion_length: int, folder: str):
         super().__init__(model, tokenizer, None, prompts, max_completion_length=max_completion_length)
         self.folder = folder
         self.settings: dict[str, Any] = {}
-        self._own: Generator | None = None  # of `llm`, where that is not of other code
+        self._own: Generator | None = None  # the generator of `llm`, unless other code started it
 
     @property
     def plan(self):
@@ -611,7 +612,7 @@ class PushedEngine(VLLMDecoding, Engine):
             self.llm = self._own.llm
         if (dtype := self.llm.llm_engine.model_config.dtype) != self.model.dtype:
             raise WrongWeights(
-                f"vLLM decodes in {dtype}, the run is measured in {self.model.dtype}: save the model in the latter."
+                f"vLLM decodes in {dtype}, the run is evaluated in {self.model.dtype}: save the model in the latter."
             )
         tensors = self.weights.tensors()
 
@@ -620,7 +621,7 @@ class PushedEngine(VLLMDecoding, Engine):
             return sorted({name for name, _ in model.named_parameters()} - set(loaded))
 
         if missed := self.llm.apply_model(load)[0]:
-            raise WrongWeights(f"vLLM did not take new weights for {missed[0]!r} and {len(missed) - 1} more.")
+            raise WrongWeights(f"vLLM did not load new weights for {missed[0]!r} and {len(missed) - 1} more.")
         _forget(self.llm)
 
     def _tokens(self, ids, seeds, temperature, adapters):
@@ -633,7 +634,7 @@ class PushedEngine(VLLMDecoding, Engine):
 
 
 def sample_seed(key: int, row: int, sample: int) -> int:
-    """Return the seed of a sampled completion, the same for every member of a population: common random numbers.
+    """Return the seed of a sampled completion; all members of a population share it (common random numbers).
 
     >>> sample_seed(7, 0, 0) == sample_seed(7, 0, 0) != sample_seed(7, 0, 1)
     True

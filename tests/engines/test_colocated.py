@@ -47,7 +47,7 @@ def test_weights_that_are_pushed_decode_as_in_transformers(folder):
         one, two = ours.generate("test", samples=2, seed=5)
         assert one != two and ours.generate("test", np.array([3]), samples=2, seed=5) == [one[3:4], two[3:4]]
         ours.model.to(torch.bfloat16)
-        with pytest.raises(WrongWeights, match="vLLM decodes in torch.float32, the run is measured in torch.bfloat16"):
+        with pytest.raises(WrongWeights, match="vLLM decodes in torch.float32, the run is evaluated in torch.bfloat16"):
             ours.generate("test")
     finally:
         ours.close()

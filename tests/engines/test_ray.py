@@ -170,7 +170,7 @@ class TestARun:
         assert engine.repairs["actors/rebuilt"] == 1
         message = next(r.getMessage() for r in caplog.records if "are not those of the run" in r.getMessage())
         noted = there.ledger.weights[20]
-        assert f"actor 0 ({process}): after 20 updates" in message and f"that of the run is {noted:.16}..." in message
+        assert f"actor 0 ({process}): after 20 updates" in message and f"the run's is {noted:.16}..." in message
         assert same_run(here, there)
         assert there.state.log_history[-1]["actors/rebuilt"] == 1
         engine.generate("train")

@@ -72,7 +72,7 @@ def test_options_of_decoding_are_those_of_transformers(pair, monkeypatch):
         assert ours.tolist() == theirs.tolist() == greedy, options
     assert under(Options(), (5, 1))[0].tolist() != greedy
     for refused in (lambda: under(Options(temperature=1e-3), (5, 1)), lambda: engine(options=Options(1e-3))):
-        with pytest.raises(ValueError, match=r"temperature=0.001: vLLM would sample at 0.01, its least"):
+        with pytest.raises(ValueError, match=r"temperature=0.001 .*would sample at 0.01"):
             refused()
     monkeypatch.undo()
 

@@ -342,5 +342,5 @@ def test_fine_tuning_learns_completions_with_their_end_and_no_prompt(tmp_path):
 def test_fine_tuning_on_nothing_and_settings_it_fixes_are_refused():
     with pytest.raises(ValueError, match="no completion passed the filter"):
         tuned(data=[])
-    with pytest.raises(ValueError, match="weight_decay=0.1: here it is 0.0"):
+    with pytest.raises(ValueError, match="weight_decay=0.1: it is fixed at 0.0"):
         tuned(weight_decay=0.1)

@@ -110,7 +110,7 @@ def test_the_proof_names_what_differs():
 NOT_MAPPED = [
     (layer("QKVParallelLinear"), "a.qkv_proj.weight", torch.zeros(0), "'a.qkv_proj.weight' is empty in vLLM"),
     (layer("Linear"), "a.o_proj.weight", torch.zeros(2, 2, dtype=torch.int8), "is torch.int8 in vLLM"),
-    (layer("QKVParallelLinear"), "x.qkv_proj.weight", torch.zeros(4, 2), "one tensor in the checkpoint, too"),
+    (layer("QKVParallelLinear"), "x.qkv_proj.weight", torch.zeros(4, 2), "is joined in the checkpoint"),
     (layer("Strange"), "m.gate_up_proj.weight", torch.zeros(4, 2), "joins .* in a Strange"),
 ]
 

@@ -143,7 +143,7 @@ def test_settings_models_and_rollouts_that_are_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=named):
             grpo.config(arm, output_dir="x", **grpo_runs.SETTINGS | changed)
-    with pytest.raises(ValueError, match="decoder='loop', and rollouts of others"):
+    with pytest.raises(ValueError, match="decoder='loop' has no effect with rollouts"):
         built(tmp_path, "loop", given={"rollouts": lambda prompts, trainer: {}})
     model = tiny.load("A0")[0]
     model.config.hidden_act = "gelu"
