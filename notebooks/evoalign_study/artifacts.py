@@ -185,7 +185,7 @@ class Store:
             caption: plain text; notebook and scale are appended.
             formats: column -> format specification, such as ".1f".
             published: whether the table quotes the literature; the caption then says so, and no records are named.
-            of: what the records are about, if not the scale's own models; the caption says so instead of the scale.
+            of: what the records are about, if not the scale's own models; the caption names it instead of the scale.
 
         Returns:
             The table with its caption above, for the last line of a cell to display.
@@ -299,7 +299,7 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
 
 
 def _claims_of_the_field(verdicts: Sequence[Verdict]) -> str:
-    """Return the README's table: for each claim of the field that is decided, the verdict of its latest rule."""
+    """Return the README's table: for each claim of the field with a rule and a decision, its latest verdict."""
     from pandas import DataFrame
 
     of_field = [v for v in verdicts if v.id.startswith("C")]  # E: checks of this project's own engine

@@ -1,4 +1,4 @@
-"""Execute notebooks, into a folder to check what they draw or in place, and tell whether outputs match sources.
+"""Execute notebooks in place, or into a folder to check what they draw; detect outputs that do not match sources.
 
 `execute` stores the commit and the digests of the code cells (`digests`) in a notebook's metadata; a test compares the
 digests with the current cells. If a change to a module changes texts or numbers, `verify` finds out by drawing them

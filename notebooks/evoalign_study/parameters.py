@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _COMMON = {"model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
 PARAMETERS = ("scale", *_COMMON)
 _MOST = 1_000_000
-_MOST_SEEDS = 10_000  # also the most GPUs
+_MOST_SEEDS = 10_000  # also for GPUs
 _PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
 _MAY_BE_EMPTY = ("prompt_counts",)  # though no scale leaves it empty: notebook 05 then skips a section
 

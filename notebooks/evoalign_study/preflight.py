@@ -64,7 +64,7 @@ class Plan:
     processes: int
     """number of processes that drive runs on the machine"""
     completions: int
-    """maximum number in the run"""
+    """maximum number of completions in the run"""
     new: int
     """maximum tokens of a completion"""
     prompt: int
@@ -156,7 +156,7 @@ def plan(
 def _place_members(
     model: Shape, spec: Spec, work: footprint.Work, gpus: int, gpu_gib: float, completions: int
 ) -> dict[str, Any]:
-    """Place a run of members at the smallest tensor parallel size whose KV cache holds all rows, or else most rows."""
+    """Place an ES or sampling run at the smallest tensor parallel size whose KV cache holds all rows, or else most."""
     sampled, length = spec.get("kind") == "sampled", work.prompt + work.new
     rank = memory.padded_rank(spec["lora_rank"]) if "lora_rank" in spec else 0
     adapter = footprint.adapter_parameters(model, rank) if rank else 0
@@ -263,7 +263,7 @@ def check(specs: Sequence[Spec], *, workers: int | None = None) -> None:
         DoesNotFit: a run needs more memory than there is; raised after all plans are printed.
         ValueError: as for `plan`; or a gradient arm has more GPUs than are visible.
     """
-    from evoalign_lib.engines.processes import default_workers  # here: it imports torch, which no plan needs
+    from evoalign_lib.engines.processes import default_workers  # imported here: it brings torch, which no plan needs
 
     if not (planned := [spec for spec in specs if spec["kind"] in ("train", "sampled")]):
         return
@@ -301,7 +301,7 @@ def check(specs: Sequence[Spec], *, workers: int | None = None) -> None:
 
 def _scorer_problems(specs: Sequence[Spec], seen: int) -> list[str]:
     """Return why some runs cannot place their scorers on the devices that they name."""
-    from evoalign_study import judge_models  # here: it imports torch
+    from evoalign_study import judge_models  # imported here: it brings torch
 
     asked = {(one.at, _gpus_of(spec)) for spec in specs for one in judge_models.of(spec) if one.at.startswith("cuda:")}
     numbered = sorted((int(at.removeprefix("cuda:")), gpus) for at, gpus in asked)

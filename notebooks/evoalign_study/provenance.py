@@ -13,7 +13,7 @@ from evoalign_study import paths
 
 
 def environment(engine: str = "local", gpus: int = 1) -> dict[str, str]:
-    """Return the versions and the device's name for a record: the CPU's for the local engine, else the GPUs'."""
+    """Return the versions and the device's name for a record; on another engine than the local one, the GPUs' name."""
     import torch
 
     on_gpus = engine != "local" and torch.cuda.is_available()

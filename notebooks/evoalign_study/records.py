@@ -257,7 +257,7 @@ def index(path: Path) -> int:
 
 
 def index_problems(path: Path) -> list[str]:
-    """Return where a record file, its index and its ledgers disagree, one line per problem; empty if nowhere.
+    """Return where a record file, its index and its ledgers disagree, one line per problem; empty if they agree.
 
     It finds records that were edited, inserted, deleted or moved, changes to the index itself, ledgers that are missing
     or are not those recorded, and records that contradict themselves: an accuracy must be the mean of the results
@@ -275,7 +275,7 @@ def index_problems(path: Path) -> list[str]:
         try:
             record = _record(line)
         except ValueError as error:
-            problems.append(f"{where} {error}: {_RESTORE}, or delete the line if it is the last and torn")
+            problems.append(f"{where} {error}: {_RESTORE}, or delete the line if it is the last one and torn")
             continue
         spec, indexed = record["spec_hash"].encode(), _index_line(record, line)
         if spec in whole:

@@ -1,4 +1,4 @@
-"""Compare estimates with exact values: single ES steps with the gradient, and KL estimators with the KL."""
+"""Compare estimates with exact values: single ES steps with the exact gradient, KL estimators with the exact KL."""
 
 from __future__ import annotations
 

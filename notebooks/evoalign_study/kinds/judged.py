@@ -1,4 +1,4 @@
-"""Runs that judge: a tournament of trained models, the biases of judges, and the data that published studies released.
+"""Kinds that judge: a tournament of trained models, the biases of judges, and the data that published studies released.
 
 - *tournament*: models that were trained on one judge play each other, and each judge decides who wins. The players are
   the arms and the untrained base. Every run plays the base, and the runs of the other arms with the same seed, with its

@@ -1,8 +1,8 @@
-"""Measure memory: of a step, by component, compared with the formula of `footprint`; and of a run, on disk.
+"""Measure the memory of a step, by component and against the formula of `footprint`, and the disk space of a run.
 
 *memory*: a step runs on a CPU, in a separate process, on the shipped base or an enlarged model like it, with random
 weights. It is the second step of a run, when moments and working copies exist. Nothing is learned, and there is no
-seed: the values of the weights do not change the number of bytes, so an arm with a random reward needs the same memory.
+seed: the values of the weights do not change the number of bytes, so an arm with a random reward has the same bytes.
 
 Steps of ES run in a `LocalEngine`, with two members. transformers generates, except for "es_loop", the engine's
 default, and "es_low_rank". For "es", the weights are held as on a GPU: a float32 master, and a member written into the

@@ -136,7 +136,7 @@ def run(spec: Spec, keep: Path | None = None, folder: Path | None = None) -> Rec
         keep: path for the compressed ledger of an ES run; None: it is not kept.
         folder: folder for checkpoints, TensorBoard logs and the points of the curve, from which the run resumes if it
             was killed ("sft" starts again), until `training.settle` is told that its record is stored. The trained
-            model of a gradient arm stays there (for an ES run, the ledger replaces it). None: nothing is kept.
+            model of a gradient arm stays there (for an ES run, the ledger stands in for it). None: nothing is kept.
 
     Raises:
         RuntimeError: another process works in the folder, or the processes of a gradient arm failed; says how.

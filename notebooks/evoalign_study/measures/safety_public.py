@@ -312,7 +312,7 @@ class _Public(Measures):
 
         "held_out" has, for each judge and rubric, the number of pairs by outcome ("win": the run's reply is better; the
         outcomes add up), the ties whose two orders disagree ("inconsistent"), the share of wins of the text shown
-        first, and failed requests by kind, whether or not a retry succeeded.
+        first, and the requests that failed, by kind of error.
         """
         kept = result.pop("replies")
         read = (_read(spec, kept[name]) for name in ("replies", "base"))
@@ -365,8 +365,8 @@ class _Public(Measures):
         """Return results on split B, greedily and at temperatures 0.6 and 1, a few replies to read, and the final KL.
 
         "quadrants" are those of `safety.QUADRANTS` with a cut at reward 0; "kinds" those of `refusals.KINDS`; "score"
-        and "win" are by the judges that are scorers. "scorers" has the failed requests of this process, by scorer and
-        kind. "replies" are later written to a file.
+        and "win" are by the judges that are scorers. "scorers" has the counts of this process, such as truncated texts
+        and failed requests, by scorer and kind. "replies" are later written to a file.
         """
         result = self._tested(spec, engine, sets, first=False)
         return result | {"kl_policy_base": base_models.kl_from_base(spec, engine, "test")}
