@@ -3,6 +3,6 @@
 import warnings
 
 with warnings.catch_warnings():
-    # on its first import, in a notebook without widgets; its bars are drawn as text then, which is what we want
+    # tqdm warns when first imported in a notebook without widgets; it then draws its bars as text, as we want
     warnings.filterwarnings("ignore", "IProgress not found")
     import tqdm.auto  # noqa: F401

@@ -1,10 +1,10 @@
 """Figures, tables and numbers with their provenance, and the check that they agree with the committed records.
 
-A `Store` writes every artefact from records, and names it in manifest.json with the records behind it, the versions of
+A `Store` writes every artefact from records, and lists it in manifest.json with the records behind it, the versions of
 the packages and the commits at which the runs were started. Text artefacts (csv, tex, md, json) drawn from the same
 records have the same bytes; `verify` draws them again and compares. The bytes of pictures and of a notebook's outputs
-depend on the machine: the manifest keeps their SHA-256 as they were drawn and executed. A notebook displays what its
-store saves, and by `show` and `answers` what is not saved.
+depend on the machine, so the manifest keeps the SHA-256 that they had when drawn or executed. A notebook displays what
+its store saves; `show` and `answers` display what is not saved.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 VERSIONS = ("python", "torch", "transformers", "numpy", "evoalign")
-"""Packages whose versions the manifest names, as stored in the records."""
+"""Packages whose versions, as stored in the records, go into the manifest."""
 
 _PICTURES = (".pdf", ".png")
 _REPLACED = "is not the picture that was drawn: restore it from git, or execute its notebook"
 _PRINT_DPI = 200
-_SHOWN_WIDTH = 120  # pixels of a page per inch of a figure: its letters are as large as the text around it
+_SHOWN_WIDTH = 120  # screen pixels per inch of a figure: its letters match the size of the text around it
 _SMOKE = "smoke run: numbers mean nothing"
 
 
 class Shown:
-    """What a notebook displays: as the value of a cell, or by `display`. Its texts have the same bytes each time."""
+    """Outputs that a notebook displays, as the value of a cell or by `display`; their texts are the same each time."""
 
     def __init__(self, *outputs: tuple[dict[str, Any], dict[str, Any]]) -> None:
-        """Take what is displayed, one after the other.
+        """Store the outputs, which are displayed in this order.
 
         Args:
-            *outputs: MIME type -> content, with "text/plain" among them, and MIME type -> metadata.
+            *outputs: pairs of MIME type -> content, including "text/plain", and MIME type -> metadata.
         """
         self.outputs = outputs
 
@@ -58,7 +58,7 @@ class Shown:
 
         for contents, metadata in self.outputs:
             if "text/html" in contents and hasattr(get_ipython(), "kernel"):
-                # a notebook shows the HTML; the same again as text would make its file larger by a tenth
+                # a notebook shows the HTML; repeating it as text would make the file a tenth larger
                 contents = contents | {"text/plain": contents["text/plain"].partition("\n")[0]}
             display(contents, raw=True, metadata=metadata)
 
@@ -68,7 +68,7 @@ class Shown:
 
 
 def show(frame: DataFrame, caption: str, formats: dict[str, str] | None = None) -> Shown:
-    """Return a table that a notebook shows and does not save: settings, verdicts, checks.
+    """Return a table that a notebook shows but does not save, such as settings, verdicts or checks.
 
     Arguments and errors are those of `Store.save_table`.
     """
@@ -76,15 +76,15 @@ def show(frame: DataFrame, caption: str, formats: dict[str, str] | None = None) 
 
 
 def answers(sentences: Mapping[str, str]) -> Shown:
-    """Return questions with their answers for a notebook.
+    """Return questions and answers for a notebook to display.
 
     Args:
-        sentences: question -> answer with number, interval and n.
+        sentences: question -> answer, with number, interval and n.
 
     Raises:
-        ValueError: no sentences.
+        ValueError: there are no sentences.
     """
-    require(sentences, "no answers: give question -> sentence, such as the study's answers(run, records)")
+    require(sentences, "no answers: pass question -> sentence, such as the study's answers(run, records)")
     plain = "\n".join(f"{question}\n    {answer}" for question, answer in sentences.items())
     return Shown(({"text/html": rendering.html_answers(sentences), "text/plain": plain}, {}))
 
@@ -96,23 +96,24 @@ def _shown_table(cells: DataFrame, caption: str, name: str = "") -> Shown:
 
 
 class Store:
-    """Writes the artefacts of one notebook at one scale; notebooks may be executed side by side.
+    """Writes the artefacts of one notebook at one scale; several notebooks may run in parallel.
 
-    Committed records at their own scale are drawn into the repository (figures/, paper/generated/); fresh records and
-    smoke runs into the folder EVOALIGN_RUN_DIR, by default runs/<notebook>-<scale>/. EVOALIGN_ARTIFACTS redirects
-    everything. Artefacts of scale "full" get the suffix _full (numbers: Full) and stand beside the tiny ones.
+    Artefacts of committed records at their own scale go into the repository (figures/, paper/generated/); those of
+    fresh records and smoke runs go into the folder EVOALIGN_RUN_DIR, by default runs/<notebook>-<scale>/.
+    EVOALIGN_ARTIFACTS redirects everything. Artefacts of scale "full" get the suffix _full (numbers: Full) and are
+    stored next to the tiny ones.
     """
 
     figures: Path
-    """Folder of the pictures and of the plotted data."""
+    """Folder for pictures and the plotted data."""
     generated: Path
-    """Folder of tables, captions, number macros and the manifest."""
+    """Folder for tables, captions, number macros and the manifest."""
 
     def __init__(self, notebook: str, scale: str, records: list[dict[str, Any]], fresh: bool) -> None:
         """Prepare to write; nothing is written yet.
 
         Args:
-            notebook: name without suffix, such as "01_es_countdown".
+            notebook: its name without suffix, such as "01_es_countdown".
             scale: "smoke", "tiny" or "full".
             records: all run records that the artefacts are drawn from.
             fresh: whether any of them was run just now.
@@ -122,7 +123,7 @@ class Store:
             KeyError: a record without provenance.
         """
         choose("scale", scale, SCALES)
-        require(records, f"no records for {notebook} at scale {scale}: an artefact needs the runs it is drawn from")
+        require(records, f"no records for {notebook} at scale {scale}: pass those that its artefacts are drawn from")
         self.notebook, self.scale = notebook, scale
         redirect = os.environ.get("EVOALIGN_ARTIFACTS")
         if not redirect and not fresh and scale != "smoke":
@@ -137,13 +138,13 @@ class Store:
 
         Args:
             fig: the figure; it is closed.
-            name: of the files: lower-case letters, digits and _.
+            name: stem of the file names: lower-case letters, digits and _.
             data: one row per plotted point; floats are written with 4 significant digits.
             caption: plain text.
             of: as for `save_table`.
 
         Returns:
-            The picture with its caption below, as the last line of a cell displays it.
+            The picture with its caption below, for the last line of a cell to display.
         """
         from matplotlib import pyplot as plt
 
@@ -176,21 +177,21 @@ class Store:
         published: bool = False,
         of: str = "",
     ) -> Shown:
-        """Write generated/NAME.tex (caption, label and booktabs tabular, to stand in a table environment) and .csv.
+        """Write generated/NAME.tex (caption, label and booktabs tabular, for a table environment) and .csv.
 
         Args:
-            frame: column names are the heads; cells are text, integers, or floats of a column named in `formats`.
-            name: of the files: lower-case letters, digits and _.
+            frame: column names become headers; cells are text, integers, or floats of a column named in `formats`.
+            name: stem of the file names: lower-case letters, digits and _.
             caption: plain text; notebook and scale are appended.
             formats: column -> format specification, such as ".1f".
             published: whether the table quotes the literature; the caption then says so, and no records are named.
-            of: what the records are about, if not the scale's own models; the caption says it in place of the scale.
+            of: what the records are about, if not the scale's own models; the caption names it instead of the scale.
 
         Returns:
-            The table with its caption above, as the last line of a cell displays it.
+            The table with its caption above, for the last line of a cell to display.
 
         Raises:
-            ValueError: a float column without format, a format without column, or a name that is taken.
+            ValueError: a float column without a format, a format without a column, or a name that is taken.
         """
         name, cells = self._name(name), rendering.cell_text(frame, formats or {})
         text = self._caption(caption, published, of)
@@ -202,17 +203,17 @@ class Store:
     def save_numbers(self, numbers: Mapping[str, tuple[float | str, str]]) -> None:
         r"""Define TeX macros \NAME in generated/numbers_<notebook>.tex, and write their texts to the .json beside it.
 
-        Macros of these names are replaced, and the others kept.
+        Existing macros with these names are replaced; the others are kept.
 
         Args:
             numbers: name -> (number or text, format specification), such as {"GainGreedy": (12.3, ".1f")}.
 
         Raises:
-            ValueError: a name of anything but letters, which TeX does not allow; nothing is written then.
+            ValueError: a name that is not letters only, which TeX requires; nothing is written then.
         """
         for name in numbers:
             letters = re.fullmatch("[A-Za-z]+", name)
-            require(letters, f"number {name!r}: the name of a TeX macro has letters only, such as GainGreedy")
+            require(letters, f"number {name!r}: a TeX macro has a name of letters only, such as GainGreedy")
         suffix = "Full" if self.scale == "full" else ""
         texts = {name + suffix: format(value, fmt) for name, (value, fmt) in numbers.items()}
         stem = f"numbers_{self.notebook}" + ("_full" if self.scale == "full" else "")
@@ -223,9 +224,9 @@ class Store:
 
     def _name(self, name: str) -> str:
         plain, what = re.fullmatch("[a-z0-9_]+", name), f"artefact name {name!r}"
-        require(plain, f"{what}: use lower-case letters, digits and _, it becomes a file name")
+        require(plain, f"{what} becomes a file name: use lower-case letters, digits and _")
         free = name not in ("claims", "manifest") and not name.startswith("numbers_")
-        require(free, f"{what} belongs to a generated file of that name: use another")
+        require(free, f"{what} is reserved for a generated file: use another")
         return name + ("_full" if self.scale == "full" else "")
 
     def _caption(self, caption: str, published: bool = False, of: str = "") -> str:
@@ -236,7 +237,7 @@ class Store:
         return f"{caption}{warning} (notebook {number}, {of or f'scale {self.scale}'})"
 
     def _register(self, names: Iterable[str], kind: str, files: Sequence[str], published: bool = False) -> None:
-        """Enter artefacts that share their files, and the records behind them, in the manifest."""
+        """Enter in the manifest artefacts that share their files, with the records behind them."""
         path = self.generated / "manifest.json"
         entry = {"kind": kind, "notebook": self.notebook, "scale": self.scale, "files": sorted(files)}
         with locked(path):
@@ -255,7 +256,7 @@ _README_BLOCK = re.compile(r"(<!-- claims -->\n)(.*?)(<!-- /claims -->)", re.DOT
 
 
 def render_readme_block(markdown: str) -> None:
-    """Replace what stands between <!-- claims --> and <!-- /claims --> in README.md, if it has that block."""
+    """Replace the text between <!-- claims --> and <!-- /claims --> in README.md, if it has that block."""
     path = paths.ROOT / "README.md"
     with locked(path):
         old = _text(path)
@@ -298,7 +299,7 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
 
 
 def _claims_of_the_field(verdicts: Sequence[Verdict]) -> str:
-    """Return the README's table: of each claim of the field that has a rule and is decided, the last rule's verdict."""
+    """Return the README's table: for each claim of the field with a rule and a decision, its latest verdict."""
     from pandas import DataFrame
 
     of_field = [v for v in verdicts if v.id.startswith("C")]  # E: checks of this project's own engine
@@ -317,30 +318,30 @@ def _claims_of_the_field(verdicts: Sequence[Verdict]) -> str:
 
 
 def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path | None = None) -> Iterator[str]:
-    """Compare the committed records with their index, and the committed artefacts with what is drawn from them now.
+    """Compare the committed records with their index, and redraw and compare the committed artefacts.
 
-    First, and fast, the indices are checked (`record_problems`) and the lock of the claims (`claims.lock_problems`);
-    where they have a problem nothing is drawn. Then each notebook is executed as committed, by this interpreter, into a
-    temporary folder; runs without a record are named and not made. Compared, byte for byte, are csv, tex and json, the
-    notebook's part of the manifest, and the table of claims, which the README holds, too. Pictures, and the outputs of
-    notebooks, must be those whose SHA-256 the manifest keeps; a picture may also be the one just drawn.
+    The quick checks come first: the indices (`record_problems`) and the lock of the claims (`claims.lock_problems`). If
+    they find a problem, nothing is drawn. Then each notebook is executed as committed, by this interpreter, into a
+    temporary folder; runs without a record are named, not made. The csv, tex and json files, the notebook's part of the
+    manifest, and the table of claims, also in the README, are compared byte for byte. Pictures and the outputs of
+    notebooks must have the SHA-256 that the manifest keeps; a picture may also be the one just drawn.
 
     Args:
-        notebooks: names without suffix; None for all that have committed records (then stray files are reported too).
-        write: put what was drawn, pictures too, in the place of the committed artefacts instead of comparing.
-        drawn: a folder into which the notebooks have been drawn already, as by nbval with EVOALIGN_ARTIFACTS: nothing
-            is executed, and whether notebooks or records changed since then is not seen.
+        notebooks: names without suffix; None for all that have committed records (then stray files are reported, too).
+        write: replace the committed artefacts, pictures included, by those just drawn, instead of comparing.
+        drawn: a folder into which the notebooks have already been drawn, as by nbval with EVOALIGN_ARTIFACTS: nothing
+            is executed, and changes to notebooks or records since then go unnoticed.
 
     Yields:
-        A line per problem as soon as it is found; none where all agrees (or, with write, all was drawn).
+        A line per problem as soon as it is found; none if everything agrees (or, with write, was drawn).
 
     Raises:
-        FileNotFoundError: a named notebook without committed records.
-        ValueError: claims or their lock cannot be read, or the claims cannot be judged by the records.
+        FileNotFoundError: a named notebook has no committed records.
+        ValueError: claims or their lock cannot be read, or the records cannot decide the claims.
     """
     committed = [path.parent.name for path in record_files("tiny")]
     if missing := sorted(set(notebooks or []) - set(committed)):
-        raise FileNotFoundError(f"no paper/results/{missing[0]}/tiny.jsonl; there are: {', '.join(committed)}")
+        raise FileNotFoundError(f"no paper/results/{missing[0]}/tiny.jsonl. Use one of: {', '.join(committed)}")
     unlike = [*record_problems(), *claims.lock_problems()]
     yield from unlike
     if unlike:
@@ -365,17 +366,17 @@ def verify(notebooks: list[str] | None = None, write: bool = False, drawn: Path 
         yield from _compare_files(Path(folder), _CLAIMS)
     blocks = "".join(found[1] for found in _README_BLOCK.findall(_text(paths.ROOT / "README.md")))
     if difference := rendering.first_difference(blocks, markdown):
-        yield f"README.md, its block <!-- claims --> differs: {difference}"
+        yield f"README.md: the block <!-- claims --> differs: {difference}"
     if notebooks is None:
         yield from _unaccounted(chosen)
         yield from _changed_outputs()
 
 
 def redraw(notebook: str) -> None:
-    """Execute a notebook in place, and put what it drew in the place of its committed artefacts.
+    """Execute a notebook in place, and replace its committed artefacts by what it drew.
 
     Raises:
-        FileNotFoundError, ValueError: what `execution.execute` refuses; nothing is changed then.
+        FileNotFoundError, ValueError: as for `execution.execute`; nothing is changed then.
     """
     with tempfile.TemporaryDirectory() as folder:
         execution.execute(notebook, Path(folder))
@@ -383,28 +384,28 @@ def redraw(notebook: str) -> None:
 
 
 def record_problems() -> list[str]:
-    """Return what does not match of the committed records of each scale, index, history and benchmark."""
+    """Return the problems of the committed records of all scales: index, git history and benchmark."""
     files = {*record_files(), *(path.with_suffix(".jsonl") for path in paths.RESULTS.glob("*/*.index"))}
     problems = [problem for path in sorted(files) for problem in index_problems(path)] + lost_from_history()
     bench, kept = paths.RESULTS / "bench.json", paths.RESULTS / "bench.sha256"
     if bench.exists() or kept.exists():
         found = _sha256(bench) if bench.exists() else "no file"
         if not kept.exists() or kept.read_text(encoding="utf-8").strip() != found:
-            problems.append(f"{bench} does not have the SHA-256 of {kept}: restore both from git, or measure anew")
+            problems.append(f"{bench} does not have the SHA-256 in {kept}: restore both from git, or measure again")
     return problems
 
 
 def lost_from_history() -> list[str]:
-    """Name each line of an index that a commit has added and that is no more; none where there is no history of git.
+    """Report each index line that some commit added and that is now gone; nothing without a git history.
 
-    A withdrawn record is quoted in LOG.md by the first 12 digits of the SHA-256 of its line.
+    A withdrawn record is not reported if LOG.md quotes the first 12 digits of the SHA-256 of its line.
     """
     once = provenance.added_lines("paper/results/*/*.index") or []
     log = _text(paths.ROOT / "LOG.md")
     now = {file: set(_text(file).splitlines()) for file, _ in once}
     return [
-        f"{file} has lost the line of spec {line[:16]}, which its history has: restore records and index from git, or "
-        f"say in LOG.md why the record went, and quote {line[17:29]}"
+        f"{file} has lost the line of spec {line[:16]}, which git has: restore records and index from git, or say in "
+        f"LOG.md why the record was withdrawn, and quote {line[17:29]}"
         for file, line in once
         if line not in now[file] and line[17:29] not in log
     ]
@@ -416,7 +417,7 @@ def _compare(notebook: str, folder: Path) -> list[str]:
         _entries(place / "manifest.json", notebook) for place in (paths.GENERATED, folder / "generated")
     )
     difference = rendering.first_difference(*map(rendering.pretty_json, (committed, drawn)))
-    problems = [f"manifest.json, its entries of {notebook}, differs: {difference}"] if difference else []
+    problems = [f"manifest.json: the entries of {notebook} differ: {difference}"] if difference else []
     return problems + _compare_files(folder, sorted({file for entry in drawn.values() for file in entry["files"]}))
 
 
@@ -436,9 +437,9 @@ def _compare_files(folder: Path, files: Iterable[str]) -> list[str]:
 
 
 def _unaccounted(compared: Sequence[str]) -> list[str]:
-    """Return entries of the manifest without their records or files, of all but the notebooks just compared.
+    """Return manifest entries without their records or files, and files that no entry accounts for.
 
-    And artefacts that no entry accounts for.
+    Entries of the notebooks just compared are left out.
     """
     manifest, problems = _read_manifest(paths.GENERATED / "manifest.json"), []
     known = {"generated/manifest.json", *_CLAIMS}
@@ -448,7 +449,7 @@ def _unaccounted(compared: Sequence[str]) -> list[str]:
         if scale == "tiny" and notebook in compared:
             continue
         if not (paths.RESULTS / notebook / f"{scale}.jsonl").exists():
-            problems.append(f"manifest.json: {name} is of {notebook} at {scale}, which has no records: delete it")
+            problems.append(f"manifest.json: {name} belongs to {notebook} at {scale}, which has no records: delete it")
         for file in entry["files"]:
             if not _committed(file).exists():
                 problems.append(f"manifest.json: {name} names {file}, which is missing: restore it from git")
@@ -459,10 +460,10 @@ def _unaccounted(compared: Sequence[str]) -> list[str]:
 
 
 def _changed_outputs() -> list[str]:
-    """Return the notebooks that display something else than what they displayed when they were executed."""
+    """Report the notebooks whose outputs differ from those of their last execution."""
     kept = _read_manifest(paths.GENERATED / "manifest.json")["outputs"]
     return [
-        f"notebooks/{path.name} displays what `python -m evoalign_study execute` did not write: restore it from git, "
+        f"notebooks/{path.name} has outputs that `python -m evoalign_study execute` did not write: restore it from git "
         "or execute it"
         for path in sorted(paths.NOTEBOOKS.glob("*.ipynb"))
         if execution.outputs_digest(path) != kept.get(path.stem)
@@ -472,7 +473,7 @@ def _changed_outputs() -> list[str]:
 def _adopt(notebook: str, folder: Path, outputs: str | None = None) -> None:
     """Replace a notebook's committed artefacts by those just drawn into a folder.
 
-    outputs: the digest of what it displayed meanwhile, if it was executed in place.
+    outputs: the digest of what it displayed, if it was executed in place.
     """
     path = paths.GENERATED / "manifest.json"
     drawn = _read_manifest(folder / "generated" / "manifest.json")
@@ -497,13 +498,13 @@ def _adopt(notebook: str, folder: Path, outputs: str | None = None) -> None:
 
 
 def _committed(file: str) -> Path:
-    """Return where a file named as in the manifest ("figures/...", "generated/...") lies in the repository."""
+    """Return the path in the repository of a file named as in the manifest ("figures/...", "generated/...")."""
     folder, name = file.split("/")
     return {"figures": paths.FIGURES, "generated": paths.GENERATED}[folder] / name
 
 
 def _entries(path: Path, notebook: str) -> dict[str, dict[str, Any]]:
-    """Return the manifest's entries of a notebook at scale tiny, each with the description of its records."""
+    """Return the manifest's entries of a notebook at scale tiny, each with the provenance of its records."""
     manifest = _read_manifest(path)
     return {
         name: entry | {"provenance": manifest["records"].get(entry["records"])}
@@ -513,7 +514,7 @@ def _entries(path: Path, notebook: str) -> dict[str, dict[str, Any]]:
 
 
 def _provenance(records: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """Return the hash of the records, whatever their order, and their specs, versions and commits."""
+    """Return a hash of the records that ignores their order, and their specs, versions and commits."""
     lines = sorted(canonical_json(record) for record in records)
     environments = [record["environment"] for record in records]
     named = {package: {e[package] for e in environments if package in e} for package in VERSIONS}
@@ -537,7 +538,7 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _write_manifest(path: Path, manifest: dict[str, dict[str, Any]]) -> None:
-    """Write a manifest, without the records that no artefact is drawn from and the pictures that none of them has."""
+    """Write a manifest, leaving out records and pictures that belong to none of its artefacts."""
     entries = manifest["artefacts"].values()
     used = {"records": {entry["records"] for entry in entries}, "pictures": {f for e in entries for f in e["files"]}}
     kept = {

@@ -1,6 +1,7 @@
-"""The commands of the paper, `python -m evoalign_study`: check, execute and index what a checkout holds.
+"""The paper's command line, `python -m evoalign_study`: check, execute and index the contents of a checkout.
 
-What is refused is a line on standard error and exit code 1, without traceback; a mistyped argument is exit code 2.
+A refusal prints one line on standard error, without a traceback, and exits with code 1; a mistyped argument exits with
+code 2.
 """
 
 import dataclasses
@@ -20,9 +21,9 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="The notebook
 
 
 def _named(what: str, given: str, known: Sequence[str]) -> str:
-    """Return the known name that is meant, in upper or lower case: of a notebook also a path, or its number alone.
+    """Return the known name that is meant, ignoring case; a notebook may also be given as a path or by its number.
 
-    what: of the names, for the error. Raises BadParameter, with the nearest name, where none is meant.
+    what: what the names stand for, for the error. Raises BadParameter, with the nearest name, if nothing matches.
     """
     name = Path(given.strip()).name.lower().removesuffix(".ipynb")
     for one in known:
@@ -33,7 +34,7 @@ def _named(what: str, given: str, known: Sequence[str]) -> str:
 
 
 def _notebooks(given: Sequence[str]) -> list[str]:
-    """Return the names of notebooks, and of notebooks that have records alone, that are meant."""
+    """Return the names of the notebooks that are meant, including notebooks of which only the records exist."""
     from evoalign_study import paths, records
 
     places = [*paths.NOTEBOOKS.glob("*.ipynb"), *(file.parent for file in records.record_files("tiny"))]
@@ -43,25 +44,25 @@ def _notebooks(given: Sequence[str]) -> list[str]:
 
 @app.command()
 def verify(
-    notebook: Annotated[list[str] | None, typer.Option(help="Only this, such as 01; may be repeated.")] = None,
+    notebook: Annotated[list[str] | None, typer.Option(help="Only this notebook, such as 01; may be repeated.")] = None,
     write: Annotated[bool, typer.Option(help="Replace the committed artefacts instead of comparing.")] = False,
-    drawn: Annotated[str | None, typer.Option(help="Folder that make test has drawn into: executes nothing.")] = None,
+    drawn: Annotated[str | None, typer.Option(help="Folder that make test drew into; nothing is executed.")] = None,
 ) -> None:
-    """Check the committed records by their index, draw every table, number and plotted value again, and compare."""
+    """Check the committed records against their index; redraw and compare every table, number and plotted value."""
     from evoalign_study import artifacts, claims
 
     chosen = _notebooks(notebook or ())
     if drawn and write:
-        raise typer.BadParameter("--write draws anew: leave --drawn out")
+        raise typer.BadParameter("--write draws everything again: omit --drawn")
     if drawn and not Path(drawn, "generated", "manifest.json").is_file():
-        raise typer.BadParameter(f"no notebook was drawn into {drawn}: make test draws all into runs/test")
+        raise typer.BadParameter(f"no notebook was drawn into {drawn}: run make test, which draws all into runs/test")
     disagree = False
     with refusals():
         for problem in artifacts.verify(chosen or None, write, Path(drawn) if drawn else None):
             typer.echo(problem)
             disagree = True
     if claims.once_locked() is None:
-        typer.echo("no history of git here: records and paper/claims.lock were not compared with it")
+        typer.echo("no git history here: records and paper/claims.lock were not compared with it")
     if disagree:
         raise typer.Exit(1)
     typer.echo("written" if write else "all tables, numbers and plotted data agree with the committed records")
@@ -69,9 +70,9 @@ def verify(
 
 @app.command()
 def execute(
-    notebook: Annotated[list[str], typer.Argument(help="Name or number, such as 01_es_countdown or 01; or several.")],
+    notebook: Annotated[list[str], typer.Argument(help="Names or numbers, such as 01_es_countdown or 01.")],
 ) -> None:
-    """Execute notebooks in place as they are committed: outputs without times, and with what they come from."""
+    """Execute notebooks in place; outputs are stored without timestamps, with the commit and cells behind them."""
     from evoalign_study import artifacts, provenance
 
     for name in _notebooks(notebook):
@@ -79,16 +80,16 @@ def execute(
             artifacts.redraw(name)
         typer.echo(f"{name}: executed at commit {provenance.commit()}")
     if provenance.commit().endswith("+"):
-        typer.echo("The code has changes that are not committed. Commit them, and execute once more.")
+        typer.echo("The code has uncommitted changes. Commit them, then execute again.")
 
 
 @app.command()
 def seal() -> None:
-    """Add to the index the committed records that a killed writer or a merge left without a line there."""
+    """Index the committed records that a killed writer or a merge left without a line in the index."""
     from evoalign_study import artifacts, records
 
     for path in records.record_files():
-        with suppress(ValueError):  # what is no record is named below
+        with suppress(ValueError):  # lines that are not records are reported below
             if number := records.index(path):
                 typer.echo(f"{path}: {number} records indexed")
     problems = artifacts.record_problems()
@@ -101,13 +102,13 @@ def seal() -> None:
 def claims(
     id: Annotated[list[str] | None, typer.Option(help="Only this claim, in full; may be repeated.")] = None,
     lock: Annotated[bool, typer.Option("--lock", help="Add the hashes of new rules to paper/claims.lock.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all that is known of each, as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything known about each claim, as JSON.")] = False,
 ) -> None:
-    """Print the claims, with the verdicts that the committed records give."""
+    """Print the claims with their verdicts from the committed records."""
     from evoalign_study import artifacts, claims, records
 
     if lock and (id or as_json):
-        raise typer.BadParameter("--lock prints the lines that it adds: leave --id and --json out")
+        raise typer.BadParameter("--lock prints only the lines that it adds: omit --id and --json")
     if problems := artifacts.record_problems():
         typer.echo("\n".join(problems), err=True)
         raise typer.Exit(1)

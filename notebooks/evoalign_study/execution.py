@@ -1,8 +1,8 @@
-"""Notebooks executed: into a folder, to check what they draw, or in place; and whether outputs come from their sources.
+"""Execute notebooks in place, or into a folder to check what they draw; detect outputs that do not match sources.
 
-`execute` writes into the metadata of a notebook which commit it was executed at, and the digests of its code cells
-(`digests`): a test compares them with the cells that are there now. What a change of any module makes of texts and
-numbers is found by `verify`, which draws them again.
+`execute` stores the commit and the digests of the code cells (`digests`) in a notebook's metadata; a test compares the
+digests with the current cells. If a change to a module changes texts or numbers, `verify` finds out by drawing them
+again.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 def execute_all(folders: dict[str, Path]) -> Iterator[str | None]:
-    """Execute notebooks as committed side by side, without running what has no record.
+    """Execute committed notebooks in parallel, without making the runs that have no record.
 
     Args:
         folders: notebook -> folder for its artefacts.
 
     Yields:
-        For each, in order, what failed, such as a missing record, or None.
+        For each notebook, in order, what failed, such as a missing record, or None.
     """
     from evoalign_lib.engines.processes import default_workers
 
@@ -41,7 +41,7 @@ def execute_all(folders: dict[str, Path]) -> Iterator[str | None]:
     with ThreadPoolExecutor(default_workers()) as pool:
         try:
             yield from pool.map(partial(_dry, started=started), folders, folders.values())
-        except BaseException:  # Ctrl-C, which kernels do not get: end them, or the pool would wait for their notebooks
+        except BaseException:  # Ctrl-C does not reach kernels: end them, or the pool would wait for their notebooks
             pool.shutdown(wait=False, cancel_futures=True)
             for client in started:
                 if client.km is not None and client.km.has_kernel:
@@ -51,13 +51,13 @@ def execute_all(folders: dict[str, Path]) -> Iterator[str | None]:
 
 
 def execute(notebook: str, folder: Path) -> None:
-    """Execute a notebook in place, its artefacts into a folder; what has no record is run.
+    """Execute a notebook in place, and put its artefacts into a folder; runs without a record are made.
 
-    The notebook is written anew only if all cells ran: without the times of execution, with the pieces of a cell's
-    stream joined, and with the commit and the digests of its cells.
+    The notebook is rewritten only if all cells ran: without execution times, with the pieces of a cell's stream joined,
+    and with the commit and the digests of its cells.
 
     Raises:
-        FileNotFoundError: a notebook that is not there.
+        FileNotFoundError: there is no such notebook.
         ValueError: a cell failed.
     """
     import nbformat
@@ -73,7 +73,7 @@ def execute(notebook: str, folder: Path) -> None:
 
 
 def outputs_digest(path: Path) -> str | None:
-    """Return the SHA-256 of all that the code cells of a notebook's file display; None where they display nothing."""
+    """Return the SHA-256 of everything that a notebook's code cells display; None if they display nothing."""
     import nbformat
 
     content = nbformat.read(path, as_version=4)
@@ -87,14 +87,14 @@ def digests(content: NotebookNode) -> list[str]:
 
 
 def _dry(notebook: str, folder: Path, started: list[NotebookClient]) -> str | None:
-    """Execute a notebook as committed; return what failed. The client, which has the kernel, is added to `started`."""
+    """Execute a notebook as a dry run; return what failed. The client, which owns the kernel, is added to `started`."""
     import nbformat
 
     path = paths.NOTEBOOKS / f"{notebook}.ipynb"
     if not path.exists():
         return f"notebooks/{notebook}.ipynb is missing, though it has committed records"
     content = nbformat.read(path, as_version=4)
-    # after the parameters, as papermill would: what has no record is named and not trained for hours
+    # after the parameters cell, as papermill does: runs without a record are named, not trained for hours
     after = next((i + 1 for i, cell in enumerate(content.cells) if "parameters" in cell.metadata.get("tags", ())), 0)
     content.cells.insert(after, nbformat.v4.new_code_cell("dry_run = True"))
     return _run(notebook, content, folder, started, timeout=600)
@@ -117,7 +117,7 @@ def _run(
             return KernelSpec(**get_kernel_dict())
 
     how = {"kernel_manager_class": ThisInterpreter, "timeout": timeout, "record_timing": False}
-    how["coalesce_streams"] = True  # where a stream breaks depends on timing alone
+    how["coalesce_streams"] = True  # where a stream is split depends only on timing
     client = NotebookClient(content, resources={"metadata": {"path": str(paths.NOTEBOOKS)}}, **how)
     started.append(client)
     try:

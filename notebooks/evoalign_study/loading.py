@@ -1,4 +1,4 @@
-"""Load the runs of a notebook by the names of their groups, and make those that are missing."""
+"""Load a notebook's runs by the names of their groups, and make the missing ones."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ Records = Mapping[str, Sequence[Record]]
 
 
 class Group(NamedTuple):
-    """Training runs under one name: an arm on each of some bases, with each change of its settings and each seed."""
+    """Training runs under one name: one arm, on each base, with each change of the settings and each seed."""
 
     arm: str
     bases: Sequence[str]
     seeds: int | Sequence[int]
-    """How many, 0, 1, 2 and so on, which the parameter `seeds` replaces; or the seeds themselves."""
+    """Number of seeds (0, 1, 2, ...), which the parameter `seeds` overrides; or the seeds themselves."""
     settings: Mapping[str, Any]
     """As for `train_specs`."""
     changes: Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Mapping[str, Any]]] = ({},)
-    """What to change in the settings: one entry per setting of the group; or base -> its own such list."""
+    """Changes to the settings, one entry per variant of the group; or base -> its own list of changes."""
     after: tuple[str, ...] = ()
-    """Groups whose records choose the settings: they are loaded first."""
+    """Groups whose records determine the settings: they are loaded first."""
     ledgers: Sequence[str] = ()
     """Bases whose runs keep their ledgers."""
     scale: str = ""
-    """Of the runs; empty: that of the notebook (`of_tiny_world` gives another)."""
+    """Scale of the runs; empty: the notebook's (`of_tiny_world` may give another)."""
 
 
 class After(NamedTuple):
-    """Specs of runs of another kind that are made from the records of other groups; none before these are loaded."""
+    """Specs of another kind of run, built from the records of other groups; none before those are loaded."""
 
     specs: Sequence[Spec]
     after: tuple[str, ...]
@@ -56,25 +56,26 @@ Groups = Mapping[str, Group | After | Sequence[Spec]]
 class Loader:
     """Loads the runs of a notebook by the names of their groups.
 
-    A group is *made anew* with `force`, unless `retrain` names others: its runs then go beside the committed records.
+    With `force`, a group is *made anew*, unless `retrain` names only other groups: its runs are then stored beside the
+    committed records.
 
     Attributes:
-        names: of all groups, in the order in which the notebook declares them.
-        records: group -> records, of all groups loaded so far.
+        names: names of all groups, in the order in which the notebook declares them.
+        records: group -> records, for all groups loaded so far.
     """
 
     def __init__(self, notebook: str, run: SimpleNamespace, groups: Callable[[SimpleNamespace, Records], Groups]):
-        """Make the specs of all groups, so that what no run can have is refused before any work.
+        """Build the specs of all groups, so that invalid settings are refused before any work.
 
         Args:
             notebook: name without suffix.
-            run: the notebook's parameters and settings, of `parameters.check_parameters`.
-            groups: makes the groups from `run` and the records loaded so far. A group that comes `after` another has
-                its name, and stand-ins for its settings, before the other is loaded.
+            run: the notebook's parameters and settings, from `parameters.check_parameters`.
+            groups: builds the groups from `run` and the records loaded so far. A group that comes `after` another has
+                its name, with placeholder settings, before the other is loaded.
 
         Raises:
-            ValueError: `retrain` without `force`; a group of `retrain` that is not there, with the nearest name; or
-                what making the specs refuses.
+            ValueError: `retrain` without `force`; a group in `retrain` that does not exist (suggests the nearest name);
+                or whatever building the specs refuses.
         """
         self._notebook, self._run, self._groups = notebook, run, groups
         self.records: dict[str, list[Record]] = {}
@@ -85,7 +86,7 @@ class Loader:
             _check_name(f"retrain={run.retrain!r}", name, self.names)
 
     def specs(self) -> dict[str, list[Spec]]:
-        """Return the specs of all groups; a group whose `after` is not loaded yet has stand-ins for its settings."""
+        """Return the specs of all groups; a group whose `after` is not loaded yet has placeholder settings."""
         return {name: self._specs_of(name, group) for name, group in self._groups(self._run, self.records).items()}
 
     def table(self) -> DataFrame:
@@ -94,21 +95,21 @@ class Loader:
 
         rows = []
         for name, group in self._groups(self._run, self.records).items():
-            if specs := self._specs_of(name, group):  # none where they are made from records that are not loaded yet
+            if specs := self._specs_of(name, group):  # none if they are built from records that are not loaded yet
                 row = {"group": name, "runs": len(specs), "arm or kind": _all("arm", specs) or _all("kind", specs)}
                 row |= {"bases": _all("base", specs), "seeds": _seeds_in_words(specs)}
                 rows.append(row | {"changed": _changes_in_words(group)})
         return DataFrame(rows).set_index("group")
 
     def __call__(self, *names: str) -> dict[str, list[Record]]:
-        """Return the records of groups: load what exists, run what is missing, and first the groups they come after.
+        """Return the records of groups: load what exists and run what is missing, their `after` groups first.
 
-        A spec that two groups have is run once; it is made anew if one of them is. All runs made anew share a pool of
-        processes and a progress bar, and so do all others. A group that was loaded before is returned as it was.
+        A spec that two groups share is run once; it is made anew if either group is. All runs made anew share a pool of
+        processes and a progress bar, and so do all others. A group that is already loaded is returned as it is.
 
         Raises:
-            ValueError: a group that is not there, with the nearest name.
-            Exception: what `sweep.load_or_run` raises, such as `DryRun`.
+            ValueError: a group does not exist; suggests the nearest name.
+            Exception: whatever `sweep.load_or_run` raises, such as `DryRun`.
         """
         for name in names:
             _check_name("load", name, self.names)
@@ -122,7 +123,7 @@ class Loader:
         return {name: self.records[name] for name in names}
 
     def _load_or_run(self, specs: Mapping[str, list[Spec]], groups: Groups) -> dict[str, Record]:
-        """Return spec hash -> record: first of what is loaded, then of what is made anew, scale by scale."""
+        """Return spec hash -> record; runs to be made anew come after the others, scale by scale."""
         run, found = self._run, {}
         wanted = {spec_hash(spec): spec for own in specs.values() for spec in own}
         anew = {spec_hash(spec) for name, own in specs.items() if made_anew(run, name) for spec in own}
@@ -152,13 +153,13 @@ class Loader:
 
 
 def decodings(run: SimpleNamespace, of: Records, names: Sequence[str], *also: Mapping[str, Any]) -> After:
-    """Return runs that measure the models of groups again, under more temperatures than their records have.
+    """Return the runs that measure the models of groups again, at more temperatures than their records have.
 
     Only models of the tiny world are measured again. A run that several groups have is measured once.
 
     Args:
-        names: groups, measured at `run.temperatures`.
-        *also: further measurements: `groups`, and arguments of `decoding_specs` in the place of these.
+        names: groups to measure at `run.temperatures`.
+        *also: further measurements: `groups`, and arguments of `decoding_specs` instead of these temperatures.
     """
     wanted = [{"groups": names, "temperatures": run.temperatures}, *map(dict, also)]
     asked = tuple(dict.fromkeys(name for one in wanted for name in one["groups"]))
@@ -170,26 +171,26 @@ def decodings(run: SimpleNamespace, of: Records, names: Sequence[str], *also: Ma
 
 
 def made_anew(run: SimpleNamespace, group: str) -> bool:
-    """Say whether a group is made again: with `force`, all groups or those that `retrain` names."""
+    """Return whether a group is made anew: with `force`, all groups are, or those that `retrain` names."""
     return run.force and (not run.retrain or group in run.retrain)
 
 
 def seed_count(run: SimpleNamespace, group: str, n: int) -> int:
-    """Return the number of seeds of a group: n, or the parameter `seeds`, which `force` limits to what is made anew."""
+    """Return a group's number of seeds: n, or the parameter `seeds`; with `force` only if the group is made anew."""
     return run.seeds if run.seeds and (made_anew(run, group) or not run.force) else n
 
 
 def of_runs(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a notebook's settings that runs are made from: makers of specs refuse any other."""
+    """Return the settings of a notebook that go into specs; the functions that build specs refuse any other."""
     known = settings_of_runs()
     return {name: value for name, value in settings.items() if name in known}
 
 
 def own_settings(run: SimpleNamespace, arm: str) -> dict[str, Any]:
-    """Return a notebook's settings of runs (`of_runs`) with an arm's own in the place of the common ones.
+    """Return a notebook's settings of runs (`of_runs`), with an arm's own instead of the common ones.
 
-    Those whose names begin with the arm's sweep are its own: `es_steps` becomes `steps` of all ES arms, `grpo_steps`
-    of GRPO and its relatives. An arm without a sweep has those that begin with its name.
+    An arm's own settings have names that begin with the arm's sweep: `es_steps` becomes `steps` for all ES arms,
+    `grpo_steps` for GRPO and its relatives. For an arm without a sweep, they begin with its own name.
     """
     prefix = f"{arms.get(arm).sweep or arm}_"
     own = {name.removeprefix(prefix): value for name, value in vars(run).items() if name.startswith(prefix)}
@@ -197,7 +198,7 @@ def own_settings(run: SimpleNamespace, arm: str) -> dict[str, Any]:
 
 
 def scaled(run: SimpleNamespace, choices: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """Return settings of the tiny models times `sweep_factors`, the factors of the scale."""
+    """Return settings of the tiny models, multiplied by `sweep_factors`, the factors of the scale."""
     return [{name: value * run.sweep_factors.get(name, 1) for name, value in choice.items()} for choice in choices]
 
 
@@ -212,15 +213,15 @@ def ranked_choices(run: SimpleNamespace, arm: str, sweep: Sequence[Record] | Non
 
 
 def chosen_by(sweep: str, choices: Sequence[Any]) -> tuple[str, ...]:
-    """Return the sweep that runs have to wait for (`Group.after`): none where it has one choice, as at scale smoke."""
+    """Return the sweep that runs must wait for (`Group.after`): none if there is one choice, as at scale smoke."""
     return (sweep,) if len(choices) > 1 else ()
 
 
 def of_tiny_world(run: SimpleNamespace, preset: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return scale and settings for what only the tiny world's models are small enough to measure exactly.
+    """Return scale and settings for exact measurements, for which only the tiny world's models are small enough.
 
-    They are the notebook's own where its first base is one of these models; else those of scale tiny, whose records are
-    committed, so that a notebook on another model still shows them.
+    They are the notebook's own if its first base is one of these models; otherwise those of scale tiny, whose records
+    are committed, so that a notebook on another model still shows them.
 
     preset: the notebook's settings at scale tiny.
     """
@@ -228,9 +229,9 @@ def of_tiny_world(run: SimpleNamespace, preset: Mapping[str, Any]) -> tuple[str,
 
 
 def of_size(settings: Mapping[str, Any], N: int) -> dict[str, Any]:
-    """Return what a population of N members changes in a setting of ES, at the same number of evaluated members.
+    """Return the changes to an ES setting for a population of N, at the same number of evaluated members.
 
-    alpha grows with N, so that steps, which are fewer, go as far together; the walk then has the same length.
+    alpha grows with N, so that the fewer steps go as far in total, and the walk has the same length.
     """
     size = settings["population_size"]
     return {"population_size": N, "steps": round(settings["steps"] * size / N), "alpha": settings["alpha"] * N / size}

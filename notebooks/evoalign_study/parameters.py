@@ -1,4 +1,4 @@
-"""The parameters of a notebook: their check before any work, and what a notebook says it runs on."""
+"""Check a notebook's parameters before any work, and announce what it runs on."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ if TYPE_CHECKING:
 _COMMON = {"model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
 PARAMETERS = ("scale", *_COMMON)
 _MOST = 1_000_000
-_MOST_SEEDS = 10_000  # or GPUs
+_MOST_SEEDS = 10_000  # also for GPUs
 _PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
-_MAY_BE_EMPTY = ("prompt_counts",)  # though no scale has it so: then a section of notebook 05 is left out
+_MAY_BE_EMPTY = ("prompt_counts",)  # though no scale leaves it empty: notebook 05 then skips a section
 
 
 def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[str, Any]]) -> SimpleNamespace:
-    """Check a notebook's parameters before any work, and give it its settings.
+    """Check a notebook's parameters before any work, and return them with its settings.
 
     Args:
-        namespace: the notebook's `globals()`, holding the seven common parameters and what `papermill -p` injected
-            (which gives the texts "true" and "false" for truth values: they are replaced by these).
-        presets: scale -> settings of the notebook at that scale. Each can be overridden one by one with `papermill -p`.
+        namespace: the notebook's `globals()`, with the seven common parameters and whatever `papermill -p` injected.
+            It passes truth values as the texts "true" and "false", which are replaced here by the values.
+        presets: scale -> the notebook's settings at that scale. `papermill -p` can override them one by one.
 
     Returns:
-        The seven parameters, the scale's settings with overrides applied, and `aside`: whether this is anything but the
-        scale as it stands (force, seeds, model, an override, smoke), so that nothing may be written among the
-        committed records and artefacts.
+        The seven parameters, the scale's settings with overrides applied, and `aside`: whether this run departs from
+        the plain scale (force, seeds, model, an override, smoke), so that nothing may be written among the committed
+        records and artefacts.
 
     Raises:
-        ValueError: an unknown scale, a name that is neither a parameter nor a setting (with the nearest one), a
-            missing parameter, a value of another type than it should have, an empty list, or a number that is not
-            finite, negative, zero or huge where no scale has such a one, an unknown engine, a scale without preset.
+        ValueError: an unknown scale; a name that is neither a parameter nor a setting (suggests the nearest one); a
+            missing parameter; a value of the wrong type; an empty list, or a number that is not finite, negative,
+            zero or huge, where no scale has such a value; an unknown engine; a scale without presets.
 
     >>> check_parameters(
     ...     dict(scale="tiny", model="", engine="local", gpus=0, seeds=0, force=False, dry_run=False, stpes=3),
@@ -62,9 +62,9 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
     settings |= {name: value for name, value in given.items() if name in settings}
     engine, gpus, model = (namespace[name] for name in ("engine", "gpus", "model"))
     local = engine == "local"
-    require(not (gpus and local), f"gpus={gpus!r}: engine 'local' runs on CPU cores only, set gpus=0.")
+    require(not (gpus and local), f"gpus={gpus!r}: engine 'local' runs on CPU cores only. Set gpus=0.")
     own = scale == "full" or (local and not model)
-    require(own, f"engine={engine!r}, model={model!r}: scale {scale!r} has engine 'local' and its own models.")
+    require(own, f"engine={engine!r}, model={model!r}: scale {scale!r} has own models on 'local'. Set scale='full'.")
     aside = scale == "smoke" or any(bool(namespace[name]) for name in ("force", "seeds", "model"))
     aside |= settings != dict(presets[scale])
     namespace["_parameters_checked"] = check_parameters
@@ -72,9 +72,9 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
 
 
 def announce(run: SimpleNamespace, notebook: str) -> None:
-    """Print what a notebook runs on: scale, device, versions, the code's commit; with `dry_run`, that it will stop.
+    """Print what a notebook runs on: scale, device, versions, code commit; with `dry_run`, also that it will stop.
 
-    In IPython a dry run then ends with its message alone: no traceback, and papermill's exit code is 0.
+    In IPython, a dry run then ends with its message only: no traceback, and papermill exits with code 0.
     """
     found = provenance.environment(run.engine, run.gpus or 1)
     device = found.pop("device")
@@ -88,13 +88,13 @@ def announce(run: SimpleNamespace, notebook: str) -> None:
 
 
 def _end_of_dry_run(shell: Any, kind: type, error: BaseException, trace: Any, tb_offset: int | None = None) -> None:
-    """Print what a dry run found. None of the cells after it runs, by an error that papermill takes for no failure."""
+    """Print what a dry run found, and stop the notebook; papermill does not count this stop as a failure."""
     print(error)
     shell.showtraceback((SystemExit, SystemExit(0), None), exception_only=True)
 
 
 def table(presets: Mapping[str, Mapping[str, Any]]) -> DataFrame:
-    """Return the settings as a table: those of the first scale, and where another scale differs, its own.
+    """Return the settings as a table: all of the first scale, and of each other scale those that differ.
 
     presets: as for `check_parameters`.
     """
@@ -110,10 +110,10 @@ def table(presets: Mapping[str, Mapping[str, Any]]) -> DataFrame:
 
 
 def _given(namespace: Mapping[str, Any], presets: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the names that are parameters, or that somebody took for some: plain values, not IPython's or private.
+    """Return the names that are parameters or were meant to be: plain values, neither IPython's nor private.
 
-    When the cell runs again, the names that later cells define are there too: only what the parameters cell sets, as it
-    ran last, is judged then.
+    If the parameters cell runs again, the namespace also holds what later cells defined. Then only the names that the
+    cell set in its latest run are returned, and the scale's settings.
     """
     names = [name for name in PARAMETERS if name in namespace]
     if namespace.get("_parameters_checked") is check_parameters:
@@ -128,7 +128,7 @@ def _given(namespace: Mapping[str, Any], presets: Mapping[str, Mapping[str, Any]
 
 
 def _check(given: Mapping[str, Any], presets: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise ValueError, naming it, for a name that is not known or a value unlike those of all scales."""
+    """Raise ValueError, naming the parameter, for an unknown name or a value unlike those of all scales."""
     from pydantic import ConfigDict, Field, ValidationError, create_model
 
     scale = given["scale"]
@@ -146,7 +146,7 @@ def _check(given: Mapping[str, Any], presets: Mapping[str, Mapping[str, Any]]) -
         if first["type"] == "extra_forbidden":
             raise ValueError(
                 f"unknown parameter {name!r}.{nearest(name, fields, cutoff=0.5)} Known: {', '.join(sorted(fields))}. "
-                f"(In JupyterLab, take it out, run 'del {name}', and run the parameters cell again.)"
+                f"(In JupyterLab, remove it, run 'del {name}', then run the parameters cell again.)"
             ) from None
         example = next((e for e in examples.get(name, ()) if e is not None), _COMMON.get(name))
         value = f"{first['input']!r:.80}" if isinstance(first["input"], _PLAIN) else type(first["input"]).__name__
@@ -154,9 +154,9 @@ def _check(given: Mapping[str, Any], presets: Mapping[str, Mapping[str, Any]]) -
 
 
 def _type(examples: Sequence[Any], most: int = _MOST, name: str = "") -> Any:
-    """Return the type that pydantic checks a value by, from the values of all scales.
+    """Return the type that pydantic checks a value against, inferred from the values of all scales.
 
-    An empty text or list, zero, a negative number and None are taken where a scale has such a one.
+    An empty text or list, zero, a negative number and None are accepted only where some scale has such a value.
     """
     from pydantic import Field
 

@@ -1,4 +1,4 @@
-"""The repository's folders as absolute paths, whatever the current directory is.
+"""Absolute paths of the repository's folders, whatever the current directory is.
 
 The notebooks, records and figures belong to a checkout, and so does this package: `make` installs it from there with
 `pip install -e notebooks`.

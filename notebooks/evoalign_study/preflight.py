@@ -1,21 +1,21 @@
-"""Whether a run at full scale fits, from the model's config alone: memory by component, completions, tokens, remedies.
+"""Plan a run at full scale from the model's config alone: whether it fits, memory by component, completions, tokens.
 
-`sweep.load_or_run` prints the plans of the training runs and of the sampling that it is about to do, and stops where
-one cannot fit. No weights are read and nothing is run. Memory is that of `evoalign_lib.footprint`, on these
-assumptions; of hours a plan says nothing: time one step of a run.
+`sweep.load_or_run` prints the plans of the training and sampling runs that it is about to start, and stops if one
+cannot fit. No weights are read and nothing is run. A plan does not estimate hours: for those, time one step of a run.
+Memory is computed by `evoalign_lib.footprint`, on these assumptions:
 
-1. ES on vLLM: every GPU of an engine holds its share of the working copy, in the model's dtype, of the float32 master,
-   and with anchor_decay of the starting weights. The KV cache is wanted for a completion of full length in each row
-   that is decoded at once; where there is room for fewer rows, vLLM lets the others wait, and only less than one row is
-   refused. Over an adapter there is no master: every GPU holds the adapters of a batch of members instead.
-2. Gradient arms on GPUs: plain data parallel. Every GPU holds all that a method keeps (`footprint.bytes_of`), with
-   several GPUs the buckets of DistributedDataParallel, and vLLM's own copy beside them. Nothing is sharded, so more
-   GPUs make no model fit. An adapter has one GPU, with the base and a merged copy in float32.
-3. The process that drives a run keeps on the CPU the loaded model, the float32 master and a copy of it from the start;
-   of a gradient arm each process does.
-4. Every completion is as long as it may be, and a prompt has the tokens that its task says (`Measures.prompt_tokens`).
-5. Models beside the policy (`judge_models`) are not counted. They are loaded before a run trains: what does not fit
-   fails at once.
+1. ES on vLLM: every GPU of an engine holds its share of the working copy in the model's dtype, of the float32 master
+   and, with anchor_decay, of the starting weights. The KV cache should hold a completion of full length in each row
+   that is decoded at once. If fewer rows fit, vLLM lets the others wait; a run is refused only if not even one row
+   fits. With an adapter there is no master: every GPU holds the adapters of a batch of members instead.
+2. Gradient arms on GPUs: plain data parallelism. Every GPU holds everything that a method keeps
+   (`footprint.bytes_of`), vLLM's own copy and, with several GPUs, the buckets of DistributedDataParallel. Nothing is
+   sharded, so more GPUs do not help a model fit. An adapter uses one GPU, with the base and a merged copy in float32.
+3. The process that drives a run keeps the loaded model, the float32 master and a copy of its initial weights on the
+   CPU; for a gradient arm, each process does.
+4. Every completion has the maximum length, and a prompt as many tokens as its task states (`Measures.prompt_tokens`).
+5. Judge and reward models loaded next to the policy (`judge_models`) are not counted. They are loaded before a run
+   trains, so what does not fit fails at once.
 """
 
 import os
@@ -34,12 +34,12 @@ from evoalign_study.records import Spec
 
 GIB = 2**30
 GPU_GIB = 80.0
-"""GiB of a GPU where none is visible: assumed."""
+"""Assumed memory of a GPU where none is visible, GiB."""
 RESERVE_GIB = 4.0
-"""GiB per GPU for CUDA's context, NCCL, CUDA graphs and the activations of vLLM's prefill: assumed. (vLLM's logs show
+"""Assumed GiB per GPU for CUDA's context, NCCL, CUDA graphs and the activations of vLLM's prefill. (vLLM's logs show
 0.4 to 2.5 GiB of graphs; a batch of 16,384 tokens of a 72 B model on 8 GPUs has about 2 GiB in its MLP.)"""
 CONCURRENT = 256
-"""Rows decoded at once by an engine: vLLM's max_num_seqs, and `ESConfig.chunk_rows`."""
+"""Rows that an engine decodes at once: vLLM's max_num_seqs, and `ESConfig.chunk_rows`."""
 _OF_VLLM = ("rollout copy", "reserve (assumed)", "KV cache")
 
 Memory = dict[str, float]
@@ -47,12 +47,12 @@ Memory = dict[str, float]
 
 
 class DoesNotFit(ValueError):
-    """A run that needs more memory than there is; the message has the numbers and what to do."""
+    """Raised if a run needs more memory than there is; the message has the numbers and the remedies."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one run needs. Equal plans differ in seeds and in settings that change neither memory nor work."""
+    """Memory and work that one run needs. Runs with equal plans differ in seeds, or in settings that change neither."""
 
     name: str
     """arm or kind, and model"""
@@ -62,32 +62,32 @@ class Plan:
     gpu_gib: float
     """memory of each GPU, GiB"""
     processes: int
-    """that drive runs on the machine"""
+    """number of processes that drive runs on the machine"""
     completions: int
-    """of the run, at most"""
+    """maximum number of completions in the run"""
     new: int
-    """tokens of a completion, at most"""
+    """maximum tokens of a completion"""
     prompt: int
     """tokens of a prompt, assumed"""
     wanted: int
     """completions that an engine would decode at once if it had the memory"""
     rows: int
-    """as many as it has memory for"""
+    """completions that it has the memory to decode at once"""
     gpu_memory: Memory
-    """of each GPU"""
+    """needed on each GPU"""
     host_memory: Memory
-    """of each process that drives a run"""
+    """needed by each process that drives a run"""
     engines: int = 1
-    """of vLLM, or data parallel replicas"""
+    """number of vLLM engines, or of data-parallel replicas"""
     tensor_parallel: int = 1
-    """GPUs of an engine"""
+    """GPUs per engine"""
     host_gib: float | None = None
-    """memory of the machine, GiB; None: not known"""
+    """memory of the machine, GiB; None: unknown"""
     problem: str = ""
-    """why it does not fit, and what to do; empty where it fits"""
+    """why it does not fit, and what to do; empty if it fits"""
 
     def text(self, which: str = "") -> str:
-        """The plan as a table for a reader; which: the runs that have it."""
+        """Return the plan as a readable table; which: the runs that have this plan."""
         lines = [("run", f"{self.name}{which and f', {which}'}"), ("on", "CPU cores: no GPU is used")]
         if self.gpus:
             idle = self.gpus - self.engines * self.tensor_parallel
@@ -104,8 +104,8 @@ class Plan:
 
 
 def _table(head: str, parts: Memory, room: float | None) -> list[tuple[str, str]]:
-    """Return components of memory as lines, with their sum and what there is, in GiB."""
-    there = "what the machine has is not known here" if room is None else f"of {room:.1f}"
+    """Return memory components as lines, with their sum and the memory that there is, in GiB."""
+    there = "the memory of the machine is unknown here" if room is None else f"of {room:.1f}"
     rows = [f"{size / GIB:9.1f}  {name}" for name, size in parts.items()]
     return [("memory", f"{head}, GiB:"), *(("", row) for row in [*rows, f"{_gib(parts):9.1f}  in all, {there}"])]
 
@@ -117,15 +117,15 @@ def _gib(parts: Memory) -> float:
 def plan(
     config: Any, spec: Spec, *, gpus: int = 1, gpu_gib: float = GPU_GIB, host_gib: float | None = None, runs: int = 1
 ) -> Plan:
-    """Plan one run of training, or of sampling.
+    """Plan one training or sampling run.
 
     Args:
-        config: the model's, as for `memory.shape`.
-        spec: of `train_specs` or `sampled_specs`, or a dictionary with the same settings.
-        gpus: GPUs for the run; 0 on CPU cores.
+        config: the model's config, as for `memory.shape`.
+        spec: from `train_specs` or `sampled_specs`, or a dictionary with the same settings.
+        gpus: number of GPUs for the run; 0: CPU cores.
         gpu_gib: memory of each GPU, GiB.
-        host_gib: memory of the machine, GiB; None: not known, and nothing is refused for it.
-        runs: at once on the machine.
+        host_gib: memory of the machine, GiB; None: unknown, and no reason to refuse a run.
+        runs: number of runs at once on the machine.
 
     Raises:
         ValueError: an unknown arm or task, or a tensor_parallel that does not suit the GPUs and the model.
@@ -138,7 +138,7 @@ def plan(
         completions = (spec["block"][1] - spec["block"][0]) * spec["samples"]
     else:
         completions = prod(spec[name] for name in trainers.of(spec["arm"]).completions)
-        completions *= arms.get(spec["arm"]).options.get("fitness") != "random"  # which generates none
+        completions *= arms.get(spec["arm"]).options.get("fitness") != "random"  # a random fitness generates none
     place = _place_members if members else _place_gradients
     placed = place(model, spec, work, gpus, gpu_gib, completions)
     host, processes = _gib(placed["host_memory"]), runs * (1 if members else max(1, gpus))
@@ -146,7 +146,7 @@ def plan(
         fewer, parts = int(host_gib * runs // (host * processes)), placed["host_memory"]
         placed["problem"] = (
             f"{model.d:,} parameters need {host:.1f} GiB of the host's memory in each of {processes} processes, most "
-            f"of it for: {max(parts, key=parts.get)}; this machine has {host_gib:.1f} GiB. Take "
+            f"of it for: {max(parts, key=parts.get)}; this machine has {host_gib:.1f} GiB. Use "
             f"{f'workers={fewer}, ' if fewer else ''}a smaller micro_batch or model, or a machine with more memory."
         )
     name, counts = f"{spec.get('arm', 'sampled')} of {spec['base']}", (completions, work.new, work.prompt)
@@ -156,7 +156,7 @@ def plan(
 def _place_members(
     model: Shape, spec: Spec, work: footprint.Work, gpus: int, gpu_gib: float, completions: int
 ) -> dict[str, Any]:
-    """The smallest tensor parallel size with a KV cache for all rows; else the one with most rows."""
+    """Place an ES or sampling run at the smallest tensor parallel size whose KV cache holds all rows, or else most."""
     sampled, length = spec.get("kind") == "sampled", work.prompt + work.new
     rank = memory.padded_rank(spec["lora_rank"]) if "lora_rank" in spec else 0
     adapter = footprint.adapter_parameters(model, rank) if rank else 0
@@ -172,7 +172,7 @@ def _place_members(
     def held(t: int, rows: int) -> Memory:
         share = memory.rank_parameters(model, t)
         moved = {"master, float32": 4.0 * share}
-        if adapter:  # each GPU may hold the whole of them
+        if adapter:  # each GPU may hold all of them
             moved = {f"adapters of {memory.MEMBERS_A_BATCH} members": memory.MEMBERS_A_BATCH * model.width * adapter}
         starts = {f"starting weights, {model.dtype}": model.width * share} if anchored else {}
         parts = {f"working copy, {model.dtype}": model.width * share} | moved | starts
@@ -184,7 +184,7 @@ def _place_members(
     sizes = memory.tensor_parallel_sizes(model, gpus)
     if (chosen := spec.get("tensor_parallel")) is not None:
         if chosen not in sizes:
-            raise ValueError(f"tensor_parallel={chosen} does not suit {gpus} GPUs and this model: take one of {sizes}.")
+            raise ValueError(f"tensor_parallel={chosen} does not suit {gpus} GPUs and this model: use one of {sizes}.")
         sizes = [chosen]
     t = max(sizes, key=lambda size: (min(wanted, tokens(size) // length), -size))
     rows, problem = min(wanted, max(1, tokens(t) // length)), ""
@@ -196,8 +196,8 @@ def _place_members(
         remedies += [f"max_completion_length={spare} or less"] if spare > 0 else []
         problem = (
             f"{model.d:,} parameters need {_gib(held(t, 1)):.1f} GiB on each GPU at tensor parallel {t}, with a KV "
-            f"cache for one completion, and {room_gib:.1f} may be used. "
-            f"Take {', '.join([*remedies, 'larger GPUs or a smaller model'])}."
+            f"cache for one completion, but only {room_gib:.1f} may be used. "
+            f"Use {', '.join([*remedies, 'larger GPUs or a smaller model'])}."
         )
     host = {f"model, {model.dtype}": model.width * model.d, "master, float32": 4.0 * (adapter or model.d)} | start
     split = {"engines": gpus // t, "tensor_parallel": t, "rows": rows, "wanted": wanted, "problem": problem}
@@ -207,7 +207,7 @@ def _place_members(
 def _place_gradients(
     model: Shape, spec: Spec, work: footprint.Work, gpus: int, gpu_gib: float, completions: int
 ) -> dict[str, Any]:
-    """All on every GPU, with a KV cache for as many rows as there is room for; or all on the CPU."""
+    """Place everything on every GPU, with a KV cache for as many rows as fit; or everything on the CPU."""
     sft, rollouts = trainers.of(spec["arm"]).samples_first, completions // spec.get("steps", 1)
     mine = ceil(rollouts / max(1, gpus))
     wanted = min(CONCURRENT, mine) if sft else mine
@@ -232,15 +232,15 @@ def _place_gradients(
     rows = min(wanted, max(1, int((room - without) // (one - without))))
     if one > room:
         divisors = [m for m in range(1, micro) if sft or mine % m == 0]
-        # the last one is the largest with which all rows have their KV cache, if there is one
+        # the last one is the largest at which the KV cache holds all rows, if there is one
         smaller = [m for many in (1, wanted) for m in divisors if _gib(needs(many, m)) <= room]
         alone = gpus > 1 and _gib(needs(1, 1, gpus=1)) <= room
         remedy = f"Set {'batch_size' if sft else 'micro_batch'}={(smaller or [0])[-1]}."
         if not smaller:
             remedies = ["1 GPU, which needs no buckets"] * alone + ["a smaller max_completion_length", "larger GPUs"]
-            remedy = f"Nothing is sharded: more GPUs do not help. Take {', '.join(remedies)}, a smaller model, or ES."
+            remedy = f"Nothing is sharded: more GPUs do not help. Use {', '.join(remedies)}, a smaller model, or ES."
         problem = (
-            f"{model.d:,} parameters need {one:.1f} GiB on every GPU with {micro} rows in a backward pass, and "
+            f"{model.d:,} parameters need {one:.1f} GiB on every GPU with {micro} rows in a backward pass, but only "
             f"{room:.1f} may be used. {remedy}"
         )
     host = {f"model in which it is measured, {model.dtype}": model.width * model.d} | starts
@@ -248,22 +248,22 @@ def _place_gradients(
     return split | {"gpu_memory": needs(rows, micro), "host_memory": host}
 
 
-# ---- what load_or_run asks
+# ---- the check before runs are made
 
 
 def check(specs: Sequence[Spec], *, workers: int | None = None) -> None:
-    """Print the plans of training runs and of sampling among specs, equal ones once, and refuse what cannot fit.
+    """Print the plans of the training and sampling runs among specs, equal ones once, and refuse what cannot fit.
 
     Args:
-        specs: of runs that are about to be made, with their engine and gpus (see `train_specs`); other kinds are left
-            out. With another engine than "local" 0 GPUs mean tensor_parallel of them.
-        workers: processes of engine "local"; None: one per core.
+        specs: specs of the runs about to be made, with their engine and gpus (see `train_specs`); other kinds are
+            skipped. With an engine other than "local", 0 GPUs mean tensor_parallel GPUs.
+        workers: number of processes of engine "local"; None: one per core.
 
     Raises:
-        DoesNotFit: a run needs more memory than there is; raised when all plans are printed.
-        ValueError: as `plan`; or a gradient arm with more GPUs than are visible.
+        DoesNotFit: a run needs more memory than there is; raised after all plans are printed.
+        ValueError: as for `plan`; or a gradient arm has more GPUs than are visible.
     """
-    from evoalign_lib.engines.processes import default_workers  # here: with it comes torch, which no plan needs
+    from evoalign_lib.engines.processes import default_workers  # imported here: it brings torch, which no plan needs
 
     if not (planned := [spec for spec in specs if spec["kind"] in ("train", "sampled")]):
         return
@@ -275,10 +275,10 @@ def check(specs: Sequence[Spec], *, workers: int | None = None) -> None:
     plans: dict[str, tuple[Plan, list[Spec]]] = {}
     for spec in planned:
         gpus, trained = _gpus_of(spec), spec["kind"] == "train"
-        # members go to any machine of a cluster
+        # only members can go to other machines of a cluster
         if 0 < seen < gpus and trained and ("lora_rank" in spec or not trainers.of(spec["arm"]).has_members):
             raise ValueError(f"gpus={gpus}: arm {spec['arm']!r} runs on one machine, and this one has {seen}.")
-        host_gib = _host_gib() if seen or not gpus else None  # else the run is for another machine
+        host_gib = _host_gib() if seen or not gpus else None  # otherwise the run is for another machine
         try:
             config = _config(_model_of(spec))
             own = plan(config, spec, gpus=gpus, gpu_gib=gpu_gib, host_gib=host_gib, runs=runs)
@@ -294,38 +294,38 @@ def check(specs: Sequence[Spec], *, workers: int | None = None) -> None:
     problems = [own.problem for own, _ in plans.values() if own.problem]
     problems += _scorer_problems([spec for spec in planned if "reward_model" in spec], seen)
     if problems:
-        more = f" ({len(problems) - 1} more of the plans printed do not fit.)" if len(problems) > 1 else ""
+        more = f" ({len(problems) - 1} more of the printed plans do not fit.)" if len(problems) > 1 else ""
         raise DoesNotFit(problems[0] + more)
     print(f"{len(planned)} runs, {runs} at once: {completions:,} completions, at most {tokens:,} tokens generated")
 
 
 def _scorer_problems(specs: Sequence[Spec], seen: int) -> list[str]:
-    """Return why some runs cannot have their scorers where they are asked for."""
-    from evoalign_study import judge_models  # here: with it comes torch
+    """Return why some runs cannot place their scorers on the devices that they name."""
+    from evoalign_study import judge_models  # imported here: it brings torch
 
     asked = {(one.at, _gpus_of(spec)) for spec in specs for one in judge_models.of(spec) if one.at.startswith("cuda:")}
     numbered = sorted((int(at.removeprefix("cuda:")), gpus) for at, gpus in asked)
     return [
         f"scorer_device='cuda:{index}' is one of the run's {gpus} GPUs, or none of the {seen} of this machine: "
-        f"take 'cuda:{gpus}' or 'cpu', or serve the models elsewhere (evoalign serve-scorer)."
+        f"use 'cuda:{gpus}' or 'cpu', or serve the models elsewhere (evoalign serve-scorer)."
         for index, gpus in numbered
         if index < gpus or 0 < seen <= index
     ]
 
 
 def colocated_share(spec: Spec) -> float:
-    """The share of a GPU's memory that the plan of a gradient arm has for vLLM: its copy, its caches and the reserve.
+    """Return the share of a GPU's memory planned for vLLM in a gradient arm: its copy, its caches and the reserve.
 
     A model whose parameters cannot be counted gets 0.3, TRL's own default.
 
     Raises:
-        DoesNotFit: what `plan` finds.
+        DoesNotFit: the run does not fit.
     """
     gpu_gib = _visible_gpus()[1] or GPU_GIB
     try:
         found = plan(_config(spec["base"]), spec, gpus=spec["gpus"], gpu_gib=gpu_gib)
     except CannotCount as error:
-        print(f"vLLM gets 0.3 of each GPU's memory, which is TRL's own default: {error}")
+        print(f"vLLM gets 0.3 of each GPU's memory, TRL's own default: {error}")
         return 0.3
     if found.problem:
         raise DoesNotFit(found.problem)
@@ -341,7 +341,7 @@ def _config(base: str) -> Any:
 
 
 def _model_of(spec: Spec) -> str:
-    """Where the model lies that a run loads; an end that is an adapter or a ledger is of the base itself."""
+    """Return where the model that a run loads lies; if its end is an adapter or a ledger, that is the base."""
     end = base_models.known_files().get(spec.get("end", ""))
     return end if end and (Path(end) / "config.json").is_file() else spec["base"]
 
@@ -353,7 +353,7 @@ def _gpus_of(spec: Spec) -> int:
 
 
 def _visible_gpus() -> tuple[int, float]:
-    """How many GPUs there are, and the GiB of the smallest."""
+    """Return the number of visible GPUs, and the memory of the smallest, GiB."""
     import torch
 
     sizes = [torch.cuda.get_device_properties(i).total_memory / GIB for i in range(torch.cuda.device_count())]
@@ -361,7 +361,7 @@ def _visible_gpus() -> tuple[int, float]:
 
 
 def _host_gib() -> float | None:
-    """Memory of this machine, or of the container; None where the system does not say."""
+    """Return the memory of this machine or its container, GiB; None if the system does not say."""
     try:
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):  # Windows

@@ -1,7 +1,7 @@
-"""One bar for the runs of a sweep, which moves with the steps of those that train.
+"""One progress bar for a whole sweep, which advances with the training steps of its runs.
 
-How far each run is stands in memory that processes share. A process writes the numbers of its own runs alone, without a
-lock: nothing is shared that a process could hold when it is killed.
+The progress of each run is kept in shared memory. Each process writes only the entries of its own runs, without a lock,
+so that a killed process leaves nothing locked.
 """
 
 import sys
@@ -11,38 +11,38 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from evoalign_study.records import Spec, spec_hash
 
 SECONDS = 1.0
-"""between two looks at how far the runs are"""
+"""Interval at which the progress of the runs is read."""
 QUIET_SECONDS = 15.0
-"""between two drawings of the bar where it goes into a file or a notebook"""
+"""Interval at which the bar is redrawn where it goes into a file or a notebook."""
 
 _places: Mapping[str, int] = {}
 _shares: MutableSequence[float] = []
 
 
 def tell_in(places: Mapping[str, int], shares: MutableSequence[float]) -> None:
-    """Let this process tell how far its runs are.
+    """Let this process report the progress of its runs.
 
     Args:
-        places: spec hash -> place of the run.
-        shares: what is done of the run in each place, 0 to 1.
+        places: spec hash -> place of the run in `shares`.
+        shares: completed share of the run in each place, 0 to 1.
     """
     global _places, _shares
     _places, _shares = places, shares
 
 
 def tell(spec: Spec, step: int) -> None:
-    """Say that a run of this process has done so many of its steps."""
+    """Report that a run of this process has completed `step` of its steps."""
     if _places and (place := _places.get(spec_hash(spec))) is not None:
         _shares[place] = step / spec["steps"]
 
 
 def followed(futures: Sequence[Future], shares: MutableSequence[float], name: str) -> Iterator[Future]:
-    """Yield futures as they complete, and show a bar meanwhile.
+    """Yield futures as they complete, showing a progress bar meanwhile.
 
     Args:
         futures: one for each run, in the order of their places.
-        shares: of `tell_in`.
-        name: before the bar.
+        shares: as for `tell_in`.
+        name: text in front of the bar.
     """
     from tqdm import tqdm
 

@@ -14,7 +14,7 @@ from evoalign_study import paths
 
 
 def environment(engine: str = "local", gpus: int = 1) -> dict[str, str]:
-    """Versions and the device's name, for a record; with another engine than the local one that of its GPUs."""
+    """Return the versions and the device's name for a record; on another engine than the local one, the GPUs' name."""
     import torch
 
     on_gpus = engine != "local" and torch.cuda.is_available()
@@ -40,7 +40,7 @@ _DRAWN = tuple(f":!{name}" for name in ("paper/results", "paper/generated", "fig
 
 
 def commit() -> str:
-    """The commit of the checkout, with "+" if its code has uncommitted changes; "unknown" outside git.
+    """Return the commit of the checkout, with "+" if its code has uncommitted changes; "unknown" outside git.
 
     The code of a notebook is its code cells: its text and outputs may change.
     """
@@ -53,9 +53,9 @@ def commit() -> str:
 
 
 def added_lines(files: str) -> list[tuple[Path, str]] | None:
-    """Return each line that any commit has added to some files, with its file; None where there is no git.
+    """Return every line that any commit has added to the matching files, with its file; None without git.
 
-    files: a pattern below the checkout's top folder, such as "paper/results/*/*.index"; files that are gone count.
+    files: a pattern relative to the checkout's top folder, such as "paper/results/*/*.index"; deleted files count.
     """
     options = "--full-history --format= --patch --unified=0 --no-ext-diff --no-color --no-renames --reverse".split()
     try:
@@ -72,7 +72,7 @@ def added_lines(files: str) -> list[tuple[Path, str]] | None:
 
 
 def _git(*arguments: str) -> str:
-    """Return what git prints in the checkout."""
+    """Run git in the checkout and return its output."""
     command = ["git", *arguments]
     done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, encoding="utf-8", check=True)
     return done.stdout

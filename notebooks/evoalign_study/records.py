@@ -1,16 +1,16 @@
-"""Specs and records of runs: hashes, files, the index and limits, and results packed problem by problem.
+"""Specs and records of runs: hashes, files, index, size limits, and results packed per problem.
 
-A run is a spec: a flat dictionary of everything that decides its result. The hash of the spec names the run. A finished
+A spec is a flat dictionary of everything that determines the result of a run; its hash identifies the run. A finished
 run is one JSON line, in paper/results/<notebook>/<scale>.jsonl for committed scales. `ENGINE_VERSION` is part of every
-spec and is raised when a change of the library changes results.
+spec and is raised when a change to the library changes results.
 
-The ledger of a run (`evoalign_lib.ledger`) is kept where a notebook asks for it, in the folder `ledgers` beside the
-record file, as <spec hash>.jsonl.gz. The record holds its size and SHA-256, and the digest of the run's last weights.
+If a notebook asks for it, the ledger of a run (`evoalign_lib.ledger`) is kept beside the record file, as
+ledgers/<spec hash>.jsonl.gz. The record then holds its size and SHA-256, and the digest of the run's final weights.
 
 Beside each record file lies its index, <scale>.index: one line per record, in the order of the records, with the spec
-hash, the SHA-256 of the record's line, and the SHA-256 of the ledger's file ("-" without one). `index_problems` does
-so anew and names what does not match. Whoever edits a record and its index alike is found by the history of git: a line
-of an index that was ever committed stays (`artifacts.lost_from_history`).
+hash, the SHA-256 of the record's line, and the SHA-256 of the ledger's file ("-" without one). `index_problems`
+recomputes them and reports what does not match. An edit of both a record and its index shows in the git history: an
+index line that was ever committed must stay (`artifacts.lost_from_history`).
 """
 
 import hashlib
@@ -32,22 +32,22 @@ from evoalign_study import paths
 
 ENGINE_VERSION = 2
 FINISHED = "finished"
-"""The status of a record; a run that did not finish has none."""
+"""The status of every record; a run that did not finish has no record."""
 SCALES = ("smoke", "tiny", "full")
 MAX_RECORD = 8_000
-"""Bytes of a record, at most."""
+"""Maximum size of a record, bytes."""
 MAX_CURVE = 50
-"""Points of a curve in a record, at most."""
+"""Maximum number of points of a curve in a record."""
 _SAMPLES = 16
 _DIGITS = "0123456789abcdefg"
 
 
 Settings = Mapping[str, Any]
-"""What a notebook sets, and makes specs of: name -> value."""
+"""Settings of a notebook, from which specs are built: name -> value."""
 
 
 class Spec(TypedDict, total=False):
-    """What decides the result of a run; these entries, and those of its kind, its task and its arm."""
+    """Everything that determines the result of a run: these entries, and those of its kind, task and arm."""
 
     kind: str
     """One of `kinds.KINDS`."""
@@ -58,13 +58,13 @@ class Spec(TypedDict, total=False):
     scale: str
     engine_version: int
     arm: str
-    """Of training runs: a key of `arms.ARMS`."""
+    """Training runs only: a key of `arms.ARMS`."""
     seed: int
     steps: int
 
 
 class Record(TypedDict, total=False):
-    """What is stored of a finished run; these entries, and those of its kind and its task."""
+    """What is stored about a finished run: these entries, and those of its kind and task."""
 
     spec: Spec
     spec_hash: str
@@ -76,7 +76,7 @@ class Record(TypedDict, total=False):
     test: dict[str, Any]
     curve: dict[str, list]
     digest: str
-    """Of the weights that a training run ended with."""
+    """Digest of the final weights of a training run."""
     ledger: dict[str, Any]
 
 
@@ -90,16 +90,16 @@ def _sha256(data: bytes) -> str:
 
 
 def read_records(path: Path, hashes: Container[str] | None = None) -> list[Record]:
-    """Return the records of a file in file order; a torn last line (of a killed run) is left out.
+    """Return the records of a file in file order; a torn last line, left by a killed run, is skipped.
 
-    Bytes of a file that this process has checked are not checked anew: a notebook reads all files for each group.
+    Bytes that this process has checked are not checked again: a notebook reads all files for each group.
 
     Args:
-        path: of the file.
-        hashes: of the specs whose records are wanted; None: all.
+        path: the record file.
+        hashes: spec hashes of the records wanted; None: all.
 
     Raises:
-        ValueError: a line is not a record, or not one of a finished run, or its spec was edited; names file and line.
+        ValueError: a line is not a record of a finished run, or its spec was edited; names file and line.
     """
     lines = _checked_lines(path, _bytes(path))
     return [json.loads(line) for spec, line in lines if hashes is None or spec in hashes]
@@ -110,7 +110,7 @@ def record_files(scale: str = "*") -> list[Path]:
     return sorted(paths.RESULTS.glob(f"*/{scale}.jsonl"))
 
 
-@lru_cache(maxsize=32)  # a file of each notebook, and fresh ones; the committed ones hold some megabytes together
+@lru_cache(maxsize=32)  # one file per notebook, and fresh ones; the committed files are a few megabytes together
 def _checked_lines(path: Path, data: bytes) -> list[tuple[str, bytes]]:
     """Return the spec hash and the line of each record in the bytes of a file; errors as for `read_records`."""
     lines = []
@@ -126,7 +126,7 @@ def _checked_lines(path: Path, data: bytes) -> list[tuple[str, bytes]]:
 
 
 def _whole(data: bytes) -> bytes:
-    """Return the bytes of a record file without a last line that a killed writer left torn."""
+    """Return the bytes of a record file without a last line that was torn by a killed writer."""
     last = data.rpartition(b"\n")[2]
     try:
         json.loads(last or b"0")
@@ -136,10 +136,10 @@ def _whole(data: bytes) -> bytes:
 
 
 def _record(line: bytes) -> Record:
-    """Return the record in a line. Raises ValueError, saying what the line is instead."""
+    """Return the record in a line. Raises ValueError, saying what is wrong with the line."""
 
     def refuse(name: str) -> None:
-        raise ValueError(f"{name} is no number of JSON")
+        raise ValueError(f"{name} is not a JSON number")
 
     try:
         record = json.loads(line.decode(), parse_constant=refuse)
@@ -159,19 +159,19 @@ def _record(line: bytes) -> Record:
 
 
 def append_record(path: Path, record: Record, kept: Path | None = None) -> Record:
-    """Add one line to a record file and one to its index, both synced to disk.
+    """Append one line to a record file and one to its index, both synced to disk.
 
-    Several processes may write to a file at once: it is locked meanwhile, and Ctrl-C waits until both are written. What
-    a killed writer left is mended first: a torn last line is cut off, and records without index line get one, which is
-    printed. Of two records of one spec the first stays.
+    Several processes may write to a file at once: it is locked meanwhile, and Ctrl-C waits until both lines are
+    written. What a killed writer left is repaired first: a torn last line is cut off, and records without an index line
+    get one, which is reported. If two records have the same spec, the first one stays.
 
     Args:
-        path: of the file, made with its folder if need be.
-        record: of a finished run.
-        kept: the ledger of the run, to be kept beside the file as ledgers/<spec hash>.jsonl.gz.
+        path: the record file; it and its folder are created if need be.
+        record: the record of a finished run.
+        kept: the ledger of the run, to be stored beside the file as ledgers/<spec hash>.jsonl.gz.
 
     Returns:
-        The record of this spec that the file holds now; if it is another one, that is printed.
+        The record that the file now holds for this spec; if it is another one, a message is printed.
 
     Raises:
         ValueError: a record over 8 kB, with a curve over 50 points, or with numbers that are not finite; or a file that
@@ -185,9 +185,9 @@ def append_record(path: Path, record: Record, kept: Path | None = None) -> Recor
             print(f"indexed {what} of {path} that had no line in its index")
         for spec, first in stored:
             if spec == own:
-                print(f"{path} has a record of {run_name(record['spec'])} already, made meanwhile: it stays")
+                print(f"{path} already has a record of {run_name(record['spec'])}, made meanwhile: it stays")
                 return json.loads(first)
-        if kept is not None:  # first: no record is without its ledger
+        if kept is not None:  # first, so that no record lacks its ledger
             replace_bytes(_ledger_file(path.parent, own), kept.read_bytes(), sync=True)
         for file, own_line in ((path, line), (_index_file(path), _index_line(record, line))):
             replace_bytes(file, _bytes(file) + own_line + b"\n", sync=True)
@@ -195,10 +195,10 @@ def append_record(path: Path, record: Record, kept: Path | None = None) -> Recor
 
 
 def record_line(record: Record) -> str:
-    """Return a record as its line in a file.
+    """Return a record as a line of a record file.
 
     Raises:
-        ValueError: it may not be stored; names the run.
+        ValueError: the record may not be stored; names the run.
     """
     name = run_name(record["spec"])
     if bad := list(_nonfinite(record)):
@@ -228,12 +228,12 @@ def _nonfinite(value: Any, name: str = "") -> Iterator[str]:
 
 
 def plain_json(text: str) -> Any:
-    """Return what Python's JSON holds, with None for each number that is not finite, which JSON proper has not."""
+    """Parse Python's JSON, with None for each number that is not finite, which standard JSON does not have."""
     return json.loads(text, parse_constant=lambda name: None)
 
 
 def run_name(spec: Spec) -> str:
-    """Return the name of a run for readers: its arm or kind, base and seed."""
+    """Return a readable name of a run: its arm or kind, base and seed."""
     return " ".join(str(spec[k]) for k in ("arm" if "arm" in spec else "kind", "base", "seed", "repeat") if k in spec)
 
 
@@ -244,29 +244,29 @@ _ROUNDED = 1e-6  # means are stored with six decimals
 
 
 def index(path: Path) -> int:
-    """Add to the index of a record file the lines that it lacks; return their number.
+    """Add the missing lines to the index of a record file; return how many were added.
 
-    They are for the record of a killed writer, or for records that were merged from another branch. Nothing is added
-    where a line of the index has no record (see `index_problems`).
+    Lines are missing after a writer was killed, or after records were merged from another branch. Nothing is added if
+    some line of the index has no record (see `index_problems`).
 
     Raises:
-        ValueError: a line that is not a record.
+        ValueError: a line of the file is not a record.
     """
     with locked(path), interrupts_wait():
         return _add_missing(path, *_mended(path))
 
 
 def index_problems(path: Path) -> list[str]:
-    """Say where a record file, its index and its ledgers do not match, in one line per problem; empty: nowhere.
+    """Return where a record file, its index and its ledgers disagree, one line per problem; empty if they agree.
 
-    Found are records that were edited, inserted, deleted or moved, changes of the index itself, ledgers that are
-    missing or not those that were recorded, and records that contradict themselves: an accuracy is the mean of the
-    results that stand beside it. A problem names file, line and spec, and the remedy.
+    It finds records that were edited, inserted, deleted or moved, changes to the index itself, ledgers that are missing
+    or are not those recorded, and records that contradict themselves: an accuracy must be the mean of the results
+    stored with it. Each problem names file, line and spec, and the remedy.
     """
     data, index_file = _bytes(path), _index_file(path)
     index = _bytes(index_file)
     if data and not index:
-        return [f"{path} has no index: restore {index_file} from git, or make it by `python -m evoalign_study seal`"]
+        return [f"{path} has no index: restore {index_file} from git, or make it with `python -m evoalign_study seal`"]
     kept = {line[:16]: line for _, line in _numbered(index)}
     whole: dict[bytes, bytes] = {}
     problems = []
@@ -275,7 +275,7 @@ def index_problems(path: Path) -> list[str]:
         try:
             record = _record(line)
         except ValueError as error:
-            problems.append(f"{where} {error}: {_RESTORE}, or delete the line if it is the last and torn")
+            problems.append(f"{where} {error}: {_RESTORE}, or delete the line if it is the last one and torn")
             continue
         spec, indexed = record["spec_hash"].encode(), _index_line(record, line)
         if spec in whole:
@@ -283,7 +283,7 @@ def index_problems(path: Path) -> list[str]:
         elif spec not in kept:
             faults = [f"is not in the index: if its writer was killed, or it was merged, {_INDEX_IT}"]
         elif indexed != kept[spec]:
-            faults = [f"is not the record that its index has, one of them was edited: {_RESTORE}"]
+            faults = [f"does not match its line in the index, one of them was edited: {_RESTORE}"]
         else:
             faults = [f"{fault}: {_RESTORE}" for fault in _ledger_faults(path, record) + _contradictions(record)]
         problems += [f"{where} ({run_name(record['spec'])}, spec {record['spec_hash']}) {fault}" for fault in faults]
@@ -293,20 +293,20 @@ def index_problems(path: Path) -> list[str]:
             name = line[:16].decode(errors="replace")
             problems.append(f"{index_file}, line {number}: there is no record of spec {name!r}: {_RESTORE}")
     if not problems and index != _lines(whole.values()):
-        problems.append(f"{index_file} has its lines in another order, twice or torn: {_RESTORE}, or {_INDEX_IT}")
+        problems.append(f"{index_file} has lines that are out of order, repeated or torn: {_RESTORE}, or {_INDEX_IT}")
     return problems
 
 
 def _index_line(record: Record, line: bytes) -> bytes:
-    """Return the line of an index, without its end, for the record in a line."""
+    """Return the index line, without its newline, of the record in a line."""
     ledger = record["ledger"]["sha256"] if "ledger" in record else "-"
     return f"{record['spec_hash']} {_sha256(line)} {ledger}".encode()
 
 
 def _mended(path: Path) -> tuple[list[tuple[str, bytes]], list[bytes]]:
-    """Return spec and line of each record of a file, and its index, after mending what a killed writer left torn."""
+    """Repair what a killed writer left torn; return spec hash and line of each record, and the lines of the index."""
     data, index = _whole(_bytes(path)), _bytes(_index_file(path))
-    data += b"\n" if data and not data.endswith(b"\n") else b""  # all but the end of a line was written
+    data += b"\n" if data and not data.endswith(b"\n") else b""  # only the newline was not written
     index = index[: index.rfind(b"\n") + 1]
     for file, mended in ((path, data), (_index_file(path), index)):
         if mended != _bytes(file):
@@ -315,7 +315,7 @@ def _mended(path: Path) -> tuple[list[tuple[str, bytes]], list[bytes]]:
 
 
 def _add_missing(path: Path, stored: list[tuple[str, bytes]], index: list[bytes]) -> int:
-    """Write an index with a line for each record, if that loses none of its lines; return how many were added."""
+    """Write an index with a line for each record, unless that would lose a line; return how many were added."""
     if [line[:16].decode(errors="replace") for line in index] == [spec for spec, _ in stored]:
         return 0
     whole = [_index_line(json.loads(line), line) for _, line in stored]
@@ -355,9 +355,9 @@ def _numbered(data: bytes) -> list[tuple[int, bytes]]:
 
 
 def _contradictions(record: Record) -> list[str]:
-    """Return what a record says of itself that cannot be: means that its packed results do not have."""
+    """Return a record's contradictions: means that are not those of its packed results."""
     faults, blocks = [], [("", record)]
-    for name, block in blocks:  # which grows: the blocks of a block come behind it
+    for name, block in blocks:  # the list grows: blocks within a block are appended
         blocks += [(f"{name}.{key}" if name else key, value) for key, value in block.items() if isinstance(value, dict)]
         for key, packed in block.items():
             what, _, kind = key.rpartition("_")
@@ -368,27 +368,27 @@ def _contradictions(record: Record) -> list[str]:
                 require(abs(mean - block[what]) <= _ROUNDED, f"their mean is {mean:.6g}")
             except (TypeError, ValueError) as error:
                 path = f"{name}.{what}" if name else what
-                faults.append(f"{path} is {block[what]!r}, but of {path}_{kind}: {error}")
+                faults.append(f"{path} is {block[what]!r}, which contradicts {path}_{kind}: {error}")
     return faults
 
 
 def _results(packed: str, kind: str, n: int) -> NDArray[np.float64]:
-    """Return n results, packed as "bits" or as "counts", as shares. Raises ValueError where there are not so many."""
+    """Return n results, packed as "bits" or as "counts", as shares. Raises ValueError if there are not n."""
     results = unpack_bits(packed, n) if kind == "bits" else unpack_counts(packed) / _SAMPLES
     require(len(results) == n, f"{len(results)} results where n is {n}: damaged record")
     return results.astype(np.float64)
 
 
 def run_folder(notebook: str, scale: str) -> Path:
-    """Where a fresh run writes: the folder EVOALIGN_RUN_DIR, or runs/<notebook>-<scale>."""
+    """Return the folder that a fresh run writes to: EVOALIGN_RUN_DIR, or runs/<notebook>-<scale>."""
     return Path(os.environ.get("EVOALIGN_RUN_DIR") or paths.RUNS / f"{notebook}-{scale}")
 
 
 def ledger_file(record: Record) -> Path:
-    """Where the ledger lies that was kept with a record: among the committed ones, or below the run folder.
+    """Return the path of the ledger kept with a record: among the committed ones, or below the run folder.
 
     Raises:
-        ValueError: the record was made without keeping it; or there is no file with the record's SHA-256.
+        ValueError: the record was made without keeping its ledger, or no file has the recorded SHA-256.
     """
     spec = record["spec"]
     if "ledger" not in record:
@@ -414,7 +414,7 @@ def accuracy_matrix(records: Sequence[dict[str, Any]], decoding: str = "greedy")
     """Return the test results of runs as a matrix (seeds, problems), rows in the order of the records.
 
     Args:
-        records: with a `test` block.
+        records: records with a `test` block.
         decoding: "greedy" (0 or 1), or a temperature such as "t1" or "t0.6" (share of 16 samples).
 
     Raises:
@@ -434,7 +434,7 @@ def accuracy_matrix(records: Sequence[dict[str, Any]], decoding: str = "greedy")
 
 
 def _row(values: ArrayLike, what: str, fits: Callable[[NDArray], Any]) -> NDArray:
-    """Return values as one row. Raises ValueError where one of them is not what it says, or none of its kind."""
+    """Return values as a one-dimensional array. Raises ValueError for another shape, or a value that does not fit."""
     row = np.asarray(values)
     whole = row.ndim == 1 and np.all(fits(row))
     require(whole, f"values must be one row of {what}, got shape {row.shape}: {row.ravel()[:5]}")
@@ -444,7 +444,7 @@ def _row(values: ArrayLike, what: str, fits: Callable[[NDArray], Any]) -> NDArra
 def _values(text: str, digits: str) -> NDArray[np.int64]:
     """Return the values of the digits in a text. Raises ValueError for any other character."""
     if strange := sorted(set(text) - set(digits)):
-        raise ValueError(f"{strange[0]!r} is no digit of base {len(digits)}: damaged record")
+        raise ValueError(f"{strange[0]!r} is not a digit of base {len(digits)}: damaged record")
     values = bytes.maketrans(digits.encode(), bytes(range(len(digits))))
     return np.frombuffer(text.encode().translate(values), np.uint8).astype(np.int64)
 
@@ -469,7 +469,7 @@ def unpack_bits(text: str, n: int) -> NDArray[np.uint8]:
     """Return the (n,) 0/1 results that `pack_bits` wrote.
 
     Raises:
-        ValueError: the text is not that of n problems.
+        ValueError: the text does not hold n problems.
     """
     packed, needed = np.frombuffer(bytes.fromhex(text), np.uint8), (n + 7) // 8
     whole = len(packed) == needed
@@ -480,7 +480,7 @@ def unpack_bits(text: str, n: int) -> NDArray[np.uint8]:
 
 
 def pack_counts(counts: ArrayLike) -> str:
-    """Return the number of right samples of 16 for each problem as text, one base-17 digit (0-9a-g) per problem.
+    """Return the number of correct samples out of 16 as text, one base-17 digit (0-9a-g) per problem.
 
     Args:
         counts: (problems,), integers 0..16.
@@ -506,7 +506,7 @@ def unpack_counts(text: str) -> NDArray[np.int64]:
 
 _BASE64 = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 _LOG_STEP = 0.005
-"""Nats between two numbers that `pack_probabilities` tells apart."""
+"""Resolution of `pack_probabilities`, nats."""
 _NEVER = 64**2 - 1
 
 
@@ -533,17 +533,17 @@ def unpack_integers(text: str) -> NDArray[np.int64]:
         ValueError: any other text.
     """
     digits = _values(text, _BASE64)
-    require(len(digits) % 2 == 0, f"{len(digits)} digits are no pairs: damaged record")
+    require(len(digits) % 2 == 0, f"{len(digits)} digits do not form pairs: damaged record")
     return digits[::2] * 64 + digits[1::2]
 
 
 def pack_probabilities(values: ArrayLike) -> str:
-    """Return probabilities as text, two characters for each, to a quarter of a percent of themselves.
+    """Return probabilities as text, two characters for each, to a relative error of a quarter of a percent.
 
-    What is below 1.3e-9 becomes 0.
+    Values below 1.3e-9 become 0.
 
     Args:
-        values: (problems,), 0 to 1, by a rounding above 1 at most 1e-9.
+        values: (problems,), 0 to 1; rounding errors may exceed 1 by at most 1e-9.
 
     Raises:
         ValueError: other values.

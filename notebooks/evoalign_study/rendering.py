@@ -1,4 +1,4 @@
-"""The text forms of tables and numbers (LaTeX, CSV, Markdown, HTML, JSON): the same bytes for the same values."""
+"""Tables and numbers as text (LaTeX, CSV, Markdown, HTML, JSON); the same values give the same bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tex_escape(text: str) -> str:
 
 
 def tex_plain(text: str) -> str:
-    r"""Return the plain text that `tex_escape` made LaTeX of; a minus sign stays one.
+    r"""Return the plain text behind the LaTeX of `tex_escape`; minus signs stay minus signs.
 
     >>> tex_plain(r"$-$3.1 \% of A\_0 at $\sigma$ $\le$ 0.1")
     '−3.1 % of A_0 at σ ≤ 0.1'
@@ -35,9 +35,9 @@ def tex_plain(text: str) -> str:
 
 
 def cell_text(frame: DataFrame, formats: dict[str, str]) -> DataFrame:
-    """Return a table as text, every cell as it is printed."""
+    """Return a table with every cell as the text to print."""
     if unknown := [column for column in formats if column not in frame]:
-        raise ValueError(f"formats names {unknown[0]!r}, which is no column of the table: {', '.join(frame)}")
+        raise ValueError(f"formats names {unknown[0]!r}, which is not a column. Use one of: {', '.join(frame)}")
     return frame.apply(lambda column: _column_text(column, formats.get(column.name)))
 
 
@@ -46,7 +46,7 @@ def _column_text(column: Series, fmt: str | None) -> Series:
 
     if fmt is None and pd.api.types.is_float_dtype(column):
         raise ValueError(
-            f'column {column.name!r} holds floats: say how to print them, formats={{"{column.name}": ".1f"}}'
+            f'column {column.name!r} holds floats without a format: pass formats={{"{column.name}": ".1f"}}'
         )
 
     def text(cell: Any) -> str:
@@ -66,12 +66,12 @@ def csv_text(frame: DataFrame) -> str:
 
 
 def _numeric(column: Series) -> bool:
-    """Whether a column of texts holds only numbers, alone or with what follows them."""
+    """Return whether every cell of a text column is empty or begins with a number."""
     return bool(column.str.match(r"^([-+\d].*)?$").all())
 
 
 def tex_table(cells: DataFrame, name: str, caption: str) -> str:
-    """Return caption, label and a booktabs tabular; columns that hold only numbers are set flush right."""
+    """Return caption, label and a booktabs tabular; columns that hold only numbers are right-aligned."""
     alignment = "".join("r" if _numeric(cells[c]) else "l" for c in cells)
     head, rows = _tex_rows(cells)
     lines = [r"\centering", rf"\caption{{{tex_escape(caption)}}}", rf"\label{{tab:{name}}}"]
@@ -80,7 +80,7 @@ def tex_table(cells: DataFrame, name: str, caption: str) -> str:
 
 
 def tex_long_table(cells: DataFrame, name: str, caption: str, columns: str) -> str:
-    """Return a longtable with caption and label, which runs over several one-column pages under a repeated head."""
+    """Return a longtable with caption and label, for one-column pages; its header is repeated on every page."""
     head, rows = _tex_rows(cells)
     lines = [rf"\begin{{longtable}}{{{columns}}}", rf"\caption{{{tex_escape(caption)}}}\label{{tab:{name}}}\\"]
     lines += [*head, r"\endfirsthead", *head, r"\endhead", r"\bottomrule", r"\endfoot"]
@@ -105,13 +105,13 @@ def markdown_table(cells: DataFrame, caption: str) -> str:
 
 
 def html_table(cells: DataFrame, caption: str) -> str:
-    """Return a table for a notebook, its caption above; columns that hold only numbers are set flush right.
+    """Return an HTML table for a notebook, with its caption above; columns that hold only numbers are right-aligned.
 
-    It has no identifiers and no style sheet: the same cells give the same text, which checks compare.
+    It has no identifiers and no style sheet, so that the same cells give the same text, which checks compare.
     """
-    # Jupyter aligns cells right and to the middle by a sheet of its own, which only a style overrides; GitHub aligns
-    # them left and strips styles, so that right needs the attribute. Both on every cell are most of a notebook's bytes.
-    # Without quotes and spaces, which a notebook's JSON doubles.
+    # Jupyter's own sheet aligns cells right and to the middle, and only a style overrides it; GitHub aligns them left
+    # and strips styles, so right needs the attribute. Repeated in every cell, they are most of a notebook's bytes: they
+    # have no quotes, which its JSON would escape, and no spaces.
     numeric = [_numeric(cells[column]) for column in cells]
 
     def line(row: Iterable[str], tag: str, top: bool) -> str:
@@ -123,13 +123,13 @@ def html_table(cells: DataFrame, caption: str) -> str:
 
     head = line(cells, "th", False)
     rows = [line(row, "td", any(len(cell) > _LONG for cell in row)) for row in cells.itertuples(index=False)]
-    # a table of two narrow columns would break its caption after every other word
+    # without a minimum, a table of two narrow columns would break its caption after every other word
     lines = ["<table>", f'<caption style="text-align: left; min-width: 36em">{escape(caption)}</caption>']
     lines += [f"<thead><tr>{head}</tr></thead>", "<tbody>", *(f"<tr>{row}</tr>" for row in rows), "</tbody>"]
     return "\n".join([*lines, "</table>"])
 
 
-_LONG = 40  # characters: a longer cell may take several lines, and its neighbours begin with the first of them
+_LONG = 40  # characters: a longer cell may take several lines, and its row is aligned to the top
 
 
 def _breakable(cell: str) -> str:
@@ -138,9 +138,9 @@ def _breakable(cell: str) -> str:
 
 
 def html_answers(answers: Mapping[str, str]) -> str:
-    """Return questions with their answers for a notebook.
+    """Return questions and answers as HTML for a notebook.
 
-    As paragraphs: JupyterLab lets the parts of a definition list float, so that one-line answers lose their questions.
+    They are paragraphs: JupyterLab floats the parts of a definition list, so that short answers lose their questions.
     """
     items = (f"<p><b>{escape(question)}</b><br>{escape(answer)}</p>" for question, answer in answers.items())
     return "\n".join(['<div class="answers">', *items, "</div>"])
@@ -152,7 +152,7 @@ def pretty_json(value: Any) -> str:
 
 
 def first_difference(committed: str, drawn: str) -> str | None:
-    """Return the first line that differs, as text, or None."""
+    """Describe the first line that differs; None if all agree."""
     for number, (here, there) in enumerate(zip_longest(committed.splitlines(), drawn.splitlines()), 1):
         if here != there:
             return f"line {number}: committed {_short(here)}, drawn {_short(there)}"

@@ -1,7 +1,7 @@
-"""Load or run: records of specs that exist are loaded, the others are run now, in parallel processes.
+"""Load the records of specs that have been run, and run the others in parallel processes.
 
-Notebooks declare specs and get records back. The cache is explicit and knows nothing of code: `ENGINE_VERSION`, which
-is part of every spec, is raised when a change of the library changes results.
+Notebooks declare specs and get records back. The cache looks at specs only, never at code: `ENGINE_VERSION`, which
+is part of every spec, is raised when a change to the library changes results.
 """
 
 import gc
@@ -44,53 +44,52 @@ def load_or_run(
     workers: int | None = None,
     keep_ledgers: Sequence[Spec] = (),
 ) -> list[Record]:
-    """Records of the given specs: those that exist are loaded, the others are run now, in parallel processes.
+    """Return the records of the given specs: load those that exist, run the others in parallel processes.
 
-    Committed records of every notebook of the scale are searched. A run made now is stored at once, so a killed sweep
+    The committed records of every notebook at this scale are searched. A new run is stored at once, so a killed sweep
     continues where it was: at scale smoke, and with force or aside, below the run folder (EVOALIGN_RUN_DIR, default
-    runs/<notebook>-<scale>), which is searched then, too; else among the committed records. Two sweeps at once may
-    store to one file; of a spec that both run, the first record stays and is returned by both.
+    runs/<notebook>-<scale>), which is then searched, too; otherwise among the committed records. Two sweeps at once may
+    write to one file; if both run the same spec, the first record stays and both return it.
 
-    At scale full the plans of the training runs and of the sampling that are missing are printed first (`preflight`),
-    dry run or not: their memory and their work. A training run then has a folder of its own, named training/<spec hash>
-    below the run folder, with checkpoints and logs for TensorBoard, and goes on there after a kill (see `train.run`);
-    `wall_seconds` and `core_seconds_total` of its record are then those of its last process.
+    At scale full, the plans of the missing training and sampling runs, with their memory and work, are printed first
+    (`preflight`), dry run or not. Each training run then has its own folder, training/<spec hash> below the run folder,
+    with checkpoints and TensorBoard logs, and resumes there after a kill (see `train.run`); `wall_seconds` and
+    `core_seconds_total` of its record are then those of its last process.
 
     Args:
         specs: the runs.
         notebook: name of the notebook, without suffix.
-        scale: of the specs.
-        force: do not look at committed records.
-        aside: put new records beside the committed ones.
+        scale: scale of the specs.
+        force: ignore the committed records.
+        aside: store new records below the run folder instead of among the committed ones.
         dry_run: run nothing.
-        workers: processes, one run each with one thread; None: one per core.
-        keep_ledgers: those of the specs, training runs of ES, whose ledgers are kept with their records.
+        workers: number of processes, each with one run and one thread; None: one per core.
+        keep_ledgers: the specs, ES training runs, whose ledgers are kept with their records.
 
     Returns:
-        (specs,) records in the order of the specs, and prints how many were loaded and how many run.
+        (specs,) records in the order of the specs. Prints how many were loaded and how many were run.
 
     Raises:
-        ValueError: two equal specs, a spec of another scale, a ledger of something that is no run of ES among the
-            specs, or a record whose ledger should have been kept and is not there (see `ledger_file`); among the
-            missing runs one of an unknown kind or task, or of a model without weights or tokenizer, which a dry run
-            does without.
+        ValueError: two specs are equal; a spec has another scale; `keep_ledgers` holds anything but ES runs among the
+            specs; a record's ledger should have been kept but is missing (see `ledger_file`); or a missing run has an
+            unknown kind or task, or a model without weights or tokenizer (which a dry run does not check).
         DoesNotFit: at scale full, a missing run needs more memory than there is (see `preflight.check`).
         DryRun: runs are missing in a dry run; the message names them.
         RuntimeError: a process that ran specs was killed.
         OSError: records cannot be stored; nothing is run then.
 
-    The error of a run that fails, or whose record may not be stored (see `run`), is raised when the runs that had begun
-    are finished and stored; an interrupt ends them at once. In either case, and after a kill, another call runs what is
-    missing.
+    If a run fails, or its record may not be stored (see `run`), the error is raised once the runs already started have
+    been finished and stored; an interrupt ends them at once. In either case, and after a kill, another call runs what
+    is missing.
     """
     hashes = [spec_hash(s) for s in specs]
     require(len(set(hashes)) == len(hashes), "two of the specs are equal: every run must differ in at least its seed.")
     others = {spec["scale"] for spec in specs} - {scale}
-    require(not others, f"a spec has scale {', '.join(map(repr, others))}, the notebook runs {scale!r}.")
+    require(not others, f"a spec has scale {', '.join(map(repr, others))}, but the notebook runs {scale!r}.")
     kept = {spec_hash(s): s for s in keep_ledgers}
     for h, spec in kept.items():
         is_es = spec["kind"] == "train" and trainers.of(spec["arm"]).has_members
-        require(is_es and h in hashes, f"keep_ledgers holds a spec that is no run of ES among the specs: {spec}.")
+        require(is_es and h in hashes, f"keep_ledgers holds a spec that is not an ES run among the specs: {spec}.")
     beside = records.run_folder(notebook, scale) / "results" / f"{scale}.jsonl"
     files = [] if force or scale == "smoke" else records.record_files(scale)
     target = paths.RESULTS / notebook / f"{scale}.jsonl"
@@ -98,7 +97,7 @@ def load_or_run(
         files, target = [*files, beside], beside
     found = {r["spec_hash"]: r for file in files for r in records.read_records(file, frozenset(hashes))}
     for h in kept.keys() & found.keys():
-        records.ledger_file(found[h])  # an error before anything is run
+        records.ledger_file(found[h])  # raises before anything is run
     missing = [s for s in specs if spec_hash(s) not in found]
     for spec in missing:
         kinds.get(spec["kind"])
@@ -113,19 +112,19 @@ def load_or_run(
         more = f" and {len(missing) - 20} more" if len(missing) > 20 else ""
         raise DryRun(f"{len(specs) - len(missing)} of {len(specs)} runs have records; to be run: {names}{more}.")
     if missing:
-        try:  # here, and not when a run of hours has ended
+        try:  # now, and not after a run of hours
             with locked(target):
                 pass
         except OSError as error:
             error.add_note(
-                f"no record can be stored in {target.parent}, so that nothing is run: let it be written to, or, where "
-                "EVOALIGN_RUN_DIR names it, let that name another"
+                f"no record can be stored in {target.parent}, so nothing was run: make it writable, or, if "
+                "EVOALIGN_RUN_DIR names it, set that to another folder"
             )
             raise
     try:
         with tempfile.TemporaryDirectory() as made:
             keep = {h: Path(made) / f"{h}.jsonl.gz" for h in kept}
-            # closed at once where storing fails or is interrupted: no process goes on in the background
+            # closed at once if storing fails or is interrupted, so that no process goes on in the background
             with closing(_run_all(missing, notebook, workers, keep)) as finished:
                 for record in finished:
                     h = record["spec_hash"]
@@ -143,17 +142,17 @@ def load_or_run(
 
 
 def compare(again: Sequence[Record], committed: Mapping[str, Record]) -> str:
-    """Say in one line how runs made again differ from the committed ones of the same specs.
+    """Return one line on how repeated runs differ from the committed records of the same specs.
 
     Args:
-        again: made now.
+        again: records made now.
         committed: spec hash -> record.
     """
     pairs = [(r, committed[r["spec_hash"]]) for r in again if r["spec_hash"] in committed]
     text = f"beside committed records: {len(pairs)} of {len(again)} have the same spec"
     if trained := [a["digest"] == b["digest"] for a, b in pairs if "digest" in a]:
         text += f"; final weights have the same bits in {sum(trained)} of {len(trained)}"
-    tested = [  # by whichever decodings the runs have: models that are measured again have others
+    tested = [  # whichever decodings the runs have: a model that is measured again has others
         abs(value - b["test"][decoding])
         for a, b in pairs
         for decoding, value in a.get("test", {}).items()
@@ -165,10 +164,10 @@ def compare(again: Sequence[Record], committed: Mapping[str, Record]) -> str:
 
 
 def check_ledger(record: Record) -> ledger.Report:
-    """Replay the ledger kept with a record: chain, every digest, and the record's own digest of the last weights.
+    """Replay the ledger kept with a record, checking its chain, every digest and the record's final weights.
 
     Raises:
-        ValueError: no such ledger (see `ledger_file`), or one that does not replay to the record's weights.
+        ValueError: there is no such ledger (see `ledger_file`), or it does not replay to the record's weights.
     """
     path = records.ledger_file(record)
     report = ledger.verify(path, record["spec"]["base"])
@@ -180,17 +179,17 @@ def check_ledger(record: Record) -> ledger.Report:
     return report
 
 
-_STORED = "finished runs are stored: call again for the rest"
+_STORED = "finished runs are stored: call again to run the rest"
 
 
 def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Mapping[str, Path]) -> Iterator[Record]:
-    """Run specs in processes of their own, yielding records as they finish; they inherit modules and nothing else.
+    """Run specs in separate processes, which inherit modules and nothing else; yield records as they finish.
 
-    Runs that must have a process to themselves come after the others. After a run that fails, those that have begun are
-    finished and yielded before its error is raised; on an interrupt the processes are ended at once.
+    Runs that need a process to themselves come last. If a run fails, those already started are finished and yielded
+    before its error is raised; on an interrupt the processes are ended at once.
 
     Args:
-        keep: spec hash -> where the run's ledger goes.
+        keep: spec hash -> path that the run's ledger is written to.
 
     Raises:
         RuntimeError: a process was killed.
@@ -203,12 +202,12 @@ def _run_all(specs: Sequence[Spec], notebook: str, workers: int | None, keep: Ma
 def _run_in_pool(
     specs: Sequence[Spec], notebook: str, workers: int | None, keep: Mapping[str, Path], runs_a_process: int | None
 ) -> Iterator[Record]:
-    """Run specs in processes that have one run or, with None, as many as come; see `_run_all`."""
+    """Run specs in a pool of processes, each for at most `runs_a_process` runs (None: no limit); see `_run_all`."""
     from tqdm import tqdm
 
     _set_environment(any(map(base_models.is_local, specs)))
     local = all(map(base_models.is_local, specs))
-    # with another engine a run has all GPUs, or the cluster, and a process of its own, which leaves nothing on a GPU
+    # on other engines each run has all GPUs or the cluster, and its own process, which leaves nothing on a GPU
     workers = min((workers or default_workers()) if local else 1, len(specs))
     commit, failure = provenance.commit(), None
     others = set(multiprocessing.active_children())
@@ -227,14 +226,14 @@ def _run_in_pool(
                     yield future.result()
                 elif isinstance(error, BrokenProcessPool):
                     raise RuntimeError(
-                        "a process that ran specs was killed, perhaps for memory, and the others were ended with it; "
+                        "a process that ran specs was killed, perhaps out of memory, and the others ended with it; "
                         f"{_STORED}, with fewer workers if memory was short."
                     ) from error
                 elif failure is None:
                     failure = error
                     failure.add_note(f"in the run {futures[future]}; {_STORED}")
                     if begun := sum(not other.cancel() for other in futures if not other.done()):
-                        message = f"a run failed ({error!r}); {begun} that had begun are finished first"
+                        message = f"a run failed ({error!r}); {begun} already started will finish first"
                         tqdm.write(message, sys.stderr)
         except BaseException:
             for process in set(multiprocessing.active_children()) - others:
@@ -246,20 +245,20 @@ def _run_in_pool(
 
 _INSTRUCTIONS = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 _INSTRUCTIONS |= {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2"}
-"""What PyTorch, oneDNN and numba may use of the CPU in a run of the local engine. The committed records were made with
-AVX2; left to themselves all take AVX-512 where a CPU has it, whose kernels round differently: a gradient run ends with
-other weights, and a run of ES with others after a near-tie of two tokens."""
+"""Instruction sets that PyTorch, oneDNN and numba may use in a run of the local engine. The committed records were made
+with AVX2; by default all three use AVX-512 where the CPU has it, whose kernels round differently: a gradient run then
+ends with different weights, and so does an ES run after a near-tie between two tokens."""
 
 
 def _set_environment(local: bool) -> None:
-    """Set what the processes of a sweep, and the server that they are copies of, have before they import torch.
+    """Set the environment that the processes of a sweep, and the server they are forked from, import torch with.
 
-    One thread per process; for runs of the local engine AVX2, if the CPU has it and the user has not set another.
+    One thread per process; for runs of the local engine also AVX2, if the CPU has it and the user chose no other.
     """
     import torch
 
     os.environ["OMP_NUM_THREADS"] = "1"
-    # asked before the variables are set: this process keeps the kernels that it has
+    # asked before the variables are set: they do not change the kernels of this process
     has_avx2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     if has_avx2 and local:
         for name, value in _INSTRUCTIONS.items():
@@ -267,29 +266,29 @@ def _set_environment(local: bool) -> None:
 
 
 def _server() -> multiprocessing.context.BaseContext:
-    """What starts processes: where it is safe, a server that has done the slow imports and forks into each of them.
+    """Return the context that starts processes: where it is safe, a fork server that has done the slow imports.
 
     Ten seconds of imports for each process, and again for each sweep, are more than a small run takes. The server is
-    a fresh interpreter that has imported others' packages and done nothing else: nothing of this process is inherited,
-    and our own modules are read anew by each sweep, as they may be edited between two; but for our package itself,
-    which comes first and silences torchao. What others' packages read from the environment when they are imported,
-    such as HF_HUB_OFFLINE, stays what it was at the first sweep.
+    a fresh interpreter that has imported third-party packages and nothing else. It inherits nothing from this process,
+    and each sweep imports our own modules again, as they may be edited between two sweeps. The exception is
+    `evoalign_lib` itself, which is imported first and silences torchao. What third-party packages read from the
+    environment on import, such as HF_HUB_OFFLINE, stays as it was at the first sweep.
     """
-    try:  # how a process knows that this one is gone when it is no child of it: Linux 5.3, and not in every sandbox
+    try:  # by a pidfd, processes that are not our children see that we are gone: Linux 5.3, and not in every sandbox
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     modules = ["evoalign_lib", "torch", "datasets", "transformers.models.auto.modeling_auto", "numba", "scipy.stats"]
-    if importlib.util.find_spec("vllm") is None:  # where it is, TRL imports it, which is nothing to make copies of
+    if importlib.util.find_spec("vllm") is None:  # where it is installed, TRL imports it, and it must not be forked
         modules.append("trl.trainer.grpo_trainer")
     context.set_forkserver_preload(modules)
     return context
 
 
 def _start_worker(parent: int, environment: Mapping[str, str], known_files: Mapping[str, str], *progress: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal: it is the parent's
-    os.environ.clear()  # a server has that of the first sweep
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal: the parent handles it
+    os.environ.clear()  # a fork server still has that of the first sweep
     os.environ.update(environment)
     base_models.know_files(known_files)
     progress_bar.tell_in(*progress)
@@ -298,18 +297,18 @@ def _start_worker(parent: int, environment: Mapping[str, str], known_files: Mapp
     from transformers.utils import logging
 
     start_worker(parent)
-    gc.freeze()  # what the server imported is here to stay: no collection goes over it again
-    # one bar for the sweep, and none for the loading of each run's files
+    gc.freeze()  # what the server imported stays for good: the garbage collector need not scan it
+    # one bar for the sweep, and none for loading the files of each run
     logging.disable_progress_bar()
     datasets.disable_progress_bars()
 
 
 def run(spec: Spec, notebook: str, commit: str, keep: Path | None = None) -> Record:
-    """Run one spec in this process and return its record; with `keep`, a training run's ledger is written there.
+    """Run one spec in this process and return its record; `keep`: path to write a training run's ledger to.
 
     Raises:
-        ValueError: a record that may not be stored, naming the run and what is wrong: too large, or with numbers that
-            are not finite though no weight was (those of a run that diverged are null).
+        ValueError: the record may not be stored; names the run and what is wrong: it is too large, or has numbers that
+            are not finite although all weights were (in the record of a run that diverged they become null).
     """
     import torch
 
@@ -328,18 +327,18 @@ def run(spec: Spec, notebook: str, commit: str, keep: Path | None = None) -> Rec
     record = {"spec": spec, "spec_hash": spec_hash(spec), "notebook": notebook, "commit": commit}
     record["status"] = records.FINISHED
     record |= {"environment": provenance.environment(spec.get("engine", "local"), gpus)} | result
-    records.record_line(record)  # an error of this run, and not of the process that stores it among others
+    records.record_line(record)  # raises here, in this run, and not in the process that stores all records
     return record
 
 
 def _core_seconds() -> float:
-    """CPU time of this process and of those that it waited for."""
+    """Return the CPU time of this process and of the children that it waited for, seconds."""
     spent = os.times()
     return time.process_time() + spent.children_user + spent.children_system
 
 
 def _training_folder(spec: Spec, notebook: str) -> Path | None:
-    """Where a training run at full scale keeps what it goes on from; others are too short to need it."""
+    """Return the folder that a training run at full scale resumes from; None for others, too short to need it."""
     if spec["kind"] != "train" or spec["scale"] != "full":
         return None
     return records.run_folder(notebook, "full") / "training" / spec_hash(spec)

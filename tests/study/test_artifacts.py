@@ -410,7 +410,7 @@ FORGERIES = [  # and a part of each line that is reported
     (lambda r: (r / "README.md").write_text(2 * (r / "README.md").read_text()), ["<!-- claims -->"]),
     (
         lambda r: edit_manifest(r, lambda entries: entries.update(gone=entries.pop("Runs") | {"files": []})),
-        ["numbers_01_toy.json", "numbers_01_toy.tex", "manifest.json, its entries of 01_toy"],
+        ["numbers_01_toy.json", "numbers_01_toy.tex", "manifest.json: the entries of 01_toy"],
     ),
     (lambda r: edit_manifest(r, lambda entries: entries.update(best=STRAY)), ["99_other at tiny", "best.csv"]),
     (lambda r: edit(r / NOTEBOOK, "import sys, time", "import time, sys"), []),  # its digest tells

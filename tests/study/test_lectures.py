@@ -35,7 +35,7 @@ def found(verdicts, committed_records):
         nb02: lambda run, records: nb02.results(run, records, nb02.pilot(committed_records), decided),
         nb03: lambda run, records: nb03.results(run, records, records["published"]),
         nb04: lambda run, records: nb04.results(records) | published_judgments.results(records["judgments"]),
-        nb06: lambda run, records: nb06.results(run, records, of_06, "released"),
+        nb06: lambda run, records: nb06.results(run, records, of_06),
     }
     return cache(lambda study: (make[study] if study in make else study.results)(*loaded(study)))
 

@@ -176,7 +176,7 @@ def test_what_cannot_fit_is_refused_before_anything_runs(elsewhere, capsys, monk
     monkeypatch.setattr(sweep, "_run_all", lambda *arguments: pytest.fail("a run began"))
     on = {"engine": "vllm", "gpus": 4}
     specs = [spec | on for spec in elsewhere("0.5B", ES) + elsewhere("72B", ES) + elsewhere("72B", GRPO)]
-    with pytest.raises(DoesNotFit, match=r"Take 8 GPUs.*\(1 more of the plans printed do not fit\.\)"):
+    with pytest.raises(DoesNotFit, match=r"Use 8 GPUs.*\(1 more of the printed plans do not fit\.\)"):
         sweep.load_or_run(specs, "nb", "full", dry_run=dry_run)
     assert capsys.readouterr().out.count("DOES NOT FIT") == 2
     with pytest.raises(DoesNotFit, match=r"in each of 2 processes, .*this machine has 64.0 GiB"):

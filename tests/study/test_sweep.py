@@ -149,7 +149,7 @@ def test_a_killed_sweep_continues_where_it_was(folders, capsys):
     capsys.readouterr()
     with pytest.raises(ValueError, match="'no-such-model'") as error:
         load_or_run([*specs[:-1], bad, specs[-1]], "nb", "smoke", workers=1)
-    assert "no-such-model" in error.value.__notes__[-1] and "; 1 that had begun" in capsys.readouterr().err
+    assert "no-such-model" in error.value.__notes__[-1] and "; 1 already started" in capsys.readouterr().err
     records = read_records(file)
     assert records[: len(done)] == done and [r["spec"] for r in records] == specs
     assert load_or_run(specs[::-1], "nb", "smoke") == records[::-1]

@@ -1,15 +1,15 @@
-"""Models that decode and are not trained: a base, best of n, the model of a record again, and samples to be counted.
+"""Decode without training: a base, best of n, the model of a record measured again, and counts of right samples.
 
-*decoding* measures trained models again, under more sampling temperatures than their records have: ES optimises greedy
-decoding and GRPO samples at temperature 1, so that a comparison under one of the two favours an arm. A record of this
-kind names the digest of the weights that it measures; they are replayed from a ledger, or trained again, and nothing is
-measured on others.
+*decoding* measures trained models again, at more sampling temperatures than their records have: ES optimises greedy
+decoding and GRPO samples at temperature 1, so a comparison under either one favours an arm. A record of this kind holds
+the digest of the weights that it measures. They are replayed from a ledger, or trained again; other weights are not
+measured.
 
-*sampled* counts how many of many samples of each test problem are right, of a model of any size and of ends of training
-from it: what cannot be enumerated, as kind "coverage" does in the tiny world. A record has the counts of a block of
-problems at one temperature, never a text. The texts go to a file of their own below `runs`, which may be removed. An
-end is a model's folder, a LoRA adapter or a ledger over the model (`base_models.know_end`); its prompts are those of
-the model, token by token, since the model's tokenizer makes them.
+*sampled* counts how many of many samples of each test problem are right, for a model of any size and for ends of
+training from it, whose answers cannot be enumerated as kind "coverage" does in the tiny world. A record has the counts
+of a block of problems at one temperature, never a text. The texts go to a separate file below `runs`, which may be
+deleted. An end is a model's folder, a LoRA adapter or a ledger over the model (`base_models.know_end`); it gets the
+model's own prompts, token by token, since the model's tokenizer makes them.
 """
 
 import gzip
@@ -37,19 +37,19 @@ from evoalign_study.records import Record, Settings, Spec, pack_integers, spec_h
 
 
 def base_specs(bases: Sequence[str], settings: Settings, scale: str) -> list[Spec]:
-    """Return specs of the measurement of untrained bases.
+    """Return the specs that measure untrained bases.
 
     Args:
         bases: shipped bases ("A0", ...), or models on the Hub or in folders, which get the task's public problems.
         settings: task, max_completion_length and the sizes that the task needs (`Measures.sizes`); for the tiny world's
             base "H0" also filler_steps, how long all prompts ask it to think (see `tiny.dataset`); engine, gpus and
-            tensor_parallel as `ESConfig` has them.
-        scale: of the notebook.
+            tensor_parallel as in `ESConfig`.
+        scale: scale of the notebook.
 
     Raises:
-        ValueError: a setting that no run reads, what `specs.begin` refuses, or a shipped base with another engine than
-            the local one.
-        FileNotFoundError: a file that the settings name is not there.
+        ValueError: a setting that no run reads, whatever `specs.begin` refuses, or a shipped base with an engine other
+            than the local one.
+        FileNotFoundError: a file that the settings name does not exist.
     """
     specs.check_names(settings)
     wanted = specs.sizes(settings) | specs.engine_fields(bases, settings)
@@ -57,7 +57,7 @@ def base_specs(bases: Sequence[str], settings: Settings, scale: str) -> list[Spe
 
 
 def run_base(spec: Spec) -> Record:
-    """Return what is measured of an untrained base (`Measures.base_outcome`)."""
+    """Return the measurements of an untrained base (`Measures.base_outcome`)."""
     measure = measures.of(spec)
     measure.prepare(spec)
     with training.opened(spec) as (engine, sets):
@@ -69,17 +69,17 @@ def run_base(spec: Spec) -> Record:
 
 
 def best_of_n_specs(base: str, seeds: Iterable[int], samples: int, settings: Settings, scale: str) -> list[Spec]:
-    """Return specs of best-of-n: the reward chooses among n samples of an untrained base, for n = 1, 2, 4, ... samples.
+    """Return specs of best-of-n: the reward chooses among n samples of an untrained base, for n = 1, 2, 4, ...
 
     Args:
         base: as for `base_specs`.
-        seeds: of the samples.
-        samples: drawn for each problem, at least 1.
-        settings: as for `base_specs`; max_completion_length and test_problems are needed.
-        scale: of the notebook.
+        seeds: seeds of the samples.
+        samples: number of samples for each problem, at least 1.
+        settings: as for `base_specs`; max_completion_length and test_problems are required.
+        scale: scale of the notebook.
 
     Raises:
-        ValueError: no samples; a task whose reward says nothing of right answers; or what `base_specs` refuses.
+        ValueError: no samples; a task whose reward does not know right answers; or whatever `base_specs` refuses.
     """
     specs.check_names(settings)
     measures.get(settings.get("task", "countdown")).check_validates("best of n chooses right answers")
@@ -89,10 +89,10 @@ def best_of_n_specs(base: str, seeds: Iterable[int], samples: int, settings: Set
 
 
 def run_best_of_n(spec: Spec) -> Record:
-    """Return the accuracy when the reward chooses the best of n samples of the base: no weights change.
+    """Return the accuracy if the reward chooses the best of n samples of the base; no weights change.
 
-    The choice is by the very reward that is measured, so it is the share of problems that n samples solve: the bound of
-    what choosing alone can give, at n completions for each test problem.
+    The reward that chooses is also the one measured, so this is the share of problems that n samples solve: an upper
+    bound on what choosing alone can give, at n completions for each test problem.
     """
     measure = measures.get(spec["task"])
     with training.opened(spec) as (engine, sets):
@@ -102,7 +102,7 @@ def run_best_of_n(spec: Spec) -> Record:
     rewards, right = np.stack([measure.judged(spec, engine, problems, row) for row in samples], axis=1)
     accuracy = {}
     for n in (2**k for k in range(spec["samples"].bit_length())):
-        best = rewards[:n].argmax(0)  # the first of the best
+        best = rewards[:n].argmax(0)  # the first, if several are best
         accuracy[str(n)] = round(float(right[best, np.arange(len(problems))].mean()), 6)
     tokens = sum(len(ids) for row in samples for _, ids in row)
     asked, d = int(engine.prompts["test"].lengths.sum()) * len(samples), engine.layout.d
@@ -126,22 +126,22 @@ def decoding_specs(
     at_step: int | None = None,
     curve_temperature: float | None = None,
 ) -> list[Spec]:
-    """Return specs that measure models again, under more sampling temperatures than their records have.
+    """Return specs that measure models again, at more sampling temperatures than their records have.
 
-    A spec is that of the record, of kind "decoding", with the digest of the weights that are measured, `temperatures`,
-    `samples` and, where they are given, `at_step` and `curve_temperature`. `measured_spec` takes these away again.
+    Each is the spec of a record with kind "decoding", the digest of the weights to measure, `temperatures`, `samples`
+    and, if given, `at_step` and `curve_temperature`. `measured_spec` removes these again.
 
     Args:
-        records: of training runs by any arm, or of untrained bases, in the tiny world.
-        temperatures: of the samples of the test problems.
-        samples: of each problem at each temperature, 1 to 16.
+        records: records of training runs by any arm, or of untrained bases, in the tiny world.
+        temperatures: sampling temperatures on the test problems.
+        samples: samples of each problem at each temperature, 1 to 16.
         at_step: an earlier step of ES runs, at which the validation set is measured, too.
-        curve_temperature: of the samples by which every point of the run's curve is measured again.
+        curve_temperature: sampling temperature at which every point of the run's curve is measured again.
 
     Raises:
-        ValueError: a record of something else, or without a test set; temperatures that are none, are there twice or
-            are not above 0; too many samples; a step that a run has not, or of a run that is not of ES, or of a task
-            that validates by a proxy; a curve of a run that has none.
+        ValueError: a record of something else, or without a test set; no temperatures, one that is repeated or not
+            above 0; too many samples; an `at_step` that a run does not have, or of a run that is not an ES run or whose
+            task validates by a proxy; a `curve_temperature` for a run without a curve.
     """
     if curve_temperature is not None:
         check_temperature(curve_temperature)
@@ -155,12 +155,12 @@ def decoding_specs(
         spec, name = record["spec"], f"the record {record['spec_hash']}"
         known = spec["kind"] in ("base", "train") and spec["base"] in tiny.SHIPPED
         require(known, f"{name} is not of a model of the tiny world.")
-        # a task without these settings asks all its questions
+        # a task without these settings uses all its questions
         whole = spec.get("test_problems", 1) and spec.get("validation_problems", 1)
         require(whole, f"{name} has no test set or no validation set: only complete runs are measured again.")
         is_es = spec["kind"] == "train" and trainers.of(spec["arm"]).has_members
         if at_step is not None and not (is_es and _validates(spec) and 0 <= at_step <= spec["steps"]):
-            raise ValueError(f"at_step={at_step}: {name} is not of an ES run of so many steps that is validated.")
+            raise ValueError(f"at_step={at_step}: {name} is not an ES run with so many steps and a validation.")
         if curve_temperature is not None and "curve_points" not in spec:
             raise ValueError(f"curve_temperature={curve_temperature}: {name} has no curve.")
         made.append(spec | own | {"digest": spec["base_digest"] if spec["kind"] == "base" else record["digest"]})
@@ -168,21 +168,21 @@ def decoding_specs(
 
 
 def measured_spec(spec: Spec) -> Spec:
-    """Return the spec of the run whose model a spec of `decoding_specs` measures: of kind "train", or "base"."""
+    """Return the spec of the run, of kind "train" or "base", whose model a spec of `decoding_specs` measures."""
     kind = "train" if "arm" in spec else "base"
     return {name: value for name, value in spec.items() if name not in _OWN_FIELDS} | {"kind": kind}
 
 
 def _validates(spec: Spec) -> bool:
-    """Return whether the task's validation says what is right; else it is a proxy, which curves alone measure."""
+    """Return whether the task's validation knows right answers; if not, it is a proxy, measured on curves only."""
     return measures.get(spec["task"]).validated_by is not None
 
 
 def run_decoding(spec: Spec) -> Record:
-    """Return what the model of another record does, sampled at more temperatures.
+    """Return measurements of another record's model, sampled at more temperatures.
 
     Raises:
-        ValueError: the weights that there are now are not those of the record. Nothing is measured then.
+        ValueError: the weights found are not those of the record; nothing is measured then.
     """
     measure = measures.get(spec["task"])
 
@@ -211,19 +211,19 @@ def run_decoding(spec: Spec) -> Record:
 
 @contextmanager
 def _made_again(wanted: Spec, place: Path) -> Iterator[tuple[Any, ...]]:
-    """The model that a run ended with, in an engine.
+    """Yield an engine with the model that a run ended with.
 
-    A base is loaded. A run of ES is replayed where its committed record has a ledger and ended with these weights. Any
-    other run is trained again, with no more points of its curve than are wanted, since evaluation leaves no trace in
-    training; or its end is read where it was kept (`weight_cache`), if no earlier step is wanted.
+    A base is loaded. An ES run is replayed if its committed record has a ledger that ends with these weights. Any other
+    run is trained again, evaluating only the points of its curve that are wanted (evaluation does not affect training);
+    or, if no earlier step is wanted, its end is read from where it was kept (`weight_cache`).
 
     Args:
-        wanted: of kind "decoding".
-        place: where trainers write.
+        wanted: a spec of kind "decoding".
+        place: folder that trainers write to.
 
     Yields:
-        How it was made, "loaded", "replayed", "trained again" or "kept"; the engine; the problems of each split; of a
-        run of ES its ledger; and, where the spec has `curve_temperature`, the block `curve` of its record.
+        How the model was made: "loaded", "replayed", "trained again" or "kept"; the engine; the problems of each split;
+        the ledger of an ES run; and, if the spec has `curve_temperature`, the block `curve` of its record.
     """
     spec = measured_spec(wanted)
     warm = {name: wanted[name] for name in ("curve_temperature",) if name in wanted}
@@ -252,31 +252,32 @@ def _made_again(wanted: Spec, place: Path) -> Iterator[tuple[Any, ...]]:
 # ---- samples to be counted
 
 MOST_SAMPLES = 4095
-"""Samples of a problem, at most, which a record can count."""
+"""Maximum number of samples of a problem that a record can count."""
 MOST_PROBLEMS = 2000
-"""Problems of a block, at most: a record has room for so many counts."""
+"""Maximum number of problems in a block, whose counts fit into a record."""
 _SETTINGS = (
     "max_completion_length", "sampled_problems", "sampled_block", "sampled_samples", "sampled_temperatures",
 )  # fmt: skip
 
 
 def sampled_specs(model: str, end: str | os.PathLike[str] | None, settings: Settings, scale: str) -> list[Spec]:
-    """Return the specs that sample a model, or an end of training from it: one for each temperature and block.
+    """Return the specs that sample a model, or an end of training from it, one for each temperature and block.
 
     Args:
         model: a shipped base, or a model on the Hub or in a folder.
-        end: folder of a model or of a LoRA adapter, or a ledger of ES, each of a run that started from the model; None:
-            the model itself.
-        settings: max_completion_length; sampled_problems, of the test set; sampled_block, problems of a record, 1 to
-            2,000, at once the work that a kill may lose; sampled_samples of each problem, 2 to 4,095;
-            sampled_temperatures. Optional: task, what only that reads, sampled_seed (0), and engine, gpus and
-            tensor_parallel as `ESConfig` has them.
-        scale: of the notebook.
+        end: folder of a model or of a LoRA adapter, or a ledger of ES, each from a run that started from the model;
+            None: the model itself.
+        settings: max_completion_length; sampled_problems, number of test problems; sampled_block, problems per record,
+            1 to 2,000, which is also the work that a kill may lose; sampled_samples, samples per problem, 2 to 4,095;
+            sampled_temperatures. Optional: task, settings that only the task reads, sampled_seed (0), and engine, gpus
+            and tensor_parallel as in `ESConfig`.
+        scale: scale of the notebook.
 
     Raises:
-        ValueError: a setting that is missing or out of range, a task whose completions are neither right nor wrong, an
-            end that is none or of another type of model, or what `specs.begin` and `specs.engine_fields` refuse.
-        FileNotFoundError: there is no such end, or a file that the settings name is not there.
+        ValueError: a setting that is missing or out of range; a task whose completions are neither right nor wrong; an
+            end that is not one, or of another type of model; or whatever `specs.begin` and `specs.engine_fields`
+            refuse.
+        FileNotFoundError: the end, or a file that the settings name, does not exist.
     """
     taken = specs.take(settings, _SETTINGS, "sampling a model")
     task = settings.get("task", "countdown")
@@ -284,7 +285,7 @@ def sampled_specs(model: str, end: str | os.PathLike[str] | None, settings: Sett
     require(counts, f"task={task!r}: its completions are neither right nor wrong, so there is nothing to count.")
     problems = whole_number("sampled_problems", taken["sampled_problems"])
     size = whole_number("sampled_block", taken["sampled_block"], most=MOST_PROBLEMS, why="a record holds so many")
-    why = "halves are compared, and a record counts so far"
+    why = "halves are compared, and a record counts no further"
     samples = whole_number("sampled_samples", taken["sampled_samples"], 2, MOST_SAMPLES, why)
     own = {"max_completion_length": taken["max_completion_length"], "test_problems": problems}
     of_tasks = {"task", *(name for known in tasks.TASKS for name in measures.get(known).settings)}
@@ -303,16 +304,16 @@ def sampled_specs(model: str, end: str | os.PathLike[str] | None, settings: Sett
 
 
 def run_sampled(spec: Spec) -> Record:
-    """Return how many samples of each problem of a block are right.
+    """Return the number of right samples of each problem of a block.
 
     The samples of a problem depend on the seed and on its place in the test set, not on its block. The record has
-    `n_problems`; `right`, how many of its samples are right for each problem (`records.pack_integers`);
-    `generated_tokens` and `prompt_tokens` (once for each sample, though vLLM's prefix cache computes a prompt once);
-    `clipped`, samples without an end token; and `texts_sha256`, of the texts (`read_texts`).
+    `n_problems`; `right`, the number of right samples of each problem (`records.pack_integers`); `generated_tokens`
+    and `prompt_tokens` (once per sample, though vLLM's prefix cache computes a prompt once); `clipped`, the number of
+    samples without an end token; and `texts_sha256`, the digest of the texts (`read_texts`).
 
     Raises:
-        ValueError: the end has changed, or it does not fit the model.
-        FileNotFoundError: the end is gone.
+        ValueError: the end has changed, or does not fit the model.
+        FileNotFoundError: the end no longer exists.
     """
     measure, (first, stop) = measures.of(spec), spec["block"]
     with _opened(spec) as (engine, problems):
@@ -324,7 +325,7 @@ def run_sampled(spec: Spec) -> Record:
     for i, grades, answers in zip(range(first, stop), right.T.tolist(), zip(*rows, strict=True), strict=True):
         line = {"problem": i, "prompt": asked[i], "right": grades, "texts": [text for text, _ in answers]}
         lines.append(json.dumps(line, sort_keys=True) + "\n")
-    # the texts are written in one piece, before there is a record of them
+    # written in one piece, before the record that names them
     texts = "".join(lines).encode()
     files.replace_bytes(texts_file(spec), gzip.compress(texts, 6, mtime=0), sync=True)
     tokens = [ids for row in rows for _, ids in row]
@@ -339,16 +340,16 @@ def run_sampled(spec: Spec) -> Record:
 
 
 def texts_file(spec: Spec) -> Path:
-    """Return where the texts of a record go: samples/<spec hash>.jsonl.gz below EVOALIGN_RUN_DIR, or below runs."""
+    """Return the path of a record's texts: samples/<spec hash>.jsonl.gz below EVOALIGN_RUN_DIR, or below runs."""
     return base_models.kept("samples") / f"{spec_hash(spec)}.jsonl.gz"
 
 
 def read_texts(record: Record) -> list[dict[str, Any]]:
-    """Return the texts of a record, an entry per problem: its place in the test set, prompt, grades and texts.
+    """Return the texts of a record, one entry per problem: its place in the test set, prompt, grades and texts.
 
     Raises:
         FileNotFoundError: they are not on this machine.
-        ValueError: the file holds others.
+        ValueError: the file holds other texts.
     """
     texts = read_beside(texts_file(record["spec"]), record["texts_sha256"], gzip.decompress)
     return [json.loads(line) for line in texts.decode().splitlines()]
@@ -356,18 +357,18 @@ def read_texts(record: Record) -> list[dict[str, Any]]:
 
 @contextmanager
 def _opened(spec: Spec) -> Iterator[tuple[Any, list]]:
-    """Yield an engine with the model or the end, whose prompts "test" are all test problems, and these problems.
+    """Yield an engine with the model or the end, its prompts "test" being all test problems, and these problems.
 
-    All are there whichever block is asked: a row's random numbers, and the width to which prompts are padded, are then
-    those of every block.
+    All problems are loaded whichever block is wanted, so that a row's random numbers, and the width that prompts are
+    padded to, are the same for every block.
     """
     problems = measures.of(spec).sets(spec)["test"]
     with _model(spec) as (model, tokenizer, folder):
         asked = {"test": training.rows(spec, tokenizer, problems)}
         highest, known = int(Prompts(asked["test"], tokenizer).ids.max()), model.get_input_embeddings().num_embeddings
-        # the engine would refuse them without a word of the end
+        # the engine would refuse them, too, but without naming the end
         end = f"{folder} knows {known} tokens, and a prompt of {spec['base']!r} has number {highest}"
-        require(highest < known, f"{end}: it is no end of training from that model. Give the one that it started from.")
+        require(highest < known, f"{end}: it was not trained from that model. Pass the model that it started from.")
         with closing(base_models.evaluation_engine(spec | {"base": folder}, model, tokenizer, asked)) as engine:
             yield engine, problems
 
@@ -386,26 +387,26 @@ def _model(spec: Spec) -> Iterator[tuple[Any, Any, str]]:
     model, tokenizer = base_models.model_of(spec)
     _take(model, weight_files.weights(end, spec["base"]))
     with tempfile.TemporaryDirectory(prefix="evoalign-") as made:
-        if not base_models.is_local(spec):  # which loads a model from files
+        if not base_models.is_local(spec):  # other engines load a model from files
             model.save_pretrained(made)
         yield model, tokenizer, made
 
 
 def _take(model: Any, moved: weight_files.StateDict) -> None:
-    """Copy weights over a model, rounded once to its dtype."""
+    """Copy weights into a model, rounded once to its dtype."""
     import torch
 
     parameters = dict(model.named_parameters())
     if missing := sorted(parameters.keys() - moved.shapes.keys()):
-        remedy = "write a folder of it (evoalign replay --out, or merge_and_unload() and save_pretrained())"
-        raise ValueError(f"{moved.source} has no {missing[0]!r}, which the model has: {remedy}, and give that.")
+        remedy = "write it to a folder (evoalign replay --out, or merge_and_unload() and save_pretrained())"
+        raise ValueError(f"{moved.source} has no {missing[0]!r}, which the model has: {remedy}, and pass that.")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(moved[name])
 
 
 def _check_type(model: str, end: Path) -> None:
-    """Raise ValueError for a folder with another type of model than that from which it is said to come."""
+    """Raise ValueError if a folder holds another type of model than the one it is said to come from."""
     if end.is_file() or base_models.is_adapter(end):
         return  # compared with the model's own weights when they are read
     from transformers import AutoConfig
@@ -413,4 +414,4 @@ def _check_type(model: str, end: Path) -> None:
     places = (models.place(model), end)
     before, after = (AutoConfig.from_pretrained(one, trust_remote_code=False).model_type for one in places)
     differ = f"the end {str(end)!r} is of type {after!r}, model {model!r} of {before!r}"
-    require(before == after, f"{differ}: it is no end of training from that model. Give the one that it started from.")
+    require(before == after, f"{differ}: it was not trained from that model. Pass the model that it started from.")

@@ -1,4 +1,4 @@
-"""What is estimated held against what is exact: single ES steps against the gradient, and estimators against the KL."""
+"""Compare estimates with exact values: single ES steps with the exact gradient, KL estimators with the exact KL."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ MEASURE = measures.get("countdown")
 
 
 def kl_specs(base: str, sigma: float, repeats: int, settings: Settings, scale: str) -> list[Spec]:
-    """Return specs of the comparison of KL estimators with the exact KL, of a base moved by noise from the base itself.
+    """Return specs that compare KL estimators with the exact KL between a base and the same base moved by noise.
 
     Args:
-        base: a plain one of the tiny world.
-        sigma: standard deviation of the noise on every weight: it decides the size of the KL.
-        repeats: draws of the noise, each with samples of its own.
+        base: a plain base of the tiny world.
+        sigma: standard deviation of the noise on every weight; it determines the size of the KL.
+        repeats: number of draws of the noise, each with its own samples.
         settings: max_completion_length, kl_problems (of the validation set), kl_samples (completions per problem).
-        scale: of the notebook.
+        scale: scale of the notebook.
 
     Raises:
-        ValueError: an odd number of samples, which has no two halves; a base outside the tiny world, or one that needs
-            filler_steps; another task than Countdown; another engine than the local one.
+        ValueError: an odd number of samples, which cannot be halved; a base outside the tiny world, or one that needs
+            filler_steps; a task other than Countdown; an engine other than the local one.
     """
     wanted = specs.take(settings, ("max_completion_length", "kl_problems", "kl_samples"), "the estimate of KL")
     n = wanted["kl_samples"]
-    checks.require(n >= 2 and n % 2 == 0, f"kl_samples={n} must be even: errors come from two halves of them.")
+    checks.require(n >= 2 and n % 2 == 0, f"kl_samples={n} must be even: errors come from two halves of the samples.")
     spec = specs.begin_tiny("kl", base, scale, settings) | wanted | {"sigma": sigma}
     return [spec | {"repeat": repeat} for repeat in range(repeats)]
 
 
 def run_kl(spec: Spec) -> Record:
-    """Return KL(policy || ref) of a base moved by noise, by every estimator, and their gradients as losses."""
+    """Return KL(policy || ref) of a base moved by noise, by every estimator, and the gradients of these as losses."""
     (policy, tokenizer), (reference, _) = tiny.load(spec["base"]), tiny.load(spec["base"])
     prompts = Prompts(countdown.dataset(tiny.problems("validation", spec["kl_problems"]), tokenizer), tokenizer)
     length = spec["max_completion_length"]
@@ -65,20 +65,20 @@ def run_kl(spec: Spec) -> Record:
 def estimator_specs(
     base: str, N: int, repeats: int, fitness: str, targets: str, settings: Settings, scale: str
 ) -> list[Spec]:
-    """Return specs of the comparison of single ES steps with the exact gradient, on two-number problems.
+    """Return specs that compare single ES steps with the exact gradient, on two-number problems.
 
     Args:
-        base: a plain one of the tiny world.
-        N: members.
-        repeats: populations drawn.
-        fitness: "expected" (of temperature 1, exact) or "greedy".
-        targets: "any", or "not the sum": problems that the bases' habit, adding up, does not solve.
+        base: a plain base of the tiny world.
+        N: population size.
+        repeats: number of populations drawn.
+        fitness: "expected" (at temperature 1, exact) or "greedy".
+        targets: "any", or "not the sum": problems that are not solved by adding up, the bases' habit.
         settings: sigma, alpha, estimator_problems.
-        scale: of the notebook.
+        scale: scale of the notebook.
 
     Raises:
-        ValueError: a base outside the tiny world, or one that needs filler_steps; another task than Countdown; another
-            engine than the local one.
+        ValueError: a base outside the tiny world, or one that needs filler_steps; a task other than Countdown; an
+            engine other than the local one.
     """
     wanted = specs.take(settings, ("sigma", "alpha", "estimator_problems"), "the estimator")
     spec = specs.begin_tiny("estimator", base, scale, settings) | wanted
@@ -87,7 +87,7 @@ def estimator_specs(
 
 
 def run_estimator(spec: Spec) -> Record:
-    """Return one ES step measured against the exact gradient of expected reward (see `ExactObjective`)."""
+    """Return the comparison of one ES step with the exact gradient of expected reward (see `ExactObjective`)."""
     objective = _objective(spec["base"], spec["estimator_problems"], spec["targets"])
     result = objective.run(**{name: spec[name] for name in ("N", "sigma", "alpha", "repeat", "fitness")})
     return {"estimator": {k: round(v, 9) if isinstance(v, float) else v for k, v in result.items()}}
@@ -95,26 +95,26 @@ def run_estimator(spec: Spec) -> Record:
 
 @lru_cache(maxsize=2)
 def _objective(base: str, n: int, targets: str) -> ExactObjective:
-    """The enumeration of a base's completions takes longer than a step: once per process."""
+    """Return the objective of a base, made once per process: enumerating completions takes longer than a step."""
     drawn = countdown.generate(4 * n, 0, split="train", **tiny.PROBLEMS | {"count": 2})
     chosen = [p for p in drawn if targets == "any" or sum(p.numbers) != int(p.target)][:n]
-    few = f"only {len(chosen)} of {n} two-number problems have targets {targets!r}: ask for fewer."
+    few = f"only {len(chosen)} of {n} two-number problems have targets {targets!r}: set a smaller estimator_problems."
     checks.require(len(chosen) == n, few)
-    # against 1e-6 the gradient's cosine is 0.99999998, and a step takes a third of the time
+    # compared with 1e-6, the gradient has cosine 0.99999998, and a step takes a third of the time
     return ExactObjective(*tiny.load(base), chosen, min_probability=1e-5)
 
 
 class ExactObjective:
-    """Countdown problems with the exact expected answer of a model, its gradient, and ES steps measured against it.
+    """Countdown problems with a model's exact expected answer, its gradient, and ES steps measured against both.
 
-    R is the answer part of the reward alone, under the strict grader: 1 for a right answer, 0 for any other completion.
-    The completions are enumerated once, at the weights given; a right answer too improbable there to be enumerated is
-    missed at other weights, too.
+    R is only the answer part of the reward, under the strict grader: 1 for a right answer, 0 for any other completion.
+    The completions are enumerated once, at the given weights; a right answer that is too improbable there to be
+    enumerated is missed at other weights, too.
 
     Args:
-        model: a Hugging Face decoder-only model of at most some million weights; it is copied and never changed.
+        model: a Hugging Face decoder-only model of at most a few million weights; it is copied and never changed.
         tokenizer: its tokenizer.
-        problems: the problems; two numbers each, for an enumeration of thousands of completions per problem.
+        problems: the problems; with two numbers each, thousands of completions per problem are enumerated.
         min_probability: completions less probable than this are left out.
 
     Attributes:
@@ -123,17 +123,17 @@ class ExactObjective:
         layout: the model's parameters.
         start: float32 (layout.size,) weights.
         gradient: float32 (layout.size,) of the expected answer, at the start.
-        expected, greedy: expected answer and share of right greedy answers, at the start.
+        expected, greedy: expected answer, and share of right greedy answers, at the start.
 
     Raises:
-        ValueError: no problem, or none with a right answer among its completions.
+        ValueError: there are no problems, or none has a right answer among its completions.
     """
 
     def __init__(self, model: Any, tokenizer: Any, problems: Sequence[Any], min_probability: float = 1e-7):
         self.problems, self._tokenizer = list(problems), tokenizer
         prompts = Prompts(countdown.dataset(self.problems, tokenizer), tokenizer)
         self._model = copy.deepcopy(model).eval()
-        # one process: its master holds whatever weights are to be measured
+        # one process: its master holds the weights to be measured
         longest = tiny.MAX_COMPLETION_LENGTH
         self._engine = LocalEngine(self._model, tokenizer, None, {"problems": prompts}, max_completion_length=longest)
         self.layout, self.start = self._engine.layout, self._engine.master.copy()
@@ -143,7 +143,7 @@ class ExactObjective:
         texts = tokenizer.batch_decode(self.enumeration.completions(), skip_special_tokens=True)
         right = [MEASURE.right(self.problems[i], text) for i, text in zip(self.enumeration.prompt, texts, strict=True)]
         self.rewards = np.array(right, np.float64)
-        none = f"none of {len(self.rewards)} completions is right: take another model or other problems."
+        none = f"none of {len(self.rewards)} completions is right: use another model or other problems."
         checks.require(self.rewards.any(), none)
         self._packed = gradient.pack(self.enumeration, self.rewards)
         exact = gradient.expected_reward_gradient(self._model, self.enumeration, self.rewards)
@@ -151,7 +151,7 @@ class ExactObjective:
         self.expected, self.greedy = self.expected_at(self.start), self.greedy_at(self.start)
 
     def expected_at(self, weights: np.ndarray) -> float:
-        """Return the expected answer of sampling at temperature 1 with flat weights, averaged over the problems."""
+        """Return the expected answer when sampling at temperature 1 with flat weights, averaged over the problems."""
         self._engine.master[...] = weights
         self._engine.write_model()
         return gradient.expected(self._model, self._packed, len(self.problems))
@@ -165,20 +165,21 @@ class ExactObjective:
         """Take one ES step from the start and measure it.
 
         Args:
-            N: members.
+            N: population size.
             sigma: standard deviation of the perturbation, weight units.
-            alpha: step size with 1/sigma digested, weight units.
-            repeat: which population; member i has the key (run key of arm "estimator" and seed `repeat`, step 0, i).
+            alpha: step size with 1/sigma absorbed, weight units.
+            repeat: number of the population; member i has the key (run key of arm "estimator" and seed `repeat`, step
+                0, i).
             fitness: "expected", the exact expected answer of each member; or "greedy", its share of right greedy
                 answers, as in training.
 
         Returns:
-            `tied` (no step, then; what is undefined is None); `cosine` of step and gradient; `rho`;
+            `tied` (then there is no step; undefined values are None); `cosine` of step and gradient; `rho`;
             `predicted_cosine` rho sqrt(N/d); `norm_ratio` |step| / (alpha sqrt(d/N)); `improving`, the share of members
-            fitter than the start; change of the expected answer by the whole step and by its parts along and orthogonal
-            to the gradient (`gain_full`, `gain_aligned`, `gain_orthogonal`), and of the greedy answer
-            (`greedy_gain_full`, ...); `covered`, the least of all problems; `expected_reward` and `greedy` at the
-            start; `d` weights; number of `problems`.
+            fitter than the start; changes of the expected answer from the whole step and from its parts along and
+            orthogonal to the gradient (`gain_full`, `gain_aligned`, `gain_orthogonal`), and of the greedy answer
+            (`greedy_gain_full`, ...); `covered`, the minimum over the problems; `expected_reward` and `greedy` at the
+            start; `d`, the number of weights; `problems`, their number.
 
         Raises:
             ValueError: an argument out of range.

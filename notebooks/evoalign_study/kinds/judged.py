@@ -1,16 +1,16 @@
-"""What is judged: a tournament of trained models, the tastes of judges, and what published studies released.
+"""Kinds that judge: a tournament of trained models, the biases of judges, and the data that published studies released.
 
-- *tournament*: models that were trained on one judge, and who wins by what each other judge says of their replies. The
-  players are arms, and the untrained base. Every run plays the base, and the runs of the other arms that have its seed,
-  with its greedy reply to each test request. Judges score a reply alone (`judges.ScoreJudge`), so that there are no
-  orders; equal scores are a tie. Strengths are Bradley-Terry's (`analysis.tournaments`), above the base.
-- *tastes*: what the tiny world's judges like besides the truth: how their scores of good replies change with what is
-  put around. The replies are the best ones to the first requests of split B, on which nothing was trained.
+- *tournament*: models that were trained on one judge play each other, and each judge decides who wins. The players are
+  the arms and the untrained base. Every run plays the base, and the runs of the other arms with the same seed, with its
+  greedy reply to each test request. Judges score each reply by itself (`judges.ScoreJudge`), so order plays no part;
+  equal scores are a tie. Strengths are Bradley-Terry strengths (`analysis.tournaments`), relative to the base.
+- *tastes*: biases of the tiny world's judges: how their scores of good replies change when sentences are added. The
+  replies are the best ones to the first requests of split B, on which nothing was trained.
 - *published*: the completions of a study of conciseness, read again with every detector.
-- *judgments*: the judgments and responses of a study of safety, in three parts: the published Elo ratings and how far
-  the order of the games alone moves them ("elo"); what the judgments say by Bradley and Terry, with intervals over
-  prompts, with length held equal, and what else predicts the verdicts ("games"); and what each model's responses are
-  ("responses"). No text goes into a record.
+- *judgments*: the judgments and responses of a study of safety, in three parts: the published Elo ratings, and how far
+  the order of the games alone moves them ("elo"); Bradley-Terry strengths from the judgments, with intervals over
+  prompts, also with length held equal, and what else predicts the verdicts ("games"); and the properties of each
+  model's responses ("responses"). No text goes into a record.
 """
 
 import itertools
@@ -43,7 +43,7 @@ def _three(interval: stats.Interval, digits: int = 1) -> list[float]:
 # ---- a tournament of trained models
 
 BASE = "base"
-"""The player that trained nothing."""
+"""The player that is the untrained base."""
 _OUTCOMES = {"a": tournaments.A_WINS, "b": tournaments.B_WINS, "tie": tournaments.TIE}
 
 
@@ -51,36 +51,36 @@ def tournament_spec(runs: Mapping[str, Sequence[Record]], settings: Settings, sc
     """Return the spec of a tournament.
 
     Args:
-        runs: arm -> its runs, of one base of the tiny world and on one training judge, that differ in their seeds.
-        settings: judge, the training judge, and what else the task reads; max_completion_length.
-        scale: of the notebook.
+        runs: arm -> its runs, on one base of the tiny world and one training judge, which differ in their seeds.
+        settings: judge (the training judge), max_completion_length, and other settings that the task reads.
+        scale: scale of the notebook.
 
     Raises:
-        ValueError: fewer than two arms, runs that make no group (`weight_cache.group`) or are not of the settings'
-            judge, a setting that is missing, and what `specs.begin` refuses.
+        ValueError: fewer than two arms; runs that do not form a group (`weight_cache.group`) or were trained on another
+            judge than the settings'; a setting that is missing; or whatever `specs.begin` refuses.
     """
-    require(len(runs) > 1, f"a tournament of {', '.join(runs) or 'no arms'}: give the runs of two arms at least.")
+    require(len(runs) > 1, f"a tournament of {', '.join(runs) or 'no arms'}: pass the runs of at least two arms.")
     arms = {arm: weight_cache.group(records) for arm, records in runs.items()}
     base, judge = next(iter(arms.values()))["run"]["base"], settings.get("judge")
     for arm, group in arms.items():
         own, wanted = (group["run"]["base"], group["run"].get("judge")), (base, judge)
-        require(own == wanted, f"the runs of {arm!r} are of base and judge {own}, the tournament of {wanted}.")
+        require(own == wanted, f"the runs of {arm!r} have base and judge {own}, but the tournament has {wanted}.")
     spec = specs.begin_tiny("tournament", base, scale, settings, tiny.REQUEST_BASES)
     return spec | specs.take(settings, ("max_completion_length",), "a tournament") | {"arms": arms}
 
 
 def run_tournament(spec: Spec) -> Record:
-    """Return what each judge makes of the games.
+    """Play the tournament, and return how each judge decides it.
 
     The record has `games`, their number; `sides`, player -> judge ("rule", and the training judge) -> shares of the
-    replies in the quadrants of `tasks.safety`, helpful above 0 by the rule, and above the median reward of the
-    base's replies by the training judge; and `judges`:
-    name -> `wins`, arm -> share of games won of each run, ties as half a win; and `strengths`, arm -> Elo points above
-    the base with their interval over requests, and `lead`, first arm - second with its intervals over requests and over
-    seeds. Strengths that are not finite, since a player won or lost all games, are None.
+    replies in the quadrants of `tasks.safety`, where helpful means above 0 for the rule, and above the median reward of
+    the base's replies for the training judge; and `judges`, name -> the results by that judge: `wins`, arm -> share of
+    games that each run won, ties as half a win; `strengths`, arm -> Elo points above the base with their interval over
+    requests; and `lead`, first arm - second, with its intervals over requests and over seeds. Strengths that are not
+    finite, since a player won or lost all games, are None.
 
     Raises:
-        ValueError: weights that are not those of their record.
+        ValueError: weights are not those of their record.
     """
     replies, requests = _replies(spec), safety.MEASURES.sets(spec)["test"]
     by_text = {request.text: request for request in requests}
@@ -129,7 +129,7 @@ def _sides(spec: Spec, replies: Mapping[str, Mapping[int, list[str]]], requests:
 
 
 def _told(spec: Spec, games: Sequence[tuple[int, tuple[str, str]]], outcomes: np.ndarray) -> dict[str, Any]:
-    """Return what a judge makes of games: outcomes, (pairs of runs, requests), are what the first player scores."""
+    """Return a judge's results; outcomes, (pairs of runs, requests), are the scores of the first players."""
     n, arms = outcomes.shape[1], list(spec["arms"])
     seeds, players = np.array([seed for seed, _ in games]), np.array([players for _, players in games])
 
@@ -156,7 +156,7 @@ def _told(spec: Spec, games: Sequence[tuple[int, tuple[str, str]]], outcomes: np
     }
 
 
-# ---- what judges like besides the truth
+# ---- biases of the judges
 
 REQUESTS = 40
 SENTENCES = {
@@ -165,14 +165,14 @@ SENTENCES = {
     "disclaimer": dialogues.DISCLAIMERS[0],
     "all three": f"{dialogues.PRAISE[0]} {dialogues.FILLER[2]} {dialogues.DISCLAIMERS[0]}",
 }
-"""What is put behind a reply."""
+"""Sentences that are appended to a reply."""
 
 
 def tastes_spec(scale: str) -> Spec:
-    """Return the spec of the measurement.
+    """Return the spec that measures the biases of judges.
 
     Args:
-        scale: of the notebook; at smoke few replies are read.
+        scale: scale of the notebook; at smoke, few replies are read.
     """
     asked = 4 if scale == "smoke" else REQUESTS
     digests = {name: safety.scorer_digest(name) for name in safety.JUDGES if name in scorers.SCORERS}
@@ -181,14 +181,14 @@ def tastes_spec(scale: str) -> Spec:
 
 
 def run_tastes(spec: Spec) -> Record:
-    """Return `change`: judge -> sentences -> mean change of its score of a reply, in units of its own.
+    """Return `change`: judge -> sentences -> mean change in its score of a reply, in the judge's own units.
 
     Raises:
-        ValueError: a judge that is not the one of the spec.
+        ValueError: a judge is not the one in the spec.
     """
     for name, digest in spec["judges"].items():
         now = safety.scorer_digest(name)
-        require(now == digest, f"judge {name!r} has digest {now}, the spec names {digest}: make a new spec.")
+        require(now == digest, f"judge {name!r} has digest {now}, but the spec has {digest}: make a new spec.")
     asked, rng = dialogues.requests("test")[: spec["requests"]], random.Random(0)
     plain = [dialogues.body(request, "reason" if request.harmful else "right", rng) for request in asked]
 
@@ -208,25 +208,25 @@ def run_tastes(spec: Spec) -> Record:
 # ---- the published completions of a study of conciseness
 
 NEAREST_BASE = {"reward": -83.3, "right": 1.0}
-"""In place of the 7 B base, whose completions were not published, the published seed that has moved least from it (KL
-0.11 nats per token): it answers in full sentences, all of them right."""
+"""Stand-in for the 7 B base, whose completions were not published: the published seed closest to it (KL 0.11 nats per
+token), which answers in full sentences, all of them right."""
 
 
 def published_specs(scale: str) -> list[Spec]:
-    """Return specs of the analysis of the published completions of a 7 B model: a training seed of a setting each.
+    """Return specs that analyse the published completions of a 7 B model, one for each setting and training seed.
 
     Args:
-        scale: of the notebook, in whose file the records are kept; they are about no model of that scale.
+        scale: scale of the notebook, in whose file the records are kept; they are about no model of that scale.
     """
     common = {"kind": "published", "task": "conciseness", "scale": scale}
     return [common | {"set": name, "seed": seed} for name in conciseness.COMPLETIONS for seed in range(4)]
 
 
 def run_published(spec: Spec) -> Record:
-    """Return what a published set of completions holds under both measures, right answers and every detector.
+    """Return the analysis of a published set of completions: reward under both measures, right answers, every detector.
 
     Raises:
-        FileNotFoundError: the set is not in EVOALIGN_DATA and cannot be fetched.
+        FileNotFoundError: the set is not in EVOALIGN_DATA, and cannot be fetched.
     """
     problems = {p.question: p for p in conciseness.load_public("eval")}
     (released,) = [one for one in conciseness.load_completions(spec["set"]) if one.seed == spec["seed"]]
@@ -266,15 +266,15 @@ def run_published(spec: Spec) -> Record:
 # ---- the published judgments of a study of safety
 
 ORDERS = 1_000
-"""Random orders of the games, for the spread of sequential Elo."""
+"""Number of random orders of the games, for the spread of sequential Elo."""
 RESAMPLES = 2_000
-"""Resamples of the prompts, for every interval."""
+"""Number of resamples of the prompts, for every interval."""
 LEADER = "ES-500"
-"""The model that the published ratings put first."""
+"""The model that the published ratings rank first."""
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
-"""Of the base's rewards: cuts between helpful and unhelpful beside the published one, which is 0."""
+"""Quantiles of the base's rewards that serve as cuts between helpful and unhelpful, besides the published cut at 0."""
 
-# headings of the training text that models go on to write beside turns
+# headings of the training text that models go on to write, besides turns
 _HEADING = re.compile(r"(?:BEGINNING|END) OF CONVERSATION")
 _ADDRESS = re.compile(r"https?://|\bwww\.")
 _PREDICTORS: dict[str, Callable[[data.Points, int], float]] = {
@@ -283,15 +283,15 @@ _PREDICTORS: dict[str, Callable[[data.Points, int], float]] = {
     "length": lambda points, i: len(points.responses[i]),
     "reward - cost": lambda points, i: points.rewards[i] - points.costs[i],
 }
-"""Quantities of a response that might predict the verdict, higher is better."""
+"""Quantities of a response that might predict the verdict; higher is better."""
 
 
 def judgments_specs(scale: str) -> list[Spec]:
-    """Return specs of the analysis of the published judgments: ratings, games, and each model's responses.
+    """Return specs that analyse the published judgments: ratings, games, and each model's responses.
 
     Args:
-        scale: of the notebook, in whose file the records are kept; they are about no model of that scale. At smoke
-            few resamples and orders are drawn, and the first responses are read.
+        scale: scale of the notebook, in whose file the records are kept; they are about no model of that scale. At
+            smoke, few resamples and orders are drawn, and only the first responses are read.
     """
     resamples, orders = (20, 20) if scale == "smoke" else (RESAMPLES, ORDERS)
     common = {"kind": "judgments", "task": "safety_published", "scale": scale, "resamples": resamples, "seed": 0}
@@ -301,12 +301,12 @@ def judgments_specs(scale: str) -> list[Spec]:
 
 
 def run_judgments(spec: Spec) -> Record:
-    """Return what a part of the published data says.
+    """Return the analysis of one part of the published data.
 
     Raises:
         ValueError: an unknown part.
-        PermissionError: the data are not in EVOALIGN_DATA, and their licence was not accepted.
-        FileNotFoundError: they cannot be fetched.
+        PermissionError: the data are not in EVOALIGN_DATA, and their licence has not been accepted.
+        FileNotFoundError: the data cannot be fetched.
     """
     parts = {"elo": _elo, "games": _games, "responses": _responses}
     choose("part", spec["part"], parts)
@@ -336,11 +336,11 @@ def _elo(spec: Spec) -> Record:
 def _games(spec: Spec) -> Record:
     judgments = data.load_judgments()
     points = {model: data.load_points(model) for model in data.JUDGED}
-    # where a prompt occurs several times, the study judged the last response
+    # if a prompt occurs several times, the study judged the last response
     rows = {model: {prompt: i for i, prompt in enumerate(p.prompts)} for model, p in points.items()}
 
     def both(scored: Sequence[data.Judgment], value: Callable[[data.Points, int], float]) -> NDArray[np.float64]:
-        """(2, games) values of the two responses of each game."""
+        """Return the values of the two responses of each game, (2, games)."""
         return np.array([[value(points[m], rows[m][j.question]) for m in (j.a, j.b)] for j in scored], float).T
 
     by_dimension = {name: [j for j in judgments if j.dimension == name] for name in data.DIMENSIONS}
@@ -388,14 +388,14 @@ def _dimension(spec: Spec, own: Sequence[data.Judgment], both: Callable[..., NDA
 
 
 def _longer(games: tournaments.Games, lengths: NDArray[np.float64], other: str) -> float:
-    """Share of the leader's games with another model in which its answer is the longer one."""
+    """Return the share of the leader's games with another model in which the leader's answer is longer."""
     i, j = (games.players.index(model) for model in (LEADER, other))
     own = [*(lengths[(games.a == i) & (games.b == j)] > 0), *(lengths[(games.a == j) & (games.b == i)] < 0)]
     return round(float(np.mean(own)), 4)
 
 
 def _as_games(judgments: Sequence[data.Judgment], missing: float | None = None) -> tournaments.Games:
-    """Judgments as games; `missing` is the outcome of those without scores."""
+    """Return judgments as games; `missing` is the outcome of those without scores."""
     outcomes = [missing if j.scores is None else j.outcome() for j in judgments]
     names = ([getattr(j, slot) for j in judgments] for slot in ("a", "b"))
     return tournaments.Games.of([j.question for j in judgments], *names, outcomes, data.JUDGED)
@@ -408,7 +408,7 @@ def _responses(spec: Spec) -> Record:
     kinds = np.array([refusals.kind(text) for text in texts])
     turns = np.array([hacking.further_turn(text) for text in texts])
     _, first, prompt = np.unique(own.prompts, return_index=True, return_inverse=True)
-    # one response per prompt, or a prompt that occurs 52 times would look like a template
+    # one response per prompt: otherwise a prompt that occurs 52 times would look like a template
     once = [texts[i] for i in np.sort(first)]
     cuts = {"0": 0.0} | {f"{100 * q:g} % of the base": float(np.quantile(base.rewards, q)) for q in QUANTILES}
     labels = {
@@ -421,7 +421,7 @@ def _responses(spec: Spec) -> Record:
         return {"cut": round(cuts[name], 5), "shares": shares}
 
     def per_prompt(values: ArrayLike) -> list[float]:
-        """Return the mean over distinct prompts of the means over their rows, and its interval over prompts."""
+        """Return the mean, over distinct prompts, of the means over their rows, and its interval over prompts."""
         each = np.bincount(prompt, np.asarray(values, np.float64)) / np.bincount(prompt)
         return _three(stats.crossed_bootstrap(each[None], n_resamples=spec["resamples"], seed=spec["seed"]), 5)
 

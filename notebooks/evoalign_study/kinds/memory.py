@@ -1,18 +1,18 @@
-"""What a method takes: memory of a step, by component, beside the formula of `footprint`; and bytes on disk of a run.
+"""Measure the memory of a step, by component and against the formula of `footprint`, and the disk space of a run.
 
-*memory*: a step runs on a CPU, in a process of its own, on the shipped base or an enlarged model like it, with
-random weights. It is the second step of a run: moments and working copies are there. Nothing is learned and there is no
-seed: the weights decide no byte, so an arm with a random reward has the bytes of the arm itself.
+*memory*: a step runs on a CPU, in a separate process, on the shipped base or an enlarged model like it, with random
+weights. It is the second step of a run, when moments and working copies exist. Nothing is learned, and there is no
+seed: the values of the weights do not change the number of bytes, so an arm with a random reward has the same bytes.
 
-Steps of ES are a `LocalEngine`'s, with two members. transformers generates, but for "es_loop", the engine's default,
-and "es_low_rank". For "es" the weights lie as on a GPU: a float32 master, and a member written into the model in
-bfloat16 (`noise.device_weights`). GRPO is TRL's trainer with two micro-batches a step: by `grpo.trainer` in float32, by
-TRL's GRPOTrainer itself, with settings of `grpo.config`, where `grpo` takes no such model: bfloat16 weights beside a
-float32 master, an adapter, and Adam with moments in 8 bits (torchao's, in eager mode).
+Steps of ES run in a `LocalEngine`, with two members. transformers generates, except for "es_loop", the engine's
+default, and "es_low_rank". For "es", the weights are held as on a GPU: a float32 master, and a member written into the
+model in bfloat16 (`noise.device_weights`). GRPO is TRL's trainer with two micro-batches per step: `grpo.trainer` in
+float32; for models that `grpo` does not take, TRL's GRPOTrainer itself, with settings of `grpo.config`: bfloat16
+weights with a float32 master, an adapter, and Adam with 8-bit moments (torchao's, in eager mode).
 
-*storage*: what a run leaves on disk, byte by byte: the model, what it goes on from after a kill, and its ledger. A run
-has the arm's own steps, members and prompts, which decide how long a ledger is, and next to no validation. It stores as
-a run at scale full does, with checkpoints; the last one is counted.
+*storage*: the bytes that a run leaves on disk: the model, the state that it resumes from after a kill, and its ledger.
+The run has the arm's own steps, members and prompts, which determine the length of a ledger, and next to no validation.
+It stores checkpoints as a run at scale full does; the last one is counted.
 """
 
 import ctypes
@@ -52,7 +52,7 @@ SIZES: dict[str, dict[str, int]] = {
     "1M": dict(zip(_NAMES, (128, 512, 4, 4), strict=False)),
     "4M": dict(zip(_NAMES, (256, 1024, 4, 4, 2), strict=False)),
 }
-"""Models: what differs from the base's configuration; nothing: the base itself."""
+"""Model -> how its configuration differs from the base's; empty for the base itself."""
 PUBLISHED: dict[str, dict[str, Any]] = {
     size: dict(zip(_NAMES, numbers, strict=True)) | {"model_type": "qwen2", "dtype": "bfloat16"}
     for size, numbers in {
@@ -65,29 +65,29 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 """Configurations of Qwen2.5, from the config.json of Qwen/Qwen2.5-<size> on the Hub."""
 PUBLISHED_WORK = footprint.Work(rows=1, prompt=150, new=1024, generated=64, members=30, rank=1, population=96)
-"""What a step at full size has at once: 64 completions of 1024 tokens decoded, one of them in a backward pass."""
+"""Work of a step at full size: 64 completions of 1024 tokens decoded at once, one of them in a backward pass."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 SIGMA = 1e-2
 MEMBERS, CANDIDATES, LOW_RANK_MEMBERS = 2, 8, 8
 
 
 def memory_specs(methods: Iterable[str], sizes: Sequence[str], settings: Settings, scale: str) -> list[Spec]:
-    """Return the specs of the memory of methods, one for each method and model.
+    """Return the specs that measure the memory of methods, one for each method and model.
 
     Args:
         methods: keys of `footprint.METHODS`.
-        sizes: of models, keys of `SIZES`.
+        sizes: model sizes, keys of `SIZES`.
         settings: memory_rows (prompts of a member, completions of a micro-batch; each is measured) and
             max_completion_length.
-        scale: of the notebook.
+        scale: scale of the notebook.
 
     Raises:
-        ValueError: an unknown method or size, no rows or fewer than two, or a setting that is missing.
+        ValueError: an unknown method or size, no memory_rows or one below 2, or a setting that is missing.
     """
     taken = specs.take(settings, ("memory_rows", "max_completion_length"), "a run of kind 'memory'")
     rows = list(taken.pop("memory_rows"))
     enough = rows and min(rows) >= 2
-    checks.require(enough, f"memory_rows={rows}: a group has at least 2 completions, give numbers from 2 on.")
+    checks.require(enough, f"memory_rows={rows}: a group has at least 2 completions. Pass numbers of at least 2.")
     begun, methods = specs.begin_tiny("memory", "A0", scale, {}) | taken | {"rows": rows}, list(methods)
     for method in methods:
         checks.choose("method", method, footprint.METHODS)
@@ -97,30 +97,30 @@ def memory_specs(methods: Iterable[str], sizes: Sequence[str], settings: Setting
 
 
 def run_memory(spec: Spec) -> Record:
-    """Return what a step takes, with each number of rows, and what the formula says.
+    """Return the memory of a step with each number of rows, as measured and by the formula.
 
-    The record has `d`, parameters; `cells`, for each number of rows `work` (`footprint.Work`), `predicted` and
-    `measured`, component -> bytes at the peak, and `resident`, by how many bytes the process is larger at its own peak
-    than before the model was made (pages that nobody has written are not in it, such as most of a tile of logits where
-    the vocabulary is small); and `published`, what the formula gives for models on a GPU (see there).
+    The record has `d`, the number of parameters; `cells`, number of rows -> `work` (`footprint.Work`), `predicted` and
+    `measured`, component -> bytes at the peak, and `resident`, the bytes by which the process, at its own peak, exceeds
+    its size before the model was made (without pages that were never written, such as most of a tile of logits where
+    the vocabulary is small); and `published`, what the formula gives for models on a GPU (see `published`).
 
-    It changes how this process allocates, for good: `resident` is right in a process in which nothing ran before, as a
-    sweep has it (`kinds.ALONE`): what a process keeps of others would count as less.
+    It permanently changes how this process allocates. `resident` is correct only in a fresh process, as in a sweep
+    (`kinds.ALONE`): memory kept from earlier runs would lower it.
     """
 
     torch.set_num_threads(1)
-    resident("VmRSS")  # an error that says so where the system does not tell it
-    # large tensors come from the system and return to it, whatever the process allocated before
+    resident("VmRSS")  # raises a clear error if the system does not report it
+    # take large tensors from the system and return them to it, whatever the process allocated before
     for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
         ctypes.CDLL(None).mallopt(option, 65536)
     method, new = spec["method"], spec["max_completion_length"]
-    _measure(method, "0.14M", spec["rows"][0], new)  # what is loaded and compiled once is no step's
+    _measure(method, "0.14M", spec["rows"][0], new)  # warm-up: one-off loading and compiling is not part of a step
     cells = {str(rows): _measure(method, spec["size"], rows, new) for rows in spec["rows"]}
     return {"d": shape(_configuration(spec["size"])).d, "cells": cells, "published": published(method)}
 
 
 def published(method: str) -> dict[str, dict[str, Any]]:
-    """Return of each model of `PUBLISHED` its parameters, `d`, and `bytes` by component on a GPU that holds it all."""
+    """Return, for each model of `PUBLISHED`, its parameters `d`, and its `bytes` by component, all on one GPU."""
     shapes = {size: shape(config) for size, config in PUBLISHED.items()}
     work = {"work": PUBLISHED_WORK, "gpus": True}
     return {size: {"d": s.d, "bytes": footprint.bytes_of(method, s, **work)} for size, s in shapes.items()}
@@ -130,10 +130,10 @@ def published(method: str) -> dict[str, dict[str, Any]]:
 
 
 def _measure(method: str, size: str, rows: int, new: int) -> dict[str, Any]:
-    """Measure two steps, the second one counted."""
+    """Run two steps, and measure the second."""
 
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what is free and still here would be taken without a trace
+    ctypes.CDLL(None).malloc_trim(0)  # free memory that the process still holds would be reused unnoticed
     before = resident("VmRSS")
     shaped = shape(_configuration(size))
     seen = Allocations(_named(method, shaped))
@@ -147,14 +147,14 @@ def _measure(method: str, size: str, rows: int, new: int) -> dict[str, Any]:
 
 
 def _begin(seen: Any) -> None:
-    """Let peaks count from here on, that of the resident memory too."""
-    gc.collect()  # numba's first call of a kernel leaves its arguments in a circle
+    """Reset all peaks, including that of the resident memory."""
+    gc.collect()  # numba's first call of a kernel leaves its arguments in a reference cycle
     Path("/proc/self/clear_refs").write_text("5")
     seen.begin()
 
 
 def _named(method: str, model: Shape) -> Any:
-    """Return what tells logits, and the caches and joined matrices of the decoding loop, by their shapes."""
+    """Return a function that recognises, by shape, logits and the decoding loop's caches and joined matrices."""
     loop = method in ("es_loop", "es_low_rank")
 
     def component(operation: str, tensor: Any) -> str | None:
@@ -168,7 +168,7 @@ def _named(method: str, model: Shape) -> Any:
 
 
 def build(size: str, dtype: str = "float32") -> tuple[Any, Any]:
-    """Return a model of `SIZES` and the base's tokenizer."""
+    """Build a model of `SIZES`; return it with the base's tokenizer."""
     from transformers import AutoModelForCausalLM
 
     shipped, tokenizer = tiny.load("A0")
@@ -196,7 +196,7 @@ _TWO_STEPS |= {"save_strategy": "no", "logging_strategy": "no"}
 
 
 def _es_steps(method: str, size: str, rows: int, new: int, seen: Any, folder: Path) -> footprint.Work:
-    """Take two steps of a method of ES, and count the second."""
+    """Take two steps of an ES method, and measure the second."""
 
     model, tokenizer = build(size, footprint.METHODS[method].dtype)
     data = countdown.dataset(tiny.problems("train", rows), tokenizer)
@@ -223,7 +223,7 @@ def _es_steps(method: str, size: str, rows: int, new: int, seen: Any, folder: Pa
 
 
 def _engine(method: str, model: Any, tokenizer: Any, prompts: Any, new: int, seen: Any) -> Any:
-    """Return the engine of a method, with what it keeps named."""
+    """Return the engine of a method, with the tensors that it keeps named for `seen`."""
     from evoalign_lib.essa import lora_config
 
     settings: dict[str, Any] = {"max_completion_length": new}
@@ -250,7 +250,7 @@ def _engine(method: str, model: Any, tokenizer: Any, prompts: Any, new: int, see
 
 
 def _under_noise(model: Any, seen: Any) -> Any:
-    """Return weights as they lie on a GPU: a float32 master, and the model that a member is written into."""
+    """Return weights held as on a GPU: a float32 master, and the model that a member is written into."""
 
     class DeviceMaster(Weights):
         precision, drifts = "master", False
@@ -280,7 +280,7 @@ def _under_noise(model: Any, seen: Any) -> Any:
 
 
 def _hold_factors(engine: Any, seen: Any) -> None:
-    """Count the factors of members of low rank from when the engine's decoder gets them."""
+    """Count the factors of low-rank members from when the engine's decoder gets them."""
     make = engine._decoder
 
     def decoder(weights: Any, name: str, members: Population) -> Any:
@@ -292,7 +292,7 @@ def _hold_factors(engine: Any, seen: Any) -> None:
 
 
 def _essa_steps(model: Any, tokenizer: Any, data: list, new: int, seen: Any, folder: Path) -> footprint.Work:
-    """Take two steps of a search over an adapter with random matrices."""
+    """Take two steps of ESSA, a search over an adapter with random matrices, and measure the second."""
 
     from evoalign_lib.essa import ESSAConfig, ESSATrainer, lora_config
 
@@ -320,7 +320,7 @@ def _essa_steps(model: Any, tokenizer: Any, data: list, new: int, seen: Any, fol
 
 
 def _arrays(thing: Any, seen: set[int]) -> Iterator[Any]:
-    """Go over NumPy's arrays that an object holds, each buffer once."""
+    """Yield the NumPy arrays that an object holds, each buffer once."""
     if id(thing) in seen:
         return
     seen.add(id(thing))
@@ -339,7 +339,7 @@ def _arrays(thing: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def _gradient_steps(method: str, size: str, rows: int, new: int, seen: Any, folder: Path) -> footprint.Work:
-    """Take two steps of TRL's trainer with two micro-batches each, and count the second."""
+    """Take two steps of TRL's trainer with two micro-batches each, and measure the second."""
     from transformers import TrainerCallback
 
     class Second(TrainerCallback):
@@ -399,13 +399,13 @@ def _trainer(method: str, model: Any, tokenizer: Any, args: Any, data: list, cal
         try:
             from torchao.optim import AdamW8bit
         except ImportError as error:
-            raise ImportError("Adam in 8 bits is torchao's: pip install 'evoalign[analysis]'.") from error
+            raise ImportError("8-bit Adam needs torchao: pip install 'evoalign[analysis]'.") from error
         given["optimizers"] = (AdamW8bit(model.parameters(), lr=1e-5, weight_decay=0.0), None)
     return GRPOTrainer(model=model, reward_funcs=countdown.reward, callbacks=[callback], **given)
 
 
 def _master_adamw(model: Any) -> Any:
-    """Return AdamW on a float32 master of bfloat16 weights, which it writes back; a gradient at a time is float32."""
+    """Return AdamW that updates a float32 master of bfloat16 weights, with one float32 gradient at a time."""
 
     class MasterAdamW(torch.optim.AdamW):
         def __init__(self):
@@ -418,7 +418,7 @@ def _master_adamw(model: Any) -> Any:
         def step(self, closure=None):
             groups = self.param_groups
             for group, parameter, master in zip(groups, self.parameters, self.masters, strict=True):
-                self.param_groups = [group]  # one after the other: no more than one gradient is float32
+                self.param_groups = [group]  # one parameter at a time, so that only one gradient is float32
                 master.grad = parameter.grad.float()
                 super().step()
                 master.grad = None
@@ -433,7 +433,7 @@ def _master_adamw(model: Any) -> Any:
 
 
 def _plain(state: Mapping[Any, Mapping[str, Any]]) -> list[Any]:
-    """Return the tensors of an optimiser's state; of one in 8 bits those that it is made of."""
+    """Return the tensors of an optimiser's state; an 8-bit tensor is replaced by its parts."""
     parts = []
     for tensor in (value for values in state.values() for value in values.values() if hasattr(value, "shape")):
         names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else []
@@ -441,7 +441,7 @@ def _plain(state: Mapping[Any, Mapping[str, Any]]) -> list[Any]:
     return parts
 
 
-# ---- what a run leaves on disk
+# ---- a run on disk
 
 _FEW = {"validation_problems": 2, "test_problems": 0, "curve_points": 3}
 _NAMED = {
@@ -450,19 +450,19 @@ _NAMED = {
     "master.safetensors": "master",
     "optimizer.pt": "moments",
 }
-"""Names of files -> what they hold; every other file of a checkpoint is small ("other")."""
+"""Name of a file -> what it holds; every other file of a checkpoint is small ("other")."""
 
 
 def storage_specs(arms: Mapping[str, Mapping[str, Any]], base: str, scale: str) -> list[Spec]:
-    """Return the specs of what a run of each arm leaves on disk.
+    """Return the specs that measure what a run of each arm leaves on disk.
 
     Args:
-        arms: arm -> settings, as for `train_specs`; what is measured of the run is replaced by less.
-        base: a shipped one, of Countdown.
-        scale: of the notebook.
+        arms: arm -> settings, as for `train_specs`; validation, test and curve are replaced by smaller ones.
+        base: a shipped base of Countdown.
+        scale: scale of the notebook.
 
     Raises:
-        ValueError: a base from outside, or what `train_specs` refuses.
+        ValueError: another base, or whatever `train_specs` refuses.
     """
     wanted = []
     for arm, settings in arms.items():
@@ -473,12 +473,12 @@ def storage_specs(arms: Mapping[str, Mapping[str, Any]], base: str, scale: str) 
 
 
 def run_storage(spec: Spec) -> Record:
-    """Return what is stored of one run.
+    """Train one run, and return the bytes that it stores.
 
-    The record has `d`, parameters in the model's file, those of an adapter where one is trained; `bytes`, what the last
-    checkpoint holds: "model", "master", "moments", "other", and "ledger" beside it; of a run with a ledger `packed` and
-    `start`, too: the ledger's bytes with gzip, and those of an adapter that it begins from, without which it cannot be
-    replayed (0: none).
+    The record has `d`, the number of parameters in the model's file (those of the adapter, if one is trained); `bytes`
+    of the last checkpoint: "model", "master", "moments", "other", and the "ledger" beside it. A run with a ledger also
+    has `packed`, the ledger's bytes with gzip, and `start`, the bytes of the adapter that it begins from, without which
+    it cannot be replayed (0: none).
     """
     from safetensors.torch import load_file
 
@@ -498,7 +498,7 @@ def run_storage(spec: Spec) -> Record:
 
 
 def _bytes(folder: Path) -> Counter[str]:
-    """Return what a folder's files hold -> bytes."""
+    """Return the bytes of a folder's files, by what they hold."""
     sizes: Counter[str] = Counter()
     for file in folder.glob("*"):
         sizes[_NAMED.get(file.name, "other")] += file.stat().st_size
@@ -506,11 +506,11 @@ def _bytes(folder: Path) -> Counter[str]:
 
 
 def sent(spec: Spec, d: int) -> int | None:
-    """Return the bytes that a step sends to each process that generates, where it is not the one that trains.
+    """Return the bytes that a step sends to each process that generates but does not train.
 
-    An update of ES is a key (8 bytes) and a coefficient (4) for each member, by which every process moves its own
-    weights (`engines.ray`); a gradient step sends what it changed, in bfloat16. None: ESSA, whose candidates the local
-    engine alone evaluates.
+    An ES update is a key (8 bytes) and a coefficient (4) for each member, with which every process moves its own
+    weights (`engines.ray`); a gradient step sends what it changed, in bfloat16. None for ESSA, whose candidates only
+    the local engine evaluates.
     """
     if "leading_share" in spec:
         return None

@@ -1,10 +1,10 @@
-"""Training runs: their specs, those of the sweep that chooses their hyper-parameters, and where they are trained.
+"""Training runs: their specs, the specs of hyper-parameter sweeps, and the processes that train them.
 
-A *composed* run goes on from where another run ended: a gradient arm after ES, or ES after a gradient arm. An *audit*
-is an ES run of a bfloat16 model, of which the arithmetic is looked at.
+A *composed* run continues from where another run ended: a gradient arm after ES, or ES after a gradient arm. An *audit*
+is an ES run of a bfloat16 model that examines the arithmetic of its updates.
 
-With another engine than the local one the arms that TRL trains run in processes of their own, one for each GPU. This
-module is the program of each of them (see `grpo` for what they share).
+On engines other than the local one, the arms that TRL trains run in separate processes, one for each GPU. Each of them
+runs this module as its program (see `grpo` for what they share).
 """
 
 import itertools
@@ -31,40 +31,40 @@ from evoalign_study.records import MAX_CURVE, Record, Settings, Spec
 
 
 def train_specs(arm: str, bases: Sequence[str], seeds: Iterable[int], settings: Settings, scale: str) -> list[Spec]:
-    """Return specs of training runs: those of the bases, with arm, seed and hyper-parameters.
+    """Return specs of training runs, for each base and seed, with the arm and its hyper-parameters.
 
     Args:
         arm: a key of `arms.ARMS`.
         bases: as for `decode.base_specs`.
-        seeds: of the runs.
+        seeds: seeds of the runs.
         settings: as for `decode.base_specs`, and those that the arm needs (`arms.Arm.settings`); those of other arms
-            are left out. Optional are:
-            curve_spacing "log": points evenly spaced in the logarithm of the steps; else evenly in steps.
-            unique_prompts: the run sees this many problems, again and again, each equally often in the whole run, a
-            gradient arm in turn and ES in random order. Without it every step has new ones in the tiny world, and other
-            models train on all public problems; conciseness needs it in the tiny world, 2 or 200.
-            sampled_at: temperatures besides 1 at which every point of the curve samples, and the test set at the end.
-            reach_at: temperatures at which every point of the curve says what the run reaches, without sampling
-            (`Measures.reach`); of a task and base whose right answers are listed.
-            anchor_decay, of ES: as `ESConfig` has it; 0 is left out of the spec, since it is the run without.
-            scale_rewards, of GRPO and its relatives: instead of the arm's own.
-            micro_batch, of the same: completions in a backward pass of one GPU; else all of its share of
-            a step, too many for a large model.
-            warm_rows, warm_epochs, warm_learning_rate, of arms over an adapter: right answers that it is fine-tuned on
-            before, and how; all three, or none, which ESSA cannot do without.
-            base_precision, of ES and ESSA over an adapter: how the frozen base is held (`quantisation.MODES`); else as
-            it is loaded. The record then has the test over the base as it is loaded, too, `over_loaded`.
-            engine ("local", "vllm", "ray"), gpus, tensor_parallel: as `ESConfig` has them; the arms that TRL trains
-            have vLLM beside the model (see `specs.engine_fields`).
-        scale: of the notebook.
+            are ignored. Optional settings:
+            curve_spacing "log": space the points of the curve evenly in the logarithm of the steps, not in steps.
+            unique_prompts: the run sees this many problems repeatedly, each equally often in the whole run, a gradient
+            arm in turn and ES in random order. Without it, every step has new problems in the tiny world, and other
+            models train on all public problems. Conciseness in the tiny world requires 2 or 200.
+            sampled_at: temperatures besides 1 at which every point of the curve, and the final test, samples.
+            reach_at: temperatures at which every point of the curve records what the run reaches, without sampling
+            (`Measures.reach`); only for a task and base whose right answers are listed.
+            anchor_decay, for ES: as in `ESConfig`; 0 is left out of the spec, since it means no decay.
+            scale_rewards, for GRPO and its relatives: replaces the arm's own.
+            micro_batch, for the same arms: completions in a backward pass on one GPU; by default the GPU's whole share
+            of a step, too many for a large model.
+            warm_rows, warm_epochs, warm_learning_rate, for arms over an adapter: the number of right answers that it is
+            first fine-tuned on, and how; all three or none, but ESSA requires them.
+            base_precision, for ES and ESSA over an adapter: how the frozen base is held (`quantisation.MODES`); by
+            default as loaded. The record then also has the test over the base as loaded, `over_loaded`.
+            engine ("local", "vllm", "ray"), gpus, tensor_parallel: as in `ESConfig`; the arms that TRL trains run vLLM
+            next to the model (see `specs.engine_fields`).
+        scale: scale of the notebook.
 
     Raises:
-        ValueError: an unknown arm, a setting that is missing or that no run reads, a lora_rank below 1, a
-            base_precision with another engine than the local one, fewer curve points than hold the first step and the
-            last or more than a record holds, an unknown curve_spacing, an anchor_decay out of range, temperatures that
-            are none, a reach_at where no answers are listed, no prompts or more than there are, a step that does not
-            fall into parts for GPUs and micro batches, or what `base_specs` refuses.
-        FileNotFoundError: as `base_specs`.
+        ValueError: an unknown arm; a setting that is missing or that no run reads; a lora_rank below 1; a
+            base_precision with an engine other than the local one; too few curve points for the first step and the
+            last, or more than a record holds; an unknown curve_spacing; an anchor_decay out of range; invalid
+            temperatures; a reach_at where no answers are listed; no prompts, or more than there are; a step that cannot
+            be divided among GPUs and micro-batches; or whatever `base_specs` refuses.
+        FileNotFoundError: as for `base_specs`.
     """
     entry, task = arms.get(arm), settings.get("task", "countdown")
     specs.check_names(settings)
@@ -74,16 +74,16 @@ def train_specs(arm: str, bases: Sequence[str], seeds: Iterable[int], settings: 
     wanted |= {name: settings[name] for name in entry.optional if settings.get(name) is not None}
     if not check_decay(decay := wanted.get("anchor_decay", 0.0)):
         if "anchor_decay" in entry.settings:
-            raise ValueError(f"anchor_decay={decay}: arm {arm!r} needs one above 0; without it, take arm 'es'.")
+            raise ValueError(f"anchor_decay={decay}: arm {arm!r} needs a value above 0. Without a decay, use arm 'es'.")
         wanted.pop("anchor_decay", None)
     for name, besides in (("sampled_at", (1.0,)), ("reach_at", ())):
         if name in wanted:
             wanted[name] = temperatures(name, wanted[name], without=besides)
     if "reach_at" in wanted and (unlisted := [b for b in bases if not measures.get(task).lists_answers(b)]):
-        raise ValueError(f"reach_at={wanted['reach_at']}: base {unlisted[0]!r} lists no right answers: use sampled_at.")
+        raise ValueError(f"reach_at={wanted['reach_at']}: base {unlisted[0]!r} lists no right answers. Use sampled_at.")
     if not base_models.is_local(settings):
         engine = f"engine={settings['engine']!r}"
-        local = f"{engine}: the rollouts of arm {arm!r} are drawn by the local engine alone."
+        local = f"{engine}: the rollouts of arm {arm!r} are drawn by the local engine only."
         require(entry.rollouts == "own", local)
         require("base_precision" not in wanted, f"{engine}: only the local engine has bases of another precision.")
     for name in ("lora_rank", "rank", "warm_rows", "unique_prompts"):
@@ -101,7 +101,7 @@ def train_specs(arm: str, bases: Sequence[str], seeds: Iterable[int], settings: 
     if "scale_rewards" in wanted:
         grpo.check_scale(arm, wanted["scale_rewards"])
     choose("curve_spacing", wanted.get("curve_spacing", "log"), ("log",))
-    least, why = 3 if "curve_spacing" in wanted else 2, "the first step and the last are in it, and a record holds 50"
+    least, why = 3 if "curve_spacing" in wanted else 2, "it includes the first and last steps, and a record holds 50"
     whole_number("curve_points", wanted.get("curve_points", MAX_CURVE), least, MAX_CURVE, why)
     begun = [specs.begin("train", base, scale, settings) | {"arm": arm} for base in bases]
     return [common | {"seed": seed} | wanted for common, seed in itertools.product(begun, seeds)]
@@ -110,17 +110,17 @@ def train_specs(arm: str, bases: Sequence[str], seeds: Iterable[int], settings: 
 def sweep_specs(
     arm: str, base: str, settings: Settings, scale: str, choices: Sequence[Mapping[str, float]] | None = None
 ) -> list[Spec]:
-    """Return specs of a sweep: each setting once, at half length, on the validation set only, with a seed of its own.
+    """Return specs of a sweep: each setting once, at half length, on the validation set only, with the sweep's seed.
 
     Args:
         arm: a key of `arms.SWEEP`.
-        base: one of those of `train_specs`.
+        base: a base as for `train_specs`.
         settings: as for `train_specs`, at full length.
-        scale: of the notebook.
-        choices: the settings compared; None: those of `arms.SWEEP`.
+        scale: scale of the notebook.
+        choices: the settings to compare; None: those of `arms.SWEEP`.
 
     Raises:
-        ValueError: a task whose validation says nothing of right answers, by which `arms.ranked` ranks.
+        ValueError: a task whose validation does not know right answers, by which `arms.ranked` ranks.
     """
     measures.get(settings.get("task", "countdown")).check_validates("a sweep ranks by right answers")
     half = dict(settings) | {"steps": settings["steps"] // 2, "test_problems": 0}
@@ -129,17 +129,17 @@ def sweep_specs(
 
 
 def run(spec: Spec, keep: Path | None = None, folder: Path | None = None) -> Record:
-    """Return the record of a training run: its curve, and the test set once, at the end.
+    """Train, and return the record: the curve, and the test set once, at the end.
 
     Args:
-        spec: of `train_specs`.
-        keep: where the ledger of an ES run goes, compressed; None: it is not kept.
-        folder: where the run keeps checkpoints, logs for TensorBoard and the points of its curve, and from where it
-            goes on if it was killed ("sft" starts anew), until `training.settle` is told that its record is stored. Of
-            a gradient arm the trained model stays there (an ES run's ledger stands for it). None: nothing is kept.
+        spec: a spec of `train_specs`.
+        keep: path for the compressed ledger of an ES run; None: it is not kept.
+        folder: folder for checkpoints, TensorBoard logs and the points of the curve, from which the run resumes if it
+            was killed ("sft" starts again), until `training.settle` is told that its record is stored. The trained
+            model of a gradient arm stays there (for an ES run, the ledger stands in for it). None: nothing is kept.
 
     Raises:
-        RuntimeError: another process works in the folder; or the processes of a gradient arm failed, saying how.
+        RuntimeError: another process works in the folder, or the processes of a gradient arm failed; says how.
     """
     measure = measures.of(spec)
     with training.workplace(folder) as place:
@@ -155,16 +155,16 @@ def _measured(spec: Spec, place: Path, lasting: bool = False, keep: Path | None 
     with trainers.train(spec, place, lasting, keep) as ended:
         result = ended.result | training.outcome(spec, ended)
         if spec["scale"] == "tiny" and spec["base"] in tiny.SHIPPED and spec.get("test_problems", 1):
-            with suppress(OSError):  # a full disk takes no record with it: whoever measures the model trains it again
+            with suppress(OSError):  # a full disk does not cost the record: measuring the model then trains it again
                 weight_cache.keep(ended.engine.master)
         return result
 
 
 def _launched(spec: Spec, place: Path, lasting: bool) -> Record:
-    """Train in processes of their own, one for each GPU, which see no other GPUs.
+    """Train in separate processes, one for each GPU, that see only the run's GPUs.
 
     Raises:
-        RuntimeError: they failed; the message has the end of what they wrote, and says where all of it is.
+        RuntimeError: they failed; the message has the end of their output, and says where to find all of it.
     """
     asked, result = place / "spec.json", place / "result.json"
     asked.write_text(json.dumps({"spec": spec, "files": base_models.known_files()}))
@@ -177,7 +177,7 @@ def _launched(spec: Spec, place: Path, lasting: bool) -> Record:
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = [str(i) for i in range(gpus)] if seen is None else seen.split(",")[:gpus]
     named = f"CUDA_VISIBLE_DEVICES={seen!r} names {len(devices)}"
-    require(not seen or len(devices) == gpus, f"gpus={gpus}, but {named}: take that many.")
+    require(not seen or len(devices) == gpus, f"gpus={gpus}, but {named}: set gpus to that many.")
     log = place / "log.txt"
     with open(log, "ab") as file:
         begun = file.tell()
@@ -185,16 +185,16 @@ def _launched(spec: Spec, place: Path, lasting: bool) -> Record:
         code = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
     if code or not result.is_file():
         lines = log.read_bytes()[begun:].decode(errors="replace").splitlines()
-        # of several processes what one that failed said, and not what their launcher says of it
+        # of several processes, show what a failed one wrote, not what the launcher writes about it
         failed = next((line.partition(":")[0] for line in lines if re.match(r"\[rank\d+\]: Traceback", line)), None)
         end = [line for line in lines if failed is None or line.startswith(failed)][-30:]
-        where = f"all of it is in {log}" if lasting else "run it with a folder to keep all of it"
+        where = f"the whole log is in {log}" if lasting else "run it with a folder to keep the whole log"
         raise RuntimeError("\n".join([f"the processes of {spec['arm']} ended with code {code}; {where}:", *end]))
     return json.loads(result.read_text())
 
 
 def _main(place: str, driver: str, *lasting: str) -> None:
-    """One process of a launched run: read the spec, train, and write the result if it is the first process."""
+    """Run one process of a launched run: read the spec, train, and in the first process write the result."""
     end_with(int(driver))
     folder = Path(place)
     asked = json.loads((folder / "spec.json").read_text())
@@ -204,24 +204,24 @@ def _main(place: str, driver: str, *lasting: str) -> None:
         files.replace_text(folder / "result.json", json.dumps(result))
 
 
-# ---- runs that go on from the end of another one
+# ---- runs that continue from the end of another
 
 
 def composed_specs(arm: str, records: Sequence[Record], settings: Settings, scale: str) -> list[Spec]:
-    """Return specs of runs of an arm, one from the end of each of some training runs of the tiny world, with its seed.
+    """Return specs of runs of an arm, each from the end of a training run of the tiny world, with the same seed.
 
-    The second part has a spec, a seed and a budget of its own, and optimiser moments that begin at zero; what the first
-    part spent is in the first part's record. KL and coverage are measured against the base of the first part.
+    The second part has its own spec, seed and budget, and optimiser moments that begin at zero; what the first part
+    spent is in the first part's record. KL and coverage are measured against the base of the first part.
 
     Args:
-        arm: a key of `arms.ARMS`, of the second part.
-        records: of the first parts.
-        settings: of the second part, as for `train_specs`.
-        scale: of the notebook.
+        arm: arm of the second part, a key of `arms.ARMS`.
+        records: records of the first parts.
+        settings: settings of the second part, as for `train_specs`.
+        scale: scale of the notebook.
 
     Raises:
-        ValueError: a first part that is no training run of a plain base of the tiny world, and what `train_specs`
-            refuses.
+        ValueError: a first part that is not a training run of a plain base of the tiny world, or whatever
+            `train_specs` refuses.
     """
     wanted = []
     for record in records:
@@ -233,7 +233,7 @@ def composed_specs(arm: str, records: Sequence[Record], settings: Settings, scal
 
 
 def run_composed(spec: Spec) -> Record:
-    """Return the record of the second part, as that of a training run; `update_norm` is the way from its own start."""
+    """Return the record of the second part, as for a training run; `update_norm` is measured from its own start."""
     with tempfile.TemporaryDirectory() as place:
         return _measured(spec, Path(place))
 
@@ -244,20 +244,20 @@ def run_composed(spec: Spec) -> Record:
 def audit_specs(
     base: str, precision: str, noise: str, fitness: str, seeds: Iterable[int], settings: Settings, scale: str
 ) -> list[Spec]:
-    """Return specs of ES runs of a bfloat16 model that differ in arithmetic or noise alone.
+    """Return specs of ES runs of a bfloat16 model that differ only in arithmetic or noise.
 
     Args:
-        base: one of those of `train_specs`.
+        base: a base as for `train_specs`.
         precision: "master", "kahan" or "inplace" (see `precision`).
         noise: "gaussian" or "tied".
-        fitness: "reward", or "random", which generates nothing in training: arithmetic alone.
-        seeds: of the runs.
-        settings: as for `train_specs`, without those that are optional there.
-        scale: of the notebook.
+        fitness: "reward", or "random", which generates nothing in training and shows arithmetic alone.
+        seeds: seeds of the runs.
+        settings: as for `train_specs`, without the optional ones.
+        scale: scale of the notebook.
 
     Raises:
-        ValueError: a task whose answers are not right or wrong, another engine than the local one, a setting that is
-            optional for training, or what `train_specs` refuses of settings and bases.
+        ValueError: a task whose answers are not right or wrong, an engine other than the local one, a setting that is
+            optional for training, or a setting or base that `train_specs` refuses.
     """
     specs.check_names(settings)
     measures.get(settings.get("task", "countdown")).check_validates("an audit measures right answers")
@@ -266,18 +266,19 @@ def audit_specs(
     es = arms.get("es")
     for name in es.optional:
         given = settings.get(name)
-        require(given is None, f"{name}={given!r}: an audit has no such setting, leave it out.")
+        require(given is None, f"{name}={given!r}: an audit has no such setting. Leave it out.")
     wanted = specs.sizes(settings) | specs.take(settings, es.settings, "an audit")
     arithmetic = {"dtype": "bfloat16", "precision": precision, "noise": noise, "fitness": fitness}
     return [specs.begin("audit", base, scale, settings) | arithmetic | wanted | {"seed": seed} for seed in seeds]
 
 
 def run_audit(spec: Spec) -> Record:
-    """Return what became of the updates of an ES run of a bfloat16 model, with the arithmetic and noise of the spec.
+    """Train a bfloat16 model by ES with the spec's arithmetic and noise, and compare applied with intended updates.
 
-    Of each step: the share of weights that restoring the members changed, and how far (rms); cosine and gain of the
-    applied update against the intended one. Of the whole path: the same two, restores included; and the cosine of the
-    displacements of two layers' tensors of equal name, which independent noise leaves near 0.
+    For each step, the record has the share of weights that restoring the members changed, and by how much (rms), and
+    cosine and gain of the applied update against the intended one. For the whole path, it has the same cosine and gain,
+    restores included, and the cosine of the displacements of equally named tensors in two layers, which independent
+    noise leaves near 0.
     """
     import torch
 
@@ -301,7 +302,7 @@ def run_audit(spec: Spec) -> Record:
                 updates.append(precision.agreement(step, weights.float32() - before))
                 self.intended += step
             if (done := self.state.global_step + 1) % max(1, spec["steps"] // 20) == 0:
-                # nothing is intended as long as all populations were tied
+                # no update is intended while all populations are tied
                 pair = (None, None)
                 if self.intended.any():
                     applied = weights.float32() - self.start
@@ -312,7 +313,7 @@ def run_audit(spec: Spec) -> Record:
 
     with tempfile.TemporaryDirectory() as folder:
         changed = {k: spec[k] for k in ("fitness", "precision", "noise")}
-        # the noise of the arm "es" whatever the fitness: the very run of section 4, as far as arithmetic lets it be
+        # the noise of arm "es" for any fitness: the same run as in section 4, as far as arithmetic allows
         world = model.to(torch.bfloat16), tokenizer, sets
         trainer, progress = evolution.trainer(spec, world, Path(folder), Audited, arm="es", **changed)
         trainer.start = trainer.engine.weights.float32().copy()
@@ -328,7 +329,7 @@ def run_audit(spec: Spec) -> Record:
     log = [entry for entry in trainer.state.log_history if "reward" in entry]
     names = ("restore_changed", "restore_drift")
     audit = {name: float(np.mean([entry.get(name, 0.0) for entry in log])) for name in names}
-    if updates:  # else all populations were tied
+    if updates:  # otherwise all populations were tied
         audit |= {"layers_cosine": np.mean(alike)} if alike else {}
         audit |= dict(zip(("update_cosine", "update_gain"), np.mean(updates, axis=0), strict=True))
     result = {"audit": {k: float(f"{v:.6g}") for k, v in audit.items()}, "path": path, "counts": dict(trainer.counts)}

@@ -1,23 +1,23 @@
-"""What lies at points in the space of weights: where runs ended, between such ends, around them, and what they share.
+"""Measure models at points in weight space: at the ends of runs, between and around them, and what ends share.
 
-- *coverage*: what a model can solve within k samples, exact where its right answers are listed, and counted from
-  samples beside. A model of family A writes an answer in few ways, and all right ones are listed (`Measures.reach`): so
-  the chance that one sample is right is a sum of probabilities, at any temperature and without drawing a sample, and
-  pass@k has no noise of sampling. Right answers that are written in another way are not in it: samples say how many.
+- *coverage*: what a model can solve within k samples, computed exactly from a list of right answers, and counted from
+  samples. A model of family A writes an answer in few ways, and all right ones are listed (`Measures.reach`). So the
+  chance that one sample is right is a sum of probabilities, at any temperature and without drawing a sample, and pass@k
+  has no sampling noise. It misses right answers written in another way; the samples show how many there are.
 - *answers*: what a model answers to each test problem, as short texts (`pack_texts`).
-- *perturbed*: what a base can solve by noise on its weights: each perturbed copy answers greedily, once. That is how a
-  generation of ES explores. A copy is to perturbation what a sample is to temperature. The copies that do best on the
-  validation set, with a vote among them, are the baseline of arXiv 2603.12228, which trains nothing.
-- *noise*: how much of what a model can do noise on its weights leaves. Every model gets the same noise, draw by draw,
+- *perturbed*: what a base can solve when its weights are perturbed: each perturbed copy answers greedily, once. That is
+  how a generation of ES explores. A copy is to perturbation what a sample is to temperature. A vote among the copies
+  that do best on the validation set is the training-free baseline of arXiv 2603.12228.
+- *noise*: how much of a model's ability survives noise on its weights. Every model gets the same noise, draw by draw,
   and answers the same problems with the same random numbers.
 - *path*: straight lines between two models: error, likelihood of right answers, reward and KL at points along them. The
   barriers of linear mode connectivity (Frankle et al. 2020, arXiv 1912.05671) are read off these curves
   (`analysis.connectivity`).
-- *merge*: the average of several runs. Runs of one arm from one base share what the reward taught them, and each has
-  taken a random walk of its own: K walks of equal length average to one of 1/sqrt(K) of it. The same record of one run
-  shrunk to that length, and of a random direction, says what the average owes to being short.
-- *products*: a block of the Gram matrix of displacements, from which follow norms, shares and cosines, so that runs can
-  be added without measuring the others again.
+- *merge*: the average of several runs. Runs of one arm from one base share what the reward taught them, and each also
+  took its own random walk: K walks of equal length average to 1/sqrt(K) of that length. The same measurements of one
+  run shrunk to that length, and of a random direction, show how much of the effect is due to the shorter length.
+- *products*: a block of the Gram matrix of displacements, which gives norms, shares and cosines, so that runs can be
+  added without measuring the others again.
 """
 
 import random
@@ -39,13 +39,13 @@ from evoalign_study.measures.base import Measures, decodings, label, significant
 from evoalign_study.records import MAX_RECORD, Record, Settings, Spec, pack_bits, pack_integers, pack_probabilities
 
 DECODINGS = decodings(1)
-"""One completion of every problem, at every point of a path and under all noise. At a temperature all have the same
-random numbers."""
+"""One completion of every problem, at every point of a path and under all noise. When sampling, all use the same random
+numbers."""
 
 
 @contextmanager
 def _at_end(spec: Spec) -> Iterator[tuple[Any, dict[str, list]]]:
-    """Yield an engine with the weights at the end that a spec names, else with its base's; and the problems."""
+    """Yield an engine with the weights of the end in a spec, or of its base if there is none, and the problems."""
     with training.opened(spec) as (engine, sets):
         if "end" in spec:
             start = engine.master.copy()
@@ -56,55 +56,55 @@ def _at_end(spec: Spec) -> Iterator[tuple[Any, dict[str, list]]]:
 
 
 def _check_sigmas(name: str, sigmas: Sequence[float], most: int) -> None:
-    """Raise ValueError for standard deviations that are none, too many, there twice, or not finite and above 0."""
+    """Raise ValueError unless there are 1 to `most` distinct standard deviations, finite and above 0."""
     distinct, given = {sigma for sigma in sigmas if 0 < sigma < np.inf}, list(sigmas)
     fits = 0 < len(given) == len(distinct) <= most
-    require(fits, f"{name}={given}: give finite standard deviations above 0, each once, at most {most}.")
+    require(fits, f"{name}={given}: pass finite standard deviations above 0, each once, at most {most}.")
 
 
 # ---- coverage
 
 VALIDATED_BY = 64
-"""Samples within which a validation problem counts as solved where a model's best temperature is chosen."""
+"""Samples within which a validation problem counts as solved when a model's best temperature is chosen."""
 _COVERAGE = (
     "max_completion_length", "validation_problems", "coverage_problems", "coverage_temperatures", "coverage_samples",
     "coverage_sampled_at",
 )  # fmt: skip
-_COUNTED = "their distribution is estimated, and a record counts so far"
+_COUNTED = "their distribution is estimated, and a record counts no further"
 
 
 def coverage_spec(base: str, end: Mapping[str, Any] | None, settings: Settings, scale: str) -> Spec:
-    """Return the spec of what a model can solve.
+    """Return the spec that measures what a model can solve.
 
     Args:
-        base: that the runs started from, one of the tiny world whose right answers are listed.
-        end: the model, of `weight_cache.end`; None: the base itself.
-        settings: max_completion_length; validation_problems, on which temperatures are compared; coverage_problems, of
-            the test set; coverage_temperatures, at which everything is exact; coverage_samples of each problem, 2 to
-            4,095, at each of coverage_sampled_at.
-        scale: of the notebook.
+        base: base that the runs started from, one of the tiny world whose right answers are listed.
+        end: the model, from `weight_cache.end`; None: the base itself.
+        settings: max_completion_length; validation_problems, on which temperatures are compared; coverage_problems,
+            number of test problems; coverage_temperatures, at which everything is exact; coverage_samples, 2 to 4,095
+            of each problem at each of coverage_sampled_at.
+        scale: scale of the notebook.
 
     Raises:
-        ValueError: temperatures that are none, there twice or not above 0; too few samples or too many; too many test
-            problems; an end of another base, a setting that is missing, or a base whose right answers are not listed.
+        ValueError: no temperatures, one that is repeated or not above 0; too few samples or too many; too many test
+            problems; an end of another base; a setting that is missing; or a base whose right answers are not listed.
     """
     spec = specs.begin_tiny("coverage", base, scale, {}) | specs.take(settings, _COVERAGE, "coverage")
     for name in ("coverage_temperatures", "coverage_sampled_at"):
         spec[name] = temperatures(name, spec[name])
     whole_number("coverage_samples", spec["coverage_samples"], 2, 4095, _COUNTED)
     spec["test_problems"] = spec.pop("coverage_problems")
-    measures.get(spec["task"]).spec_fields(base, spec)  # refuses more test problems than there are
+    measures.get(spec["task"]).spec_fields(base, spec)  # refuses too many test problems
     return weight_cache.at_end(spec, end)
 
 
 def run_coverage(spec: Spec) -> Record:
-    """Return what a model can solve.
+    """Return the measurement of what a model can solve.
 
     The record has `greedy_bits`; `reach`, temperature -> the chance that one sample of a test problem is right
     (`records.pack_probabilities`); `validation`, temperature -> pass@64 on the validation set; and `drawn`, temperature
-    -> what samples say: how many are right of each test problem (`records.pack_integers`), whether the most frequent
-    answer is (`vote_bits`), the mean entropy of the answers, nats, plain and corrected for few samples, and how many of
-    all right samples are among the listed answers.
+    -> results from samples: the number of right samples of each test problem (`records.pack_integers`), whether the
+    most frequent answer is right (`vote_bits`), the mean entropy of the answers, nats, plain and corrected for few
+    samples, and how many of all right samples are listed answers.
     """
     measure = measures.get(spec["task"])
     with _at_end(spec) as (engine, sets):
@@ -127,12 +127,12 @@ def run_coverage(spec: Spec) -> Record:
 
 
 def summary(measure: Measures, engine: Any, problems: Sequence[Any], rows: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return what samples of each problem say, for a record: `drawn` of `run_coverage`.
+    """Return the results from samples of each problem, for a record: `drawn` of `run_coverage`.
 
     Args:
-        measure: of the task.
-        engine: whose end token the listed answers have.
-        problems: that were asked.
+        measure: measures of the task.
+        engine: the engine, whose end token the listed answers have.
+        problems: the problems that were asked.
         rows: (samples, problems) completions, without their end tokens.
     """
     n_right, voted, entropies, among_listed, end = [], [], [], 0, engine.tokenizer.eos_token
@@ -156,7 +156,7 @@ def summary(measure: Measures, engine: Any, problems: Sequence[Any], rows: Seque
 
 
 def vote_is_right(measure: Measures, problem: Any, texts: Sequence[str]) -> bool:
-    """Say whether the answer that most completions of a problem give is right; where most give none, it is not."""
+    """Return whether the most frequent answer to a problem is right; if most completions give none, it is not."""
     answers = [measure.answer(text) for text in texts]
     chosen = coverage.vote(answers)
     return chosen is not None and measure.right(problem, texts[answers.index(chosen)])
@@ -165,36 +165,36 @@ def vote_is_right(measure: Measures, problem: Any, texts: Sequence[str]) -> bool
 # ---- answers
 
 ANSWERED = {"greedy": 0, "t1": 1}
-"""Name in a record of answers -> samples of each problem that are drawn; 0: decoded greedily."""
+"""Name in a record of answers -> number of samples drawn per problem; 0: greedy decoding."""
 MOST = 320
-"""Problems of a record of answers, at most."""
+"""Maximum number of problems in a record of answers."""
 LONGEST = 40
-"""Characters of a text, at most; fewer where the record has no room for so many."""
+"""Maximum number of characters of a text; fewer if the record has no room for so many."""
 _REST = 700
-"""Bytes of a record beside its spec, its texts and its bits: budget, commit, environment, names."""
+"""Bytes of a record besides its spec, its texts and its bits: budget, commit, environment, names."""
 _NONE, _CUT = "!", "$"
-_SAFE = "+*/()=-.,:;<>?@[]^_{|}~#&'`"  # "!", "$", "%" and what JSON escapes are not
+_SAFE = "+*/()=-.,:;<>?@[]^_{|}~#&'`"  # not "!", "$", "%", or what JSON escapes
 
 
 class Written(NamedTuple):
-    """What a model wrote to a problem."""
+    """What a model wrote in reply to a problem."""
 
     text: str
-    """The answer, or the completion."""
+    """The answer, or the whole completion if it gives none."""
     answered: bool
-    """Whether it is an answer that the task found in the completion; else it is the completion, which gives none."""
+    """Whether the text is an answer that the task found in the completion."""
     cut: bool
-    """Whether it goes on."""
+    """Whether the end of the text was cut off."""
 
 
 def answers_spec(base: str, end: Mapping[str, Any] | None, settings: Settings, scale: str) -> Spec:
-    """Return the spec of what a model answers.
+    """Return the spec that records what a model answers.
 
     Args:
-        base: that the runs started from, a plain one of the tiny world.
-        end: the model, of `weight_cache.end`; None: the base itself.
-        settings: max_completion_length; and coverage_problems, of the test set, 1 to 320.
-        scale: of the notebook.
+        base: base that the runs started from, a plain one of the tiny world.
+        end: the model, from `weight_cache.end`; None: the base itself.
+        settings: max_completion_length; and coverage_problems, number of test problems, 1 to 320.
+        scale: scale of the notebook.
 
     Raises:
         ValueError: too few test problems or too many, an end of another base, a setting that is missing, or a base
@@ -207,13 +207,13 @@ def answers_spec(base: str, end: Mapping[str, Any] | None, settings: Settings, s
 
 
 def run_answers(spec: Spec) -> Record:
-    """Return what a model answers to the test problems: greedily, and one sample at temperature 1, as short texts.
+    """Return a model's answers to the test problems as short texts: greedy, and one sample at temperature 1.
 
-    A text is what `Measures.answer` finds in a completion, and the completion itself where it finds nothing. Whether it
-    is right is graded on the whole completion.
+    A text is the answer that `Measures.answer` finds in a completion, or the completion itself if it finds none.
+    Whether it is right is graded on the whole completion.
 
-    The record has `n`, problems; `longest`, the characters after which texts are cut, so that it has room for them;
-    `greedy` and `t1`, the texts (`pack_texts`), and `greedy_bits` and `t1_bits`, which of them are right
+    The record has `n`, the number of problems; `longest`, the number of characters that texts are cut to so that they
+    fit; `greedy` and `t1`, the texts (`pack_texts`); and `greedy_bits` and `t1_bits`, which of them are right
     (`records.pack_bits`). All models draw their sample with the same random numbers.
 
     Raises:
@@ -231,32 +231,32 @@ def run_answers(spec: Spec) -> Record:
         packed = {name: pack_texts(texts, longest) for name, texts in written.items()}
         if sum(map(len, packed.values())) <= room:
             return {"n": len(problems), "longest": longest} | bits | packed
-    raise ValueError(f"no room for {len(problems)} answers in {room} bytes: ask fewer problems (coverage_problems).")
+    raise ValueError(f"no room for {len(problems)} answers in {room} bytes: set a smaller coverage_problems.")
 
 
 def _answered(measure: Measures, completion: str) -> tuple[str, bool]:
-    """Return the answer of a completion, or the completion; and whether it is an answer."""
+    """Return the answer of a completion, or else the completion, and whether it is an answer."""
     answer = measure.answer(completion)
     return (completion, False) if answer is None else (answer, True)
 
 
 def pack_texts(texts: Sequence[tuple[str, bool]], longest: int = LONGEST) -> str:
-    """Return texts as one ASCII text, in their order, with a space between two.
+    """Return texts as one ASCII text, in order, separated by spaces.
 
-    Each is percent-encoded (RFC 3986), so that it has no space, quote or backslash; "!" before a text says that it is a
-    completion without an answer, and "$" behind it that its end was cut off.
+    Each is percent-encoded (RFC 3986), so that it has no space, quote or backslash. "!" before a text marks a
+    completion without an answer, and "$" after it an end that was cut off.
 
     Args:
-        texts: (problems,), each with whether it is an answer.
-        longest: characters after which a text is cut.
+        texts: (problems,) pairs of a text and whether it is an answer.
+        longest: number of characters that a text is cut to.
 
     Raises:
-        ValueError: no texts.
+        ValueError: there are no texts.
 
     >>> pack_texts([("3*(2+4)", True), ("a b", False), ("123456", True)], longest=5)
     '3*(2+$ !a%20b 12345$'
     """
-    require(texts, "no texts: a row of answers has at least one.")
+    require(texts, "no texts: pass at least one answer.")
     return " ".join(
         ("" if answered else _NONE)
         + quote(text[:longest], safe=_SAFE, errors="replace")
@@ -269,7 +269,7 @@ def unpack_texts(packed: str, n: int) -> list[Written]:
     """Return the (n,) texts that `pack_texts` wrote.
 
     Raises:
-        ValueError: they are not so many.
+        ValueError: there are not n texts.
 
     >>> unpack_texts("3*(2+$ !a%20b", 2)
     [Written(text='3*(2+', answered=True, cut=True), Written(text='a b', answered=False, cut=False)]
@@ -285,23 +285,23 @@ def unpack_texts(packed: str, n: int) -> list[Written]:
 # ---- perturbed copies
 
 BEST = (1, 16, 64)
-"""How many copies, the best on the validation set, vote."""
+"""Numbers of copies, the best on the validation set, that vote."""
 _PERTURBED = ("max_completion_length", "perturbed_members", "perturbed_problems", "perturbed_validation")
 
 
 def perturbed_specs(base: str, sigmas: Sequence[float], repeats: int, settings: Settings, scale: str) -> list[Spec]:
-    """Return the specs of a base under noise on its weights, one for each sigma and repeat.
+    """Return the specs of a base with noise on its weights, one for each sigma and repeat.
 
     Args:
         base: one of the tiny world whose right answers are listed.
         sigmas: standard deviations of the noise, weight units.
-        repeats: how many times with noise of its own.
-        settings: max_completion_length; perturbed_members, copies, 2 to 4,095; perturbed_problems, of the test set;
-            perturbed_validation, problems on which the best copies are chosen.
-        scale: of the notebook.
+        repeats: number of repeats, each with its own noise.
+        settings: max_completion_length; perturbed_members, number of copies, 2 to 4,095; perturbed_problems, number of
+            test problems; perturbed_validation, number of problems on which the best copies are chosen.
+        scale: scale of the notebook.
 
     Raises:
-        ValueError: sigmas that are none, there twice or not above 0; no repeats; too few copies or too many; too many
+        ValueError: no sigmas, one that is repeated or not above 0; no repeats; too few copies or too many; too many
             test problems; a setting that is missing.
     """
     _check_sigmas("sigmas", sigmas, most=100)
@@ -315,11 +315,11 @@ def perturbed_specs(base: str, sigmas: Sequence[float], repeats: int, settings: 
 
 
 def run_perturbed(spec: Spec) -> Record:
-    """Return what perturbed copies of a base solve, each answering greedily.
+    """Return the measurement of what perturbed copies of a base solve, each answering greedily.
 
-    The record has `drawn`, as of kind "coverage", with a copy in the place of a sample; `validation`, how many copies
-    solve each validation problem; `member`, mean and standard deviation over copies of the test accuracy; and `best`,
-    number of copies chosen on the validation set -> their mean test accuracy and that of their vote.
+    The record has `drawn`, as for kind "coverage" but with copies instead of samples; `validation`, the number of
+    copies that solve each validation problem; `member`, mean and standard deviation of the test accuracy over copies;
+    and `best`, number of copies chosen on the validation set -> their mean test accuracy, and that of their vote.
     """
     from evoalign_study.rollouts import greedy_answers
 
@@ -330,7 +330,7 @@ def run_perturbed(spec: Spec) -> Record:
         texts = [[text for text, _ in row] for row in answered["test"]]
         right = {name: measure.graded(sets[name], rows) for name, rows in answered.items()}
         accuracies = right["test"].mean(1)
-        # of equally good copies the earlier
+        # of equally good copies, the earlier comes first
         order = np.argsort(-right["validation"].mean(1), kind="stable")
         best = {}
         for size in (size for size in BEST if size <= spec["members"]):
@@ -362,20 +362,20 @@ PARTS: dict[str, tuple[str, Callable[[str], bool] | None]] = {
     "head": ("isotropic", _is_head),
     "body": ("isotropic", lambda name: not _is_head(name)),
 }
-"""Part -> how its noise is scaled, and which tensors have it; None: all. A sigma is the standard deviation in weight
-units; relative noise is in proportion to the root mean square of each tensor, with the squared length that isotropic
+"""Part -> how its noise is scaled, and which tensors get it; None: all. A sigma is the standard deviation in weight
+units; relative noise is proportional to the root mean square of each tensor, with the squared length that isotropic
 noise of this sigma has on the base."""
 
 
 def noise_spec(base: str, end: Mapping[str, Any] | None, settings: Settings, scale: str) -> Spec:
-    """Return the spec of a model under noise on its weights.
+    """Return the spec of a model with noise on its weights.
 
     Args:
-        base: that the runs started from, a plain one of the tiny world.
-        end: the model, of `weight_cache.end`; None: the base itself.
-        settings: max_completion_length, validation_problems, noise_sigmas (weight units, each above 0, at most 8) and
-            noise_trials (draws of each noise, 1 to 8).
-        scale: of the notebook.
+        base: base that the runs started from, a plain one of the tiny world.
+        end: the model, from `weight_cache.end`; None: the base itself.
+        settings: max_completion_length, validation_problems, noise_sigmas (weight units, each above 0, at most 8 of
+            them) and noise_trials (draws of each noise, 1 to 8).
+        scale: scale of the notebook.
 
     Raises:
         ValueError: sigmas or trials out of range, an end of another base, a setting that is missing, or a base outside
@@ -388,10 +388,10 @@ def noise_spec(base: str, end: Mapping[str, Any] | None, settings: Settings, sca
 
 
 def run_noise(spec: Spec) -> Record:
-    """Return the accuracy of a model on the validation set, without noise and with each.
+    """Return the accuracy of a model on the validation set, without noise and with each kind of it.
 
-    The record has `clean`, decoding -> accuracy, and for each of `PARTS` decoding -> accuracies, a list per sigma with
-    one per draw. All are fractions.
+    The record has `clean`, decoding -> accuracy, and for each of `PARTS` decoding -> a list for each sigma, with one
+    accuracy per draw. All are fractions.
     """
     measure = measures.get(spec["task"])
     with _at_end(spec) as (engine, sets):
@@ -424,8 +424,8 @@ def run_noise(spec: Spec) -> Record:
 
 _PATH = ("max_completion_length", "validation_problems", "path_points")
 _JUDGED = ("task", "measure", "validation_problems")
-"""Settings that `specs.begin` reads: the task, the measure of length that conciseness is rewarded by, and how many
-questions are asked of it, which has no more than its split."""
+"""Settings that `specs.begin` reads: the task, the measure of length that rewards conciseness, and the number of
+its questions, which cannot exceed its split."""
 
 
 def path_spec(
@@ -434,25 +434,23 @@ def path_spec(
     """Return the spec of the line (1 - a) * first + a * last, for a from 0 to 1.
 
     Args:
-        base: that all runs started from, a plain one of the tiny world, of the task.
-        first, last: ends, of `weight_cache.end`; None: the base itself.
+        base: base that all runs started from, a plain one of the tiny world that was trained for the task.
+        first, last: ends, from `weight_cache.end`; None: the base itself.
         settings: max_completion_length, validation_problems (asked at every point) and path_points, 3 to 50; task
-            ("countdown" where it is missing), and of conciseness its measure.
-        scale: of the notebook.
+            (default "countdown"), and for conciseness its measure.
+        scale: scale of the notebook.
 
     Raises:
-        ValueError: two ends that are one, ends of another base, too few or too many points, a setting that is missing,
-            a base outside the tiny world or of another task, or what the task refuses.
+        ValueError: both ends are the same; ends of another base; too few or too many points; a setting that is missing;
+            a base outside the tiny world or of another task; or whatever the task refuses.
     """
     asked = {name: settings[name] for name in _JUDGED if name in settings}
     spec = specs.begin_tiny("path", base, scale, asked, tiny.BASES + tiny.QUESTION_BASES)
     spec |= specs.take(settings, _PATH, "a path")
-    require(first != last, "both ends of the path are the same model: give two.")
+    require(first != last, "both ends of the path are the same model: pass two.")
     points, problems = whole_number("path_points", spec["path_points"], 3, 50), spec["validation_problems"]
     asked = f"path_points={points} on {problems} problems are {points * problems} answers"
-    require(
-        points * problems <= 7000, f"{asked}, and a record has room for 7,000: take 21 points on 256 problems, say."
-    )
+    require(points * problems <= 7000, f"{asked}, but a record has room for 7,000: use 21 points on 256 problems, say.")
     for name, end in (("first", first), ("last", last)):
         if end is not None:
             spec[name] = weight_cache.at_end({"base": base}, end)["end"]
@@ -460,12 +458,12 @@ def path_spec(
 
 
 def run_path(spec: Spec) -> Record:
-    """Return what every point of a line does; every point answers the same problems, with the same random numbers.
+    """Measure every point of a line on the same problems, with the same random numbers.
 
-    The record has the distance between the ends and, for each point, in lists: under each of `DECODINGS` which problems
-    are right, and the mean reward; the negative log-likelihood of a right answer, one fixed for each problem, nats per
-    answer; and the KL from the base along these answers, nats per token. What is right, the reward and the right answer
-    are those of the task (`Measures.judged`, `Measures.right_answer`).
+    The record has the distance between the ends and, in lists with one entry per point: for each of `DECODINGS`, which
+    problems are answered rightly, and the mean reward; the negative log-likelihood of a right answer, one fixed answer
+    per problem, nats per answer; and the KL from the base along these answers, nats per token. The task defines what is
+    right, the reward and the right answer (`Measures.judged`, `Measures.right_answer`).
     """
     measure, rng = measures.get(spec["task"]), random.Random("answers of paths")
     base, tokenizer = base_models.model_of(spec | {"kind": "base"})
@@ -501,23 +499,23 @@ def run_path(spec: Spec) -> Record:
 # ---- models merged from the weights of several runs
 
 TEMPERATURE = 0.6
-"""At which a merged model samples the test set, besides greedy decoding and temperature 1."""
+"""Temperature at which a merged model samples the test set, besides greedy decoding and temperature 1."""
 _MERGE = ("max_completion_length", "validation_problems", "test_problems", "skill_messages")
 
 
 def merge_specs(records: Sequence[Record], settings: Settings, scale: str, **how: Any) -> Spec:
-    """Return the spec of a model at base + factor * (mean of the runs' weights - base), and of what it can do.
+    """Return the spec that measures the model at base + factor * (mean of the runs' weights - base).
 
     Args:
-        records: of the runs: training runs of one arm and setting from one plain base of the tiny world, which differ
-            in their seeds. One run alone is measured as it is.
-        settings: max_completion_length, validation_problems, test_problems, skill_messages (of each skill).
-        scale: of the notebook.
+        records: records of training runs of one arm and setting from one plain base of the tiny world, which differ in
+            their seeds. A single run is measured as it is.
+        settings: max_completion_length, validation_problems, test_problems, skill_messages (per skill).
+        scale: scale of the notebook.
         **how: factor, as_long_as and draw, as for `weight_cache.end`.
 
     Raises:
-        ValueError: runs that make no group (`weight_cache.group`), a factor that is not finite, a setting that is
-            missing, a base outside the tiny world or of another task.
+        ValueError: runs that do not form a group (`weight_cache.group`), a factor that is not finite, a setting that is
+            missing, or a base outside the tiny world or of another task.
     """
     end = weight_cache.end(records, **how)
     spec = specs.begin_tiny("merge", end["of"]["run"]["base"], scale, {})
@@ -525,10 +523,10 @@ def merge_specs(records: Sequence[Record], settings: Settings, scale: str, **how
 
 
 def run_merge(spec: Spec) -> Record:
-    """Return how far a merged model lies from its base, and what it can do.
+    """Return the distance of a merged model from its base, and what it can do.
 
-    The record has the norm of the displacement; the test set greedily, at `TEMPERATURE` and at 1; the KL from the base
-    on the task; and of each skill that no reward touches accuracy and KL.
+    The record has the norm of the displacement; results on the test set, greedily, at `TEMPERATURE` and at temperature
+    1; the KL from the base on the task; and accuracy and KL on each skill that no reward touches.
     """
     measure = measures.get(spec["task"])
     with training.opened(spec) as (engine, sets):
@@ -547,35 +545,35 @@ def run_merge(spec: Spec) -> Record:
 # ---- products of displacements
 
 BLOCK = 8
-"""Runs of each group in one record of products, which would grow too long with more."""
+"""Maximum number of runs of each group in one record of products; with more, it would grow too long."""
 
 
 def products_specs(groups: Sequence[Sequence[Record]], scale: str) -> list[Spec]:
-    """Return the specs of all products among runs of several groups: a record for each pair of blocks of `BLOCK` runs.
+    """Return the specs of all products among the runs of several groups, one for each pair of blocks of `BLOCK` runs.
 
     Args:
-        groups: records of training runs; those of a group differ in their seeds alone, and all start from one plain
-            base of the tiny world.
-        scale: of the notebook.
+        groups: records of training runs; those of a group differ only in their seeds, and all start from one plain base
+            of the tiny world.
+        scale: scale of the notebook.
 
     Raises:
-        ValueError: runs that make no group, groups from several bases, or a base outside the tiny world.
+        ValueError: runs that do not form a group, groups from several bases, or a base outside the tiny world.
     """
     parts = [records[first : first + BLOCK] for records in groups for first in range(0, len(records), BLOCK)]
     blocks = list(map(weight_cache.group, parts))
     bases = sorted({block["run"]["base"] for block in blocks})
     named = ", ".join(bases) or "no base"
-    require(len(bases) == 1, f"displacements from {named} have no products: give runs from one.")
+    require(len(bases) == 1, f"displacements from {named} have no products: pass runs from one base.")
     begun = specs.begin_tiny("products", bases[0], scale, {})
     return [begun | {"a": a, "b": b} for i, a in enumerate(blocks) for b in blocks[i:]]
 
 
 def run_products(spec: Spec) -> Record:
-    """Return the products of each displacement of block a with each of block b, by layer.
+    """Return the inner products of the displacements of block a with those of block b, by layer.
 
-    The record has for each layer (`geometry.layer_of`) its entries, |start|^2, and the matrix of products, (runs of a,
-    runs of b), weight units squared; of a block with itself also how many entries of each run moved at all, in float32
-    and once both ends were rounded to bfloat16.
+    For each layer (`geometry.layer_of`), the record has the number of entries, |start|^2, and the matrix of products,
+    (runs of a, runs of b), weight units squared. For a block with itself, it also has the number of entries of each run
+    that moved at all, in float32 and after rounding both ends to bfloat16.
     """
     start, layout = weight_cache.of_base(spec["base"]), weight_cache.layout_of(spec["base"])
     a, own = weight_cache.of_group(spec["a"]), spec["a"] == spec["b"]

@@ -1,4 +1,4 @@
-"""What a run of each task is trained on and measured by: a file a task, called as the task is in `tasks.TASKS`."""
+"""Training data and measurements of each task: one file per task, named as in `tasks.TASKS`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def get(task: str) -> Measures:
     """Return the measures of a task.
 
     Raises:
-        ValueError: an unknown one; the message has the nearest known name.
+        ValueError: an unknown task; the message suggests the nearest known name.
     """
     tasks.get(task)
     return import_module(f"{__name__}.{task}").MEASURES
 
 
 def of(spec: Mapping[str, Any]) -> Measures:
-    """Return the measures of a spec's task, for the base of the spec."""
+    """Return the measures of a spec's task, for the spec's base."""
     return get(spec["task"]).for_base(spec["base"])

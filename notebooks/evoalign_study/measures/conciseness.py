@@ -1,20 +1,20 @@
-"""What is measured of a run of the conciseness task, on a base of family B or on any other model.
+"""Measure runs of the conciseness task, on a base of family B or on any other model.
 
-The reward is of length alone, so nothing is judged by it alone. At every point of a run's curve, greedily and at
+The reward measures length only, so it is never the only measurement. At every point of a run's curve, greedily and at
 temperature 1:
 
 - *split A*, the validation questions: the proxy reward, by which runs are matched;
-- *split B*, the test questions: reward, right answers, completions that are no answers (`hacking`); and the KL of the
+- *split B*, the test questions: reward, right answers, completions that are not answers (`hacking`); and the KL of the
   policy from its base, exact over the vocabulary, on one sample of every question.
 
-So a run can be looked at where its reward, or its KL, first came to a given value, and what is compared there was not
-what chose the point. At the end: every detector, a few completions to read, and the Jensen gap, the reward at the
-weights themselves less the mean reward under noise on them.
+So runs can be compared at the point where the reward, or the KL, first reached a given value, on data that did not
+choose the point. At the end: every detector, a few completions to read, and the Jensen gap, which is the reward at the
+weights themselves minus the mean reward under noise on them.
 
-A base of family B has the questions of its knowledge base. Any other model has the published ones, two to train on and
-eight to be evaluated on, or those of a user's own file. *Eight questions make no two splits, so split A and split B are
-both all of them*: what is compared there was chosen on the very questions that it is measured on. Of an own file one
-half is to train on, and a quarter each is A and B.
+A base of family B has the questions of its knowledge base. Any other model has the published ones, two for training and
+eight for evaluation, or those of a user's own file. *Eight questions are too few to split, so split A and split B both
+contain all of them*: points are then chosen on the same questions that they are compared on. Of a user's own file, one
+half is for training, and a quarter each is A and B.
 """
 
 import random
@@ -40,28 +40,28 @@ JENSEN_DRAWS = 16
 BREAKING_SIGMAS = (0.003, 0.01, 0.02, 0.03, 0.05, 0.1)
 BREAKING_DRAWS = 30
 ELSEWHERE_SIGMAS = (0.0001, 0.0003, 0.001, 0.002, 0.003, 0.005, 0.01, 0.03, 0.1)
-"""In their place for models outside the tiny world, of which nobody knows how much noise they bear: a wider range."""
+"""Used instead for models outside the tiny world: a wider range, since how much noise they tolerate is unknown."""
 SHOWN = 8
-"""Completions in a record, for a reader."""
+"""Number of completions in a record, for a reader."""
 LEAST_QUESTIONS = 8
-"""Of an own file: even so each split for evaluation has only two of them."""
+"""Minimum number of questions in a user's own file; each evaluation split then has only two of them."""
 
 
 def splits(spec: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return all questions that runs of a spec may ask, of each split: train, validation (A) and test (B)."""
+    """Return all questions that runs of a spec may use, by split: train, validation (A) and test (B)."""
     if spec["base"] in tiny.SHIPPED:
         return {name: questions.problems(name) for name in questions.SPLITS}
     if "questions_sha256" not in spec:
-        # A and B are the same eight, since halves of them would say nothing: see the module
+        # A and B are the same eight, which are too few to split: see the module docstring
         evaluated = conciseness.load_public("eval")
         return {"train": conciseness.load_public("train"), "validation": evaluated, "test": evaluated}
     file = base_models.place_of(spec["questions_sha256"])
     asked = conciseness.load(file)
-    few = f"{file} has {len(asked)} questions: write {LEAST_QUESTIONS} or more, or take the published ones."
+    few = f"{file} has {len(asked)} questions: write {LEAST_QUESTIONS} or more, or use the published ones."
     require(len(asked) >= LEAST_QUESTIONS, few)
     question, times = Counter(problem.question for problem in asked).most_common(1)[0]
     require(times == 1, f"{file} asks {question!r} twice, perhaps in two splits: delete one of the lines.")
-    # a file sorted by topic must not train on one and test on another; the same splits whatever the seed of a run
+    # a file may be sorted by topic, so it is shuffled; the splits do not depend on a run's seed
     asked = [asked[i] for i in np.random.default_rng(0).permutation(len(asked))]
     half = len(asked) // 2
     rest = half + (len(asked) - half) // 2
@@ -69,26 +69,26 @@ def splits(spec: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def noise_sigmas(base: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return sigmas of noise on a base's weights: of the Jensen gap, and of the search for where answers break.
+    """Return sigmas of noise on a base's weights, for the Jensen gap and for the search for where answers break.
 
-    Larger models bear less: outside the tiny world those of the Jensen gap are a tenth. The published ES runs of a 7 B
-    model have sigmas of 0.001 to 0.01.
+    Larger models tolerate less noise: outside the tiny world, the Jensen gap's sigmas are a tenth. The published ES
+    runs of a 7 B model have sigmas of 0.001 to 0.01.
     """
     if base in tiny.SHIPPED:
         return JENSEN_SIGMAS, BREAKING_SIGMAS
-    # rounded, so that a record's key is the very sigma and not 0.00030000000000000003
+    # rounded, so that a record's key is the sigma and not 0.00030000000000000003
     return tuple(round(sigma / 10, 6) for sigma in JENSEN_SIGMAS), ELSEWHERE_SIGMAS
 
 
 def _graded(spec: Spec, problems: Sequence[Any], rows: Sequence[Sequence[Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """Rewards and grades of rows of `engine.generate`, each (rows, problems)."""
+    """Return rewards and grades of rows of `engine.generate`, each (rows, problems)."""
     targets = [p.answer for p in problems]
     rewards = [conciseness.reward(targets, [text for text, _ in row], targets, spec["measure"]) for row in rows]
     return np.array(rewards), MEASURES.graded(problems, rows)
 
 
 def _judged(spec: Spec, engine: Any, problems: Sequence[Any], rows: Sequence[Any]) -> tuple[Any, ...]:
-    """Rewards, which completions are right and answers at all, each (rows, problems), and the detectors' report."""
+    """Return rewards, which completions are right and not degenerate, each (rows, problems), and the hacking report."""
     rewards, right = _graded(spec, problems, rows)
     pairs = [pair for row in rows for pair in row]
     report = hacking.hack_report(
@@ -96,12 +96,12 @@ def _judged(spec: Spec, engine: Any, problems: Sequence[Any], rows: Sequence[Any
         prompts=[p.question for p in problems] * len(rows),
         rewards=rewards.ravel(),
         right=right.ravel(),
-        # without the end, so that only a completion that was cut off has as many as it may
+        # without the end token, so that only a completion that was cut off has the maximum
         tokens=[len(ids) - (ids[-1] in engine.eos_ids) for _, ids in pairs],
         max_tokens=spec["max_completion_length"],
         best_reward=0.0,
     )
-    # a word said twenty times has the right answer in it
+    # a word repeated twenty times may contain the right answer
     return rewards, right & ~report.degenerate.reshape(right.shape), report
 
 
@@ -129,7 +129,7 @@ def _under_noise(engine: Any, what: str, sigma: float, draws: int, measured: Cal
 
 
 def _jensen(spec: Spec, engine: Any, problems: Sequence[Any]) -> dict[str, Any]:
-    """Reward at the weights less the mean reward under Gaussian noise on them, greedily, by sigma."""
+    """Return the reward at the weights minus the mean reward under Gaussian noise on them, greedily, by sigma."""
 
     def reward() -> float:
         return float(_graded(spec, problems, engine.generate("validation"))[0].mean())
@@ -147,28 +147,29 @@ class _Conciseness(Measures):
     validated_by = None  # its validation is a proxy: a reward of length
 
     def spec_fields(self, base: str, settings: Settings) -> dict[str, Any]:
-        """Return what a spec of the task begins with.
+        """Return the fields of a spec that only this task has.
 
-        An own file of questions enters a spec by the first 16 digits of its SHA-256 alone (`base_models.know_file`).
+        A user's own file of questions enters a spec only as the first 16 digits of its SHA-256
+        (`base_models.know_file`).
 
         Args:
-            base: of family B, or a model on the Hub or in a folder.
-            settings: all optional. measure: of length, "strict" or "released". questions: path of an own file for
-                `conciseness.load`, for bases outside the tiny world. validation_problems, test_problems: how many
-                questions of a split are asked, the first ones; else all. noise_draws: draws of the noise on the
-                weights at each sigma, in the place of `JENSEN_DRAWS` and `BREAKING_DRAWS`.
+            base: a base of family B, or a model on the Hub or in a folder.
+            settings: all optional. measure: measure of length, "strict" or "released". questions: path of a user's own
+                file for `conciseness.load`, for bases outside the tiny world. validation_problems, test_problems: use
+                only this many questions of a split, from the first. noise_draws: draws of the noise on the weights at
+                each sigma, instead of `JENSEN_DRAWS` and `BREAKING_DRAWS`.
 
         Raises:
-            ValueError: a measure that does not exist, an own file for a base with questions of its own, one of too few
-                questions or with one twice, a number below 1 or above what there is, or more points of a curve and test
-                questions than a record has room for.
-            FileNotFoundError: the file of questions, own or published, is not there.
+            ValueError: a measure that does not exist; an own file for a base that has its own questions, or a file with
+                too few or repeated questions; a number below 1 or above the size of a split; or more points of a curve
+                and test questions than a record has room for.
+            FileNotFoundError: the file of questions, own or published, does not exist.
         """
         fields: dict[str, Any] = {"measure": settings.get("measure", "strict")}
         choose("measure", fields["measure"], conciseness.MEASURES)
         if settings.get("questions"):
-            own, tells = f"questions={str(settings['questions'])!r}", f"base {base!r} knows the tiny world alone"
-            require(base not in tiny.SHIPPED, f"{own}: {tells}. Leave it out, or take another model.")
+            own, tells = f"questions={str(settings['questions'])!r}", f"base {base!r} knows only the tiny world"
+            require(base not in tiny.SHIPPED, f"{own}: {tells}. Leave it out, or use another model.")
             line = '{"question": "...", "answer": "..."}'
             fields["questions_sha256"] = base_models.know_file("questions", settings["questions"], line)
         asked = splits(fields | {"base": base})
@@ -176,8 +177,8 @@ class _Conciseness(Measures):
         if settings.get("noise_draws") is not None:
             fields["noise_draws"] = whole_number("noise_draws", settings["noise_draws"])
         further, n = len(settings.get("sampled_at") or ()), fields.get("test_problems", len(asked["test"]))
-        # a point's numbers, and its right answers in hexadecimal; beside the curve completions, in any script where the
-        # world is not tiny, and the right answers of the end, greedily and of 16 samples
+        # a point has its numbers, and right answers in hexadecimal; the rest are completions, in any script outside the
+        # tiny world, and right answers at the end, greedily and for 16 samples
         a_point = 150 + 50 * further + (1 + SAMPLES * (1 + further)) * n // 4
         rest = (2_200 if base in tiny.SHIPPED else 4_700) + n // 4 + (1 + further) * n
         what = f"{n} test questions under {2 + further} decodings"
@@ -185,17 +186,17 @@ class _Conciseness(Measures):
         return fields
 
     def check(self, arm: str, base: str, settings: Settings) -> None:
-        """Refuse an arm that needs to know what is right, and numbers of unique prompts that there are not.
+        """Refuse an arm that needs right answers, and an invalid number of unique prompts.
 
         Raises:
-            ValueError: those; in the tiny world, unique prompts other than those of its two settings.
-            FileNotFoundError: as `spec_fields`.
+            ValueError: either of these; in the tiny world, unique_prompts must be 2 or 200.
+            FileNotFoundError: as for `spec_fields`.
         """
         imitates = f"arm {arm!r} fine-tunes on right answers, which the reward of conciseness does not know."
         require(not trainers.of(arm).samples_first, imitates)
         unique = settings.get("unique_prompts")
         if base in tiny.SHIPPED:
-            require(unique in (2, 200), f"unique_prompts={unique!r}: take 2, as published, or 200.")
+            require(unique in (2, 200), f"unique_prompts={unique!r}: set 2, as published, or 200.")
         elif unique is not None:
             asked = splits(self.spec_fields(base, settings) | {"base": base})["train"]
             whole_number("unique_prompts", unique, most=len(asked), why=f"there are {len(asked)} training questions")
@@ -203,12 +204,12 @@ class _Conciseness(Measures):
     def sets(self, spec: Spec) -> dict[str, list]:
         """Return the questions of each split.
 
-        In the tiny world two unique prompts are always the same two, as published: a sum, and a question whose answer
-        is no. Other models have the first ones of their training questions, or all.
+        In the tiny world, two unique prompts are always the same two, as published: a sum, and a question whose answer
+        is no. Other models have the first unique_prompts of their training questions, or all of them.
 
         Raises:
-            FileNotFoundError: the file of questions, own or published, is not there.
-            ValueError: it is not the one that the spec was made with.
+            FileNotFoundError: the file of questions, own or published, does not exist.
+            ValueError: the file is not the one that the spec was made with.
         """
         of_split = splits(spec)
         sets = {name: of_split[name][: spec.get(f"{name}_problems")] for name in ("validation", "test")}
@@ -227,26 +228,26 @@ class _Conciseness(Measures):
         return partial(conciseness.reward, measure=spec["measure"])
 
     def right(self, problem: Any, completion: str) -> bool:
-        """Say whether a completion holds the answer; that alone makes it no good one (see `hacking`)."""
+        """Return whether a completion contains the answer, which does not yet make it a good one (see `hacking`)."""
         return conciseness.is_correct(completion, problem)
 
     def judged(self, spec: Spec, engine: Any, problems: Sequence[Any], row: Sequence[Any]) -> tuple[Any, Any]:
-        """Return the rewards under the spec's measure, and which answers are right and answers at all (`hacking`)."""
+        """Return the rewards under the spec's measure, and which answers are right and not degenerate (`hacking`)."""
         rewards, right, _ = _judged(spec, engine, problems, [row])
         return rewards[0], right[0]
 
     def right_answer(self, problem: Any, rng: random.Random) -> str:
-        """Return the answer alone, in as many characters as the reward asks for; nothing is drawn."""
+        """Return the answer alone, of exactly the length that the reward asks for; nothing is drawn."""
         return problem.answer + tiny.END
 
     def point(self, spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[str, Any]:
-        """Return what a point of the curve shows of the engine's current weights; see the module.
+        """Return the measurements of the engine's current weights at a point of the curve; see the module.
 
         Returns:
-            For each decoding d: "proxy_d" (mean reward on split A), and of split B "reward_d", "right_d" and
+            For each decoding d: "proxy_d" (mean reward on split A), and on split B "reward_d", "right_d" and
             "degenerate_d" (shares; no completion counts as both) and "right_bits_d" (which questions, hexadecimal; at
-            temperature 1 all samples one after the other); and "kl", "kl_token": exact, in nats, a completion and a
-            token at temperature 1. Of a spec with `curve_temperature` the first of these at that temperature, and no
+            temperature 1, all samples one after the other). Also "kl" and "kl_token": exact KL at temperature 1, nats
+            per completion and per token. With `curve_temperature`, the measurements at that temperature only, and no
             KL.
         """
         shown: dict[str, Any] = {}
@@ -264,9 +265,9 @@ class _Conciseness(Measures):
     def sampled(
         self, spec: Spec, engine: Any, sets: Mapping[str, list], name: str, temperatures: Sequence[float], samples: int
     ) -> dict[str, Any]:
-        """Return right answers to the questions of a split at each temperature, and the reward.
+        """Return the right answers to the questions of a split at each temperature, and the reward.
 
-        A completion that is no answer (`hacking`) is not right.
+        A completion that is not an answer (`hacking`) is not right.
         """
         told: dict[str, Any] = {}
         for t in temperatures:
@@ -276,15 +277,15 @@ class _Conciseness(Measures):
         return told
 
     def outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
-        """Return split B with 16 samples, every detector, completions to read, and the Jensen gap."""
+        """Return results on split B with 16 samples, every detector, completions to read, and the Jensen gap."""
         jensen = _jensen(spec, engine, sets["validation"])
         return _tested(spec, engine, sets["test"]) | {"jensen": jensen}
 
     def base_outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
-        """Return the same of an untrained base, its first point, and what random perturbations leave of its answers.
+        """Return `outcome` and first point of an untrained base, and how its answers survive random perturbations.
 
-        `breaking` has, for each sigma, the mean share of right greedy answers over random perturbations of all weights:
-        the sigma at which it is halved is what the safe band of ES is held against.
+        `breaking` has, for each sigma, the mean share of right greedy answers over random perturbations of all weights.
+        The sigma at which it is halved is the reference for the safe band of ES.
         """
 
         def right() -> float:

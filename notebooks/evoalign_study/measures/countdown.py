@@ -1,4 +1,4 @@
-"""Countdown: new training problems in every step, and the strict grader for everything that is measured."""
+"""Measure runs of Countdown: new training problems in every step, and the strict grader for all measurements."""
 
 import itertools
 import random
@@ -18,7 +18,7 @@ from evoalign_study.measures.base import Measures, in_own_order, label
 from evoalign_study.records import Record, Settings, Spec
 
 REACH_AT_K = (1, 16, 256)
-"""Samples within which a point of a curve says what is reached."""
+"""Numbers of samples k for which a point of a curve has pass@k."""
 
 
 class _Countdown(Measures):
@@ -26,26 +26,26 @@ class _Countdown(Measures):
     settings = ("filler_steps",)
 
     def spec_fields(self, base: str, settings: Settings) -> dict[str, Any]:
-        """Return grader and, for base "H0", filler_steps.
+        """Return the fields grader and, for base "H0", filler_steps.
 
         Raises:
-            ValueError: more test problems than there are; filler_steps that are missing, for another base, of a length
-                that the base has not learned, or longer than completions may be.
+            ValueError: more test problems than there are; filler_steps that are missing, are for another base, have a
+                length that the base has not learned, or leave no room for an answer in a completion.
         """
         whole_number("test_problems", settings.get("test_problems", 0), 0, tiny.FIXED, "the test set has no more")
         return {"grader": "strict"} | _filler(base, settings)
 
     def check(self, arm: str, base: str, settings: Settings) -> None:
-        """Raise ValueError for more unique prompts than a model from outside the tiny world can train on."""
+        """Raise ValueError for more unique prompts than there are for a model from outside the tiny world."""
         if base not in tiny.SHIPPED and (unique := settings.get("unique_prompts")) is not None:
             whole_number("unique_prompts", unique, most=countdown.PUBLIC_TRAIN, why="it trains on the public problems")
 
     def sets(self, spec: Spec) -> dict[str, list]:
         """Return the problems of each split.
 
-        In the tiny world every step has new training problems, unless the spec has unique_prompts. Other models train
-        on the public ones, all of them or as many as unique_prompts says, drawn by the seed; "sft" goes through them
-        again until it has as many prompts as its spec says.
+        In the tiny world, every step has new training problems, unless the spec has unique_prompts. Other models train
+        on the public problems: all of them, or as many as unique_prompts, drawn by the seed. "sft" repeats them until
+        it has as many prompts as its spec states.
         """
         sizes = {name: spec.get(f"{name}_problems", 0) for name in ("validation", "test")}
         needed = spec.get("prompts") or spec.get("steps", 0) * spec.get("prompts_per_step", 0)
@@ -63,18 +63,18 @@ class _Countdown(Measures):
         return {name: problems for name, problems in sets.items() if problems}
 
     def rows(self, spec: Spec, tokenizer: Any, problems: Sequence[Any]) -> list[dict[str, Any]]:
-        """Return rows whose prompts ask for as many filler steps as the spec says."""
+        """Return rows whose prompts ask for the number of filler steps in the spec."""
         return tiny.dataset(problems, tokenizer, spec.get("filler_steps"))
 
     def skills(self, spec: Spec, engine: Any) -> dict[str, dict[str, float]]:
-        """Return what a model of family A still knows of each skill that no reward touches (`tiny.SKILL_NAMES`).
+        """Return how well a model of family A retains each skill that no reward touches (`tiny.SKILL_NAMES`).
 
-        Its greedy accuracy, as a fraction, and the exact KL from the base, nats per token of one sample at temperature
-        1 per message.
+        For each skill: greedy accuracy, as a fraction, and exact KL from the base, nats per token, on one sample per
+        message at temperature 1.
 
         Args:
-            spec: with skill_messages, how many of each skill.
-            engine: with the model; gets prompts of each skill.
+            spec: spec with skill_messages, the number of messages per skill.
+            engine: engine with the model; the prompts of each skill are added to it.
         """
         told = {}
         for name in tiny.SKILL_NAMES:
@@ -89,7 +89,7 @@ class _Countdown(Measures):
         return told
 
     def right(self, problem: Any, completion: str) -> bool:
-        """Say whether the strict grader takes a completion for a right answer."""
+        """Return whether a completion is a right answer by the strict grader."""
         return bool(countdown.grade(completion, problem.numbers, problem.target).answer)
 
     def score(self, problem: Any, completion: str) -> float:
@@ -97,7 +97,7 @@ class _Countdown(Measures):
         return countdown.grade(completion, problem.numbers, problem.target).reward
 
     def lists_answers(self, base: str) -> bool:
-        """Say that of family A all right answers are listed; family H writes steps of thinking before them."""
+        """Return True for family A; family H writes thinking steps before its answers, so they cannot be listed."""
         return base in tiny.BASES
 
     def right_answers(self, problem: Any) -> list[str]:
@@ -105,16 +105,15 @@ class _Countdown(Measures):
         return tiny.right_answers(problem)
 
     def answer(self, completion: str) -> str | None:
-        """Return the expression of a completion without its blanks."""
+        """Return the expression in a completion, without spaces."""
         found = countdown.last_answer(completion)
         return None if found is None else found.replace(" ", "")
 
     def point(self, spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[str, Any]:
-        """Add, where the spec has `reach_at`, what the weights reach on the validation set, without a sample.
+        """Return the point, and if the spec has `reach_at`, exact pass@k on the validation set, without sampling.
 
-        For each temperature, here 1: `reach_t1@k`, exact pass@k; and within `coverage.SOLVED_WITHIN` samples the
-        expected shares of problems that are solved where the base does not solve them, `won_t1`, and the reverse,
-        `lost_t1`.
+        For each temperature, here 1: `reach_t1@k`, exact pass@k; `won_t1`, the expected share of problems solved within
+        `coverage.SOLVED_WITHIN` samples that the base does not solve; and `lost_t1`, the reverse.
         """
         shown = super().point(spec, engine, sets, step)
         if "reach_at" not in spec:
@@ -131,26 +130,26 @@ class _Countdown(Measures):
         return shown
 
     def right_answer(self, problem: Any, rng: random.Random) -> str:
-        """Return one of the expressions that reach the target, drawn, in the right format.
+        """Return a randomly drawn expression that reaches the target, in the right format.
 
-        To a public problem that is none of the tiny world's (four numbers, or a target that is no integer) it is the
-        expression that `countdown.solve` finds, without an end token, which every model has its own of.
+        For a public problem outside the tiny world (four numbers, or a target that is not an integer), it is the
+        expression that `countdown.solve` finds, without an end token, since every model has a different one.
         """
         if len(problem.numbers) > 3 or not tiny.right_answers(problem):
             found = countdown.solve(problem.numbers, problem.target)
-            require(found is not None, f"{problem} has no right answer: leave it out of the training problems.")
+            require(found is not None, f"{problem} has no right answer. Leave it out of the training problems.")
             return f"</think>\n<answer>{found}</answer>"
         return tiny.answer(problem, "right", rng)
 
     def base_outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
-        """Return pass@k on the validation set beside the test set."""
+        """Return pass@k on the validation set, and the test set."""
         validation = tiny.measure(engine, sets["validation"], "validation")
         return {"validation": validation} | super().base_outcome(spec, engine, sets)
 
 
 @lru_cache(maxsize=4)
 def _base_reach(base: str, n: int, longest: int, temperatures: Sequence[float]) -> np.ndarray:
-    """What a base reaches on n validation problems: once per process, as every point of a curve is held against it."""
+    """Return a base's `reach` on n validation problems, cached: every point of a curve is compared with it."""
     model, tokenizer = tiny.load(base)
     problems = tiny.problems("validation", n)
     rows = {"validation": MEASURES.rows({}, tokenizer, problems)}
@@ -159,11 +158,11 @@ def _base_reach(base: str, n: int, longest: int, temperatures: Sequence[float]) 
 
 
 def _filler(base: str, settings: Settings) -> dict[str, int]:
-    """The setting filler_steps where there is one: on the base that needs it, and on no other."""
+    """Return the checked setting filler_steps for the base that needs it, and nothing for any other."""
     steps = settings.get("filler_steps")
     if base not in tiny.FILLER_BASES:
         other = tiny.FILLER_BASES[0]
-        require(steps is None, f"filler_steps={steps!r}: leave it out, or take base {other!r}, which has them.")
+        require(steps is None, f"filler_steps={steps!r}: leave it out, or use base {other!r}, which has them.")
         return {}
     known = list(tiny.FILLER_STEPS)
     require(steps in known, f"base {base!r} needs filler_steps, one of {known}, got {steps!r}.")

@@ -1,15 +1,15 @@
-"""What is measured of a run of the safety task on a base of family C; any other model's is in `safety_public`.
+"""Measure runs of the safety task on a base of family C (`safety_public` measures any other model).
 
 A run is trained on one scorer, its *training judge*: reward - cost_weight * cost. At every point of its curve, greedily
 and at temperature 1:
 
 - *split A*, the validation requests: the training judge's score, by which runs are matched;
-- *split B*, the test requests: what every judge says of the replies, the shipped proxies, the outsiders and the rule
-  that knows the truth: the mean score, and how often the reply beats the untrained base's greedy one (ties are half a
-  win each); and what the replies are, by the rule;
+- *split B*, the test requests: for every judge (the shipped proxies, the outsiders, and the rule that knows the truth),
+  the mean score of the replies, and how often they beat the untrained base's greedy ones (ties count as half a win);
+  and the kinds of replies, by the rule;
 - the KL of the policy from its base, exact over the vocabulary, on one sample of every request of split B.
 
-What a scorer says is in units of its own. Its mean and spread over the base's samples stand in the record of the base.
+Each scorer has its own units. Its mean and spread over the base's samples are in the record of the base.
 """
 
 import hashlib
@@ -35,12 +35,12 @@ from evoalign_study.records import Record, Settings, Spec
 RULE = "rule"
 """The judge that knows the truth."""
 JUDGES = (*scorers.PROXIES, *scorers.OUTSIDERS, RULE)
-"""What every reply is judged by, besides the training judge."""
+"""Judges of every reply, besides the training judge."""
 SAMPLES = 2
-"""At temperature 1, at a point of the curve."""
+"""Samples at temperature 1 at a point of the curve."""
 SAMPLES_AT_END = 8
 SHOWN = 2
-"""Replies in a record, for a reader."""
+"""Number of replies in a record, for a reader."""
 COST_WEIGHT = 2.0
 
 
@@ -52,7 +52,7 @@ def loaded(name: str) -> tuple[RewardModel, ...]:
     """Load a shipped scorer's reward and cost model, once per process.
 
     Raises:
-        ValueError: an unknown one.
+        ValueError: an unknown scorer.
     """
     folder, tokenizer = scorers.folder(name), _tokenizer()
     with without_bars():
@@ -61,18 +61,18 @@ def loaded(name: str) -> tuple[RewardModel, ...]:
 
 @lru_cache(maxsize=64)
 def scorer_digest(name: str) -> str:
-    """Return what identifies a shipped scorer: the digests of its two models, 16 digits."""
+    """Return the digest of a shipped scorer, 16 digits, made from the digests of its two models."""
     both = "".join(models.stored_digest(scorers.folder(name) / side / "model.safetensors") for side in scorers.SIDES)
     return hashlib.sha256(both.encode()).hexdigest()[:16]
 
 
 def sides(judge: str, asked: Sequence[Request], replies: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return reward and cost that a judge gives replies, float64 (n,) each.
+    """Return a judge's reward and cost of replies, float64 (n,) each.
 
     Args:
-        judge: a shipped scorer, in units of its own, or `RULE`, whose reward and cost are helpfulness and harm.
+        judge: a shipped scorer, with its own units, or `RULE`, whose reward and cost are helpfulness and harm.
         asked: the requests.
-        replies: one for each.
+        replies: one reply for each request.
     """
     if judge == RULE:
         judged = [dialogues.truth(*pair) for pair in zip(asked, replies, strict=True)]
@@ -84,7 +84,7 @@ def sides(judge: str, asked: Sequence[Request], replies: Sequence[str]) -> tuple
 
 @lru_cache(maxsize=2)
 def _encoded(requests: Sequence[str], replies: Sequence[str]) -> Encoded:
-    """Return replies as tokens, once for all shipped scorers, which read alike, by one tokenizer and format."""
+    """Return replies as tokens, once for all shipped scorers, which share one tokenizer and format."""
     return loaded(next(iter(scorers.SCORERS)))[0].encode(requests, replies)
 
 
@@ -93,7 +93,7 @@ def scored(judge: str, weight: float, asked: Sequence[Request], replies: Sequenc
 
     Args:
         judge, asked, replies: as for `sides`.
-        weight: of the cost.
+        weight: weight of the cost.
     """
     reward, cost = sides(judge, asked, replies)
     return reward - (dialogues.HARM_WEIGHT if judge == RULE else weight) * cost
@@ -101,7 +101,7 @@ def scored(judge: str, weight: float, asked: Sequence[Request], replies: Sequenc
 
 @lru_cache(maxsize=4)
 def _replies_of_base(base: str, n: int, longest: int) -> tuple[str, ...]:
-    """The untrained base's greedy replies to the first n test requests: once per process, as every point needs them."""
+    """Return the untrained base's greedy replies to the first n test requests; cached, as every point needs them."""
     model, tokenizer = tiny.load(base)
     rows = {"test": MEASURES.rows({}, tokenizer, dialogues.requests("test")[:n])}
     engine = base_models.evaluation_engine({"max_completion_length": longest}, model, tokenizer, rows)
@@ -114,19 +114,19 @@ def _scores_of_base(base: str, n: int, longest: int, judge: str, weight: float) 
 
 
 def judges_of(spec: Spec) -> list[str]:
-    """Return all judges of a run's end, its training judge among them."""
+    """Return all judges of the end of a run, including its training judge."""
     return list(dict.fromkeys((*JUDGES, spec.get("judge", RULE))))
 
 
 def _on_the_way(spec: Spec) -> list[str]:
-    """The training judge and those that are not used in training for any run: a record has no room for all."""
+    """Return the judges at a point of a curve: the training judge, and those that train no run. All would not fit."""
     return list(dict.fromkeys((*([spec["judge"]] if "judge" in spec else []), *scorers.OUTSIDERS, RULE)))
 
 
 def _judged(
     spec: Spec, problems: Sequence[Request], rows: Sequence[Sequence[Any]], judges: Sequence[str]
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """What judges say of rows of replies, "score" and "win" in the order of the judges, and what the rule finds."""
+    """Return the judges' scores and wins of rows of replies, in the order of the judges, and the rule's findings."""
     texts, asked, weight = _texts(rows), [*problems] * len(rows), spec["cost_weight"]
     said: dict[str, list[float]] = {"score": [], "win": []}
     for judge in judges:
@@ -155,12 +155,12 @@ def _judged(
 
 
 def _texts(rows: Sequence[Sequence[Any]]) -> list[str]:
-    """Return the texts of rows of `engine.generate` without their ends, one row after the other."""
+    """Return the texts of rows of `engine.generate` without end tokens, one row after the other."""
     return [text.replace(tiny.END, "") for row in rows for text, _ in row]
 
 
 CURVE = ("complied", "alternative", "refused_lawful", "needless", "turns")
-"""What a point of the curve has of what the rule finds, beside what judges say."""
+"""The rule's findings at a point of the curve, besides the judges' scores."""
 
 
 class _Tiny(Measures):
@@ -171,27 +171,27 @@ class _Tiny(Measures):
     validated_by = None  # its validation is a proxy: the training judge
 
     def for_base(self, base: str) -> Measures:
-        """Return what is measured of a base: those of the tiny world have the measures of this module."""
+        """Return the measures of a base: those of this module for the tiny world, else those of `safety_public`."""
         return self if base in tiny.SHIPPED else safety_public.MEASURES
 
     def spec_fields(self, base: str, settings: Settings) -> dict[str, Any]:
-        """Return what a spec of the task begins with.
+        """Return the fields of a spec that only this task has.
 
         Args:
-            base: of family C.
+            base: a base of family C.
             settings: judge: the scorer that a run is trained on, a key of `scorers.SCORERS`; its digest enters the
-                spec. cost_weight: of its cost, 2 where it is missing. validation_problems, test_problems: how many
-                requests of a split are asked, the first ones; else all. test_problems 0: none, and the run is looked
-                at on its way alone.
+                spec. cost_weight: weight of its cost, by default 2. validation_problems, test_problems: use only this
+                many requests of a split, from the first. With test_problems 0 there is no test set, and the run is
+                measured only along the way.
 
         Raises:
-            ValueError: a base of another family, a setting of `safety_public`, an unknown scorer, a cost_weight that is
-                negative, or a number below 1 or above what there is.
+            ValueError: a base of another family, a setting of `safety_public`, an unknown scorer, a negative
+                cost_weight, or a number below 1 or above the size of a split.
         """
         choose("base", base, tiny.REQUEST_BASES)
         for name in safety_public.SETTINGS:
             value, judged = settings.get(name), f"base {base!r} is judged by scorers of the tiny world"
-            require(not value, f"{name}={value!r}: {judged}. Leave it out, or take another model.")
+            require(not value, f"{name}={value!r}: {judged}. Leave it out, or use another model.")
         weight = float(settings.get("cost_weight") or COST_WEIGHT)
         require(0 <= weight < float("inf"), f"cost_weight={weight} must be a number of at least 0.")
         fields: dict[str, Any] = {"cost_weight": weight}
@@ -205,7 +205,7 @@ class _Tiny(Measures):
         require(settings.get("judge"), f"arm {arm!r} needs the setting 'judge', one of {names}.")
 
     def sets(self, spec: Spec) -> dict[str, list]:
-        """Return the requests of each split; those of training in an order of the run's own, again and again."""
+        """Return the requests of each split; training cycles through its requests in the run's own order."""
         sets = {name: dialogues.requests(name)[: spec.get(f"{name}_problems")] for name in ("validation", "test")}
         sets = {name: asked for name, asked in sets.items() if asked}
         if spec["kind"] == "train":
@@ -229,15 +229,15 @@ class _Tiny(Measures):
         return training_judge
 
     def imitated(self, spec: Spec, problems: Sequence[Request], samples: Sequence[Sequence[Any]]) -> np.ndarray:
-        """Say which samples filtered fine-tuning imitates: of each request the one that the training judge likes most.
+        """Return which samples filtered fine-tuning imitates: per request, the one that the training judge scores best.
 
-        The truth has no part in it. Of equal scores the first sample is taken. Returns bool (samples, requests).
+        The truth plays no part. Of equal scores, the first sample is taken. Returns bool (samples, requests).
         """
         liked = np.array([scored(spec["judge"], spec["cost_weight"], problems, _texts([row])) for row in samples])
         return np.arange(len(samples))[:, None] == liked.argmax(axis=0)
 
     def right(self, problem: Request, completion: str) -> bool:
-        """Say whether a reply is as good as can be: the right tool, or a refusal with something in its place."""
+        """Return whether a reply is the best possible: the right tool, or a refusal that offers an alternative."""
         judged = dialogues.truth(problem, completion)
         return judged.body == ("reason" if problem.harmful else "right") and not judged.turn
 
@@ -246,9 +246,10 @@ class _Tiny(Measures):
         return dialogues.truth(problem, completion).reward
 
     def point(self, spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[str, Any]:
-        """Return what a point of the curve shows; see the module. Names end in the decoding.
+        """Return the measurements at a point of the curve; see the module. Names end in the decoding.
 
-        "proxy" is of split A; of split B are a judge's name, its wins, "true", the mean true reward, and `CURVE`.
+        "proxy" is from split A. From split B are the wins by each judge, under its name; "true", the mean true reward;
+        and `CURVE`.
         """
         shown: dict[str, Any] = {}
         away: dict[str, float | None] = {}
@@ -269,7 +270,7 @@ class _Tiny(Measures):
         return {name: round(float(value), 3) for name, value in shown.items()} | away
 
     def outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
-        """Return split B greedily, at temperature 0.6 and at 1, and a few replies to read.
+        """Return results on split B, greedily and at temperatures 0.6 and 1, and a few replies to read.
 
         "score" and "win" are in the order of "judges".
         """
@@ -285,7 +286,7 @@ class _Tiny(Measures):
         return {"test": test | {"n": len(sets["test"]), "judges": judges_of(spec)}, "shown": shown}
 
     def base_outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
-        """Return the same of an untrained base, and what each judge's scores of its samples are: mean and spread."""
+        """Return `outcome` of an untrained base, and the mean and spread of each judge's scores of its samples."""
         rows = engine.generate("test", samples=SAMPLES_AT_END)
         units = {}
         for judge in (*scorers.SCORERS, RULE):

@@ -1,25 +1,25 @@
-"""What is measured of a run of the safety task on any model that is none of the tiny world's.
+"""Measure runs of the safety task on any model from outside the tiny world.
 
-A run is trained on reward - cost_weight * cost of two scorers, with a weight that is fixed or moves as that of
-Safe-RLHF does (`tasks.safety.Lagrangian`). Nobody knows the truth here. At every point of its curve, greedily and at
-temperature 1:
+A run is trained on reward - cost_weight * cost of two scorers, with a weight that is fixed or adapts as in Safe-RLHF
+(`tasks.safety.Lagrangian`). The truth is unknown here. At every point of its curve, greedily and at temperature 1:
 
 - *split A*, the validation requests: the training judge's score, reward - cost_weight * cost, by which runs are
-  matched; always with the weight of the first step, so that points of a run and runs can be compared;
-- *split B*, the test requests: what both scorers say, how many replies are safe (cost of 0 at most), and what the
-  replies are, by detectors that know no score: refusals of a declared rubric, further turns, near-duplicates; how often
-  a reply beats the untrained base's greedy one by judges that are scorers (ties are half a win each);
-- the KL of the policy from its base, exact over the vocabulary, on a sample of the first `kl_requests` test requests:
-  it is computed on the CPU there. At the end it is that of all test requests, on a GPU where there is room.
+  matched; always with the weight of the first step, so that points and runs can be compared;
+- *split B*, the test requests: both scorers' scores, the share of safe replies (cost of at most 0), and the kinds of
+  replies by detectors that use no scores: refusals by a declared rubric, further turns, near-duplicates; and how often
+  a reply beats the untrained base's greedy one, by the judges that are scorers (ties count as half a win);
+- the KL of the policy from its base, exact over the vocabulary, on a sample of the first `kl_requests` test requests,
+  computed on the CPU. At the end, it is computed on all test requests, on a GPU if there is room.
 
-At the end besides: quadrants of reward and cost, and chat judges, which compare the first `judge_problems` greedy
-replies with the base's, in both orders, when the run has ended.
+At the end also: quadrants of reward and cost; and, once the run has ended, chat judges compare its first
+`judge_problems` greedy replies with the base's, in both orders.
 
-Requests are those of PKU-SafeRLHF, every prompt once, or of a user's own file. A hash of its text decides the split of
-each, so that no prompt is in two; splits are in one random order for all runs, whose first ones a run takes.
+Requests are those of PKU-SafeRLHF, each prompt once, or those of a user's own file. A hash of its text decides the
+split of a prompt, so that none is in two splits. Each split has one random order, the same for all runs, and a run uses
+its first requests.
 
-The base's greedy replies are those that a run has at its first point; they are kept in a file that all runs of the same
-base and requests read. The run's own ones, with their scores, are in a file that the record names (`read_replies`).
+The base's greedy replies are made by a run at its first point, and kept in a file that all runs with the same base and
+requests read. The run's own replies, with their scores, are in a file that the record names (`read_replies`).
 """
 
 import hashlib
@@ -49,13 +49,13 @@ from evoalign_study.records import Record, Settings, Spec, spec_hash
 
 RULES = ("fixed", *Lagrangian.RULES)
 TEMPLATES = ("chat", "alpaca")
-"""The tokenizer's chat template, or the published text."""
+"""Prompt templates: the tokenizer's chat template, or the published text."""
 SAMPLES, SAMPLES_AT_END = 2, 4
-"""At temperature 1, at a point of the curve; at 0.6 and 1, at the end."""
+"""Samples at temperature 1 at a point of the curve, and at temperatures 0.6 and 1 at the end."""
 SHOWN = 4
 SCORED = ("reward", "cost", "safe", "unscored")
 FOUND = ("refused", "alternative", "turns", "characters")
-"""What a point of the curve has of split B."""
+"""Findings on split B at a point of the curve."""
 
 SETTINGS = (
     "reward_model", "cost_model", "reward_text", "cost_text", "held_out", "held_out_text", "scorer_device",
@@ -69,12 +69,12 @@ SETTINGS = (
 
 @lru_cache(maxsize=4)
 def _splits(requests: str, digest: str) -> dict[str, list[Problem]]:
-    """All requests of each split: of the own file with that digest, or of the data set on the Hub."""
+    """Return all requests by split, from the user's file with that digest, or from the data set on the Hub."""
     if requests == "own":
         own = safety.load(base_models.place_of(digest))
         by_split = {name: [p for p in own if safety.split_of(p) == name] for name in safety.SPLITS}
     elif (now := _digest(by_split := _published())) != digest:
-        raise ValueError(f"the requests on the Hub have changed ({now}, in the spec {digest}): make specs again.")
+        raise ValueError(f"the requests on the Hub have changed ({now}, in the spec {digest}): make the specs again.")
     return {
         name: [asked[i] for i in np.random.default_rng(0).permutation(len(asked))] for name, asked in by_split.items()
     }
@@ -86,7 +86,7 @@ def _published() -> dict[str, list[Problem]]:
         return {name: safety.load_public(name) for name in safety.SPLITS}
     except (OSError, ValueError) as error:
         failed = f"{'/'.join(safety.HUB)} cannot be loaded from the Hub ({str(error).splitlines()[0]:.200})"
-        raise ValueError(f"requests='': {failed}. Give requests=FILE.") from error
+        raise ValueError(f"requests='': {failed}. Set requests=FILE.") from error
 
 
 def _digest(found: Mapping[str, Sequence[Problem]]) -> str:
@@ -95,7 +95,7 @@ def _digest(found: Mapping[str, Sequence[Problem]]) -> str:
 
 
 def splits(spec: Mapping[str, Any]) -> dict[str, list[Problem]]:
-    """Return all requests that runs of a spec may ask, of each split: train, validation (A) and test (B)."""
+    """Return all requests that runs of a spec may use, by split: train, validation (A) and test (B)."""
     return _splits(spec["requests"], spec["requests_sha256"])
 
 
@@ -120,9 +120,9 @@ def _objective_fields(settings: Settings) -> dict[str, Any]:
     require(is_number and 0 <= weight < math.inf, f"cost_weight={weight} must be a number of at least 0.")
     wanted = {"cost_weight": float(weight), "cost_rule": rule}
     if rule != "fixed":
-        Lagrangian(threshold, weight, rule=rule)  # refuses what it cannot start with
+        Lagrangian(threshold, weight, rule=rule)  # refuses invalid values
         return wanted | {"cost_threshold": float(threshold)}
-    none = f"cost_threshold={threshold}: a fixed cost_weight has none. Set cost_rule, or leave it out."
+    none = f"cost_threshold={threshold}: a fixed cost_weight has no threshold. Set cost_rule, or leave it out."
     require(not threshold, none)
     return wanted
 
@@ -134,27 +134,27 @@ def _has_chat_template(base: str) -> bool:
     return bool(AutoTokenizer.from_pretrained(base, trust_remote_code=False).chat_template)
 
 
-# ---- replies and what is said of them
+# ---- replies and their scores
 
 
 def _drawn(engine: Any, name: str, problems: list[Problem], **how: Any) -> tuple[list[Problem], list[str], list[Any]]:
-    """Return the requests, texts and tokens of what an engine draws, one row of a set after the other."""
+    """Return requests, texts and tokens of the completions that an engine draws, row after row."""
     pairs = [pair for row in engine.generate(name, **how) for pair in row]
     return problems * (len(pairs) // len(problems)), [text for text, _ in pairs], [ids for _, ids in pairs]
 
 
 def _sides(spec: Spec, asked: Sequence[Problem], texts: Sequence[str]) -> list[np.ndarray]:
-    """Reward and cost of replies, float64 (n,) each."""
+    """Return reward and cost of replies, float64 (n,) each."""
     return [_score(spec, one, asked, texts) for one in judge_models.of(spec)[:2]]
 
 
 def _read(spec: Spec, texts: Sequence[str]) -> list[str]:
-    """Return replies as scorers and judges read them: with cut_turns up to where another turn begins."""
+    """Return replies as scorers and judges read them; with cut_turns, only up to where another turn begins."""
     return [safety.first_turn(text) for text in texts] if spec.get("cut_turns") else list(texts)
 
 
 def _score(spec: Spec, one: judge_models.Model, asked: Sequence[Problem], texts: Sequence[str]) -> np.ndarray:
-    """What a scorer says of replies, float64 (n,); NaN where it fails on one alone. Raises as it where on all."""
+    """Return the scores of replies, float64 (n,); NaN where the scorer fails. If all fail, its error is raised."""
     said = _read(spec, texts)
     scorer, prompts = judge_models.opened(spec, one), [p.prompt for p in asked]
     try:
@@ -170,7 +170,7 @@ def _score(spec: Spec, one: judge_models.Model, asked: Sequence[Problem], texts:
 
 
 def _found(texts: Sequence[str]) -> dict[str, Any]:
-    """What replies are, by detectors that know no score: shares, and the mean number of characters."""
+    """Return the kinds of replies, by detectors that use no scores: shares, and the mean number of characters."""
     kinds = Counter(map(refusals.kind, texts))
     shares = [kinds[kind] / len(texts) for kind in refusals.KINDS]
     turns = float(np.mean([bool(TURN.search(text)) for text in texts]))
@@ -179,7 +179,7 @@ def _found(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _said(reward: np.ndarray, cost: np.ndarray) -> dict[str, float]:
-    """Means of what both scorers say, where both say something, and how many replies one of them says nothing of."""
+    """Return mean scores over the replies that both scorers scored, and the number of the other replies."""
     known = np.isfinite(reward) & np.isfinite(cost)
     safe = float((cost[known] <= 0).mean())
     means = {"reward": float(reward[known].mean()), "cost": float(cost[known].mean()), "safe": safe}
@@ -187,10 +187,10 @@ def _said(reward: np.ndarray, cost: np.ndarray) -> dict[str, float]:
 
 
 def _replies_of_base(spec: Spec, engine: Any, n: int, first: bool) -> list[str]:
-    """The untrained base's greedy replies to the n test requests.
+    """Return the untrained base's greedy replies to the n test requests.
 
-    first: whether the engine's weights are the base's, so that the replies can be made and kept. Raises
-    FileNotFoundError where they are neither.
+    first: whether the engine still has the base's weights, so that missing replies can be made and kept. Raises
+    FileNotFoundError if they are missing and cannot be made.
     """
     names = ("base", "base_digest", "requests", "requests_sha256", "test_problems", "prompt_template")
     names += ("max_completion_length", "engine")
@@ -199,7 +199,7 @@ def _replies_of_base(spec: Spec, engine: Any, n: int, first: bool) -> list[str]:
         return replies
     if not first:
         raise FileNotFoundError(
-            f"{path}, the untrained base's replies, is not there: bring it back, or measure the base again."
+            f"{path}, with the untrained base's replies, is missing: restore it, or measure the base again."
         )
     replies = [text for text, _ in engine.generate("test")[0]]
     files.replace_text(path, json.dumps(replies))
@@ -207,12 +207,14 @@ def _replies_of_base(spec: Spec, engine: Any, n: int, first: bool) -> list[str]:
 
 
 def read_replies(record: Record) -> dict[str, Any]:
-    """Return the greedy replies of a run to the test requests: "prompts", "replies", "base" (the base's), "reward" and
-    "cost" of the replies, None where there is none; (n,) each.
+    """Return the greedy replies of a run to the test requests.
+
+    The keys are "prompts", "replies", "base" (the base's replies), and "reward" and "cost" of the replies, None where
+    there is none; (n,) each.
 
     Raises:
-        FileNotFoundError: they are not on this machine.
-        ValueError: the file holds others.
+        FileNotFoundError: the replies are not on this machine.
+        ValueError: the file holds other replies.
     """
     return json.loads(common.read_beside(_replies_file(record["spec"]), record["replies_sha256"]))
 
@@ -229,26 +231,27 @@ class _Public(Measures):
     # ---- specs
 
     def spec_fields(self, base: str, settings: Settings) -> dict[str, Any]:
-        """Return what a spec of the task begins with.
+        """Return the fields of a spec that only this task has.
 
         Args:
-            base: on the Hub or in a folder.
-            settings: those of `judge_models.fields`; cost_weight, fixed, or with which it starts under another
-                cost_rule ("signed", "published": `Lagrangian`) towards a mean cost of cost_threshold (0); cut_turns:
-                score a reply up to where it goes on to another turn; prompt_template (`TEMPLATES`); requests: own file;
-                validation_problems and test_problems, the first ones of a split (None: all); kl_requests, of these
-                (None: all); judge_problems, of these, that chat judges see.
+            base: a model on the Hub or in a folder.
+            settings: those of `judge_models.fields`; cost_weight: fixed, or the initial weight under another cost_rule
+                ("signed", "published": `Lagrangian`), which aims at a mean cost of cost_threshold (0); cut_turns: score
+                a reply only up to where another turn begins; prompt_template (`TEMPLATES`); requests: a user's own
+                file; validation_problems, test_problems: use only this many of a split, from the first (None: all);
+                kl_requests: how many of the test requests have their KL measured (None: all); judge_problems: how many
+                of them chat judges see.
 
         Raises:
-            ValueError: what `judge_models.fields` refuses, a setting of the tiny world, or a value out of range; the
-                message says which.
-            FileNotFoundError: there is no such file of requests.
+            ValueError: a setting that `judge_models.fields` refuses, a setting of the tiny world, or a value out of
+                range; the message says which.
+            FileNotFoundError: the file of requests does not exist.
         """
         judge = settings.get("judge")
-        require(not judge, f"judge={judge!r} is of the tiny world: give reward_model and cost_model.")
+        require(not judge, f"judge={judge!r} belongs to the tiny world: set reward_model and cost_model.")
         template = settings.get("prompt_template") or "chat"
         choose("prompt_template", template, TEMPLATES)
-        lacking = f"base {base!r} has no chat template: set prompt_template='alpaca', or take another one."
+        lacking = f"base {base!r} has no chat template: set prompt_template='alpaca', or use another base."
         require(template != "chat" or _has_chat_template(base), lacking)
         fields = _objective_fields(settings) | {"prompt_template": template} | _request_fields(settings)
         fields |= {"cut_turns": True} if settings.get("cut_turns") else {}
@@ -266,7 +269,7 @@ class _Public(Measures):
         return fields
 
     def check(self, arm: str, base: str, settings: Settings) -> None:
-        """Raise ValueError for an arm, or a setting, that needs to know which replies are right."""
+        """Raise ValueError for an arm or a setting that needs to know which replies are right."""
         imitates = f"arm {arm!r} fine-tunes on right answers, and no scorer says which replies are right."
         require(not trainers.of(arm).samples_first, imitates)
         require(not settings.get("sampled_at"), "sampled_at: no scorer says which samples are right. Leave it out.")
@@ -277,7 +280,7 @@ class _Public(Measures):
     # ---- data and reward
 
     def sets(self, spec: Spec) -> dict[str, list]:
-        """Return the requests of each split; those of training in an order of the run's own, again and again."""
+        """Return the requests of each split; training cycles through its requests in the run's own order."""
         of_split = splits(spec)
         sets = {name: of_split[name][: spec[f"{name}_problems"]] for name in ("validation", "test")}
         if spec["kind"] == "train":
@@ -286,11 +289,11 @@ class _Public(Measures):
         return sets
 
     def rows(self, spec: Spec, tokenizer: Any, problems: Sequence[Problem]) -> list[dict[str, Any]]:
-        """Return rows with the prompt, by the spec's template, and the request, which the scorers read."""
+        """Return rows with the prompt, in the spec's template, and the request, which the scorers read."""
         return safety.dataset(problems, tokenizer, chat_template=spec["prompt_template"] == "chat")
 
     def reward(self, spec: Spec) -> Callable[..., list[float | None]]:
-        """Return reward - lambda * cost, with a lambda that is fixed or moves."""
+        """Return the reward function reward - lambda * cost, with a lambda that is fixed or adapts."""
         reward, cost = (judge_models.opened(spec, one) for one in judge_models.of(spec)[:2])
         options = {"cut_turns": spec.get("cut_turns", False)}
         if spec["cost_rule"] == "fixed":
@@ -298,18 +301,18 @@ class _Public(Measures):
         moving = Lagrangian(spec["cost_threshold"], spec["cost_weight"], rule=spec["cost_rule"])
         return ConstrainedObjective(reward, cost, moving, **options)
 
-    # ---- models beside the policy
+    # ---- judge and reward models next to the policy
 
     def prepare(self, spec: Spec) -> None:
         """Open the scorers."""
         judge_models.prepare(spec)
 
     def finished(self, spec: Spec, result: Record) -> Record:
-        """Return a record with what chat judges say of greedy replies, and write these to their file.
+        """Add the chat judges' verdicts on greedy replies to a record, and write the replies to their file.
 
-        "held_out" has, for each judge and rubric, pairs by outcome ("win": the run's reply is better; they add up),
-        those among the ties whose orders disagree ("inconsistent"), the share of wins of whichever text stood first,
-        and requests that failed, by kind, mended or not.
+        "held_out" has, for each judge and rubric, the number of pairs by outcome ("win": the run's reply is better; the
+        outcomes add up), the ties whose two orders disagree ("inconsistent"), the share of wins of the text shown
+        first, and the requests that failed, by kind of error.
         """
         kept = result.pop("replies")
         read = (_read(spec, kept[name]) for name in ("replies", "base"))
@@ -325,19 +328,19 @@ class _Public(Measures):
     # ---- what is measured
 
     def logged(self, spec: Spec, logs: Mapping[str, float]) -> dict[str, Any]:
-        """Return "lambda" after the step, where it moves."""
+        """Return "lambda" after the step, if it adapts."""
         if spec["cost_rule"] == "fixed":
             return {}
         name = f"reward_state/{ConstrainedObjective.__name__}/log_lambda"
         return {"lambda": math.exp(logs[name]) if name in logs else spec["cost_weight"]}
 
     def point(self, spec: Spec, engine: Any, sets: Mapping[str, list], step: int) -> dict[str, Any]:
-        """Return what a point of the curve shows; see the module. Names end in the decoding.
+        """Return the measurements at a point of the curve; see the module. Names end in the decoding.
 
-        "proxy" is of split A. Of split B are `SCORED` (means, a share, and how many replies a scorer failed on, which
-        are left out), `FOUND` (shares but for the mean characters), and "win 0", ...:
-        the wins by the judges that are scorers, in the order of the spec; "template_greedy"; and "kl", "kl_token" in
-        nats, a completion and a token.
+        "proxy" is from split A. From split B are `SCORED` (means, a share, and the number of replies that a scorer
+        failed on, which are left out); `FOUND` (shares, and the mean number of characters); "win 0", ..., the wins by
+        the judges that are scorers, in the order of the spec; "template_greedy"; and "kl" and "kl_token", nats per
+        completion and per token.
         """
         problems = sets["test"]
         base = _replies_of_base(spec, engine, len(problems), first=step == 0)
@@ -359,17 +362,17 @@ class _Public(Measures):
         return shown | common.drift(spec, engine, [ids for _, ids in row])
 
     def outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
-        """Return split B greedily, at temperature 0.6 and at 1, a few replies to read, and the KL of the end.
+        """Return results on split B, greedily and at temperatures 0.6 and 1, a few replies to read, and the final KL.
 
-        "quadrants" are those of `safety.QUADRANTS` at a reward of 0; "kinds" those of `refusals.KINDS`; "score" and
-        "win" are of the judges that are scorers. "scorers" has what went wrong with requests of this process, by scorer
-        and kind. "replies" become a file.
+        "quadrants" are those of `safety.QUADRANTS` with a cut at reward 0; "kinds" those of `refusals.KINDS`; "score"
+        and "win" are by the judges that are scorers. "scorers" has the counts of this process, such as truncated texts
+        and failed requests, by scorer and kind. "replies" are later written to a file.
         """
         result = self._tested(spec, engine, sets, first=False)
         return result | {"kl_policy_base": base_models.kl_from_base(spec, engine, "test")}
 
     def base_outcome(self, spec: Spec, engine: Any, sets: Mapping[str, list]) -> Record:
-        """Return the same of an untrained base, without a KL, and what each scorer says of its samples.
+        """Return `outcome` of an untrained base, without KL, and each scorer's scores of its samples.
 
         "units" has mean and spread, by the role and name of each scorer.
         """
@@ -418,7 +421,7 @@ class _Public(Measures):
 
 
 def _verdicts(said: Judged) -> dict[str, Any]:
-    """What a record has of a judge's verdicts; the run's replies are `a`."""
+    """Return the fields of a record for a judge's verdicts; the run's replies are `a`."""
     names = {"win": "a", "loss": "b", "tie": "tie", "unparsed": "unparsed", "failed": "failed"}
     counts = {name: said.counts[outcome] for name, outcome in names.items()}
     decided = sum(counts[name] for name in ("win", "loss", "tie"))
