@@ -29,7 +29,7 @@ SMALL = {"task": "safety", "cost_weight": 0.5, "max_completion_length": 8, "vali
 SMALL |= {"curve_points": 2, "steps": 1, "prompts_per_step": 2, "population_size": 2, "sigma": 0.02, "alpha": 0.02}
 SMALL |= {"reward_text": "continued", "cost_text": "continued", "kl_requests": 1, "judge_tokens": 20}
 SMALL |= {"judge_problems": 2}
-pytestmark = pytest.mark.filterwarnings("ignore:.*left out the end of a longer text:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*such texts are counted as 'truncated':UserWarning")
 
 
 @pytest.fixture(scope="module")
