@@ -93,8 +93,14 @@ class Step:
 class Report:
     """The result of `verify`."""
 
-    run: Ledger
-    """the ledger that was checked"""
+    steps: int
+    """recorded steps"""
+    ended: bool
+    """whether the last line closes the ledger"""
+    torn: int
+    """bytes of a torn last line, which does not count"""
+    digests: int
+    """digests of weights in the ledger, the model's included"""
     recomputed: bool
     """whether all digests, including the model's, were computed again"""
     weights: str | None
@@ -104,13 +110,12 @@ class Report:
 
     def text(self) -> str:
         """Return the report in a few lines."""
-        run, torn = self.run, len(self.run.torn)
-        end = f", and a torn last line of {torn} bytes, which does not count" if torn else ""
-        chain = f"{len(run.steps)} steps, chain intact, {'closed' if run.ended else 'not closed'}{end}"
+        end = f", and a torn last line of {self.torn} bytes, which does not count" if self.torn else ""
+        chain = f"{self.steps} steps, chain intact, {'closed' if self.ended else 'not closed'}{end}"
         done = "all computed again, equal" if self.recomputed else "not computed again: give the model"
         if self.within is not None:
             done = f"of another machine: here every step's sigma and distance agree within {self.within:g}"
-        return f"{chain}\n{len(run.weights)} digests of weights, {done}\nlast weights: {self.weights or 'no digest'}"
+        return f"{chain}\n{self.digests} digests of weights, {done}\nlast weights: {self.weights or 'no digest'}"
 
 
 class Ledger:
@@ -447,7 +452,10 @@ def verify(source: str | os.PathLike | Ledger, model: Any = None) -> Report:
     ledger = read(source)
     elsewhere = model is not None and ledger.elsewhere
     return Report(
-        run=ledger,
+        steps=len(ledger.steps),
+        ended=ledger.ended,
+        torn=len(ledger.torn),
+        digests=len(ledger.weights),
         recomputed=model is not None and not elsewhere,
         weights=ledger.weights.get(len(ledger.steps)) if model is None else _replay(ledger, model, None).digest(),
         within=_singular.TOLERANCE if elsewhere else None,
