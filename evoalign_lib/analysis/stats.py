@@ -524,7 +524,7 @@ def _draws(n_resamples: int, problems: int, runs: tuple[int, ...], seed: int, mu
         yield counts, [rng.integers(n, size=(size, n)) for n in runs]
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def _kept_draws(*shape: Any) -> _Draws:
     """Return the draws of `_draws`, with counts in the smallest integer type that holds them."""
     kept = [(counts.astype(np.min_scalar_type(counts.max())), chosen) for counts, chosen in _draws(*shape)]

@@ -50,6 +50,26 @@ def test_claims_named_in_the_text_are_declared() -> None:
     assert named and named <= {claim["id"] for claim in claims.load_claims()}
 
 
+# Verdicts that the prose of the paper and of the README states: written by hand, so a new verdict needs new prose.
+SAID = {
+    "not evidence": "E1 C9 C20 C22 C26 C33 C37",
+    "supported": "E1b E5 E6b E7 E8 E9 E10 E11 C8 C18b C33b C37b",
+    "contradicted": "E6 C6 C9b C23 C27 C28",
+    "superseded": "C2 C3b",
+    "depends on decoding": "C3 C3c C5 C35",
+    "underpowered": "C7 C25",
+}
+
+
+@pytest.mark.parametrize("verdict", SAID)
+def test_the_text_says_the_verdicts_of_now(verdict: str) -> None:
+    with (paths.GENERATED / "claims.csv").open(encoding="utf-8", newline="") as file:
+        verdicts = {row["claim"]: row["verdict"] for row in csv.DictReader(file)}
+    for claim in SAID[verdict].split():
+        assert re.search(rf"[cC]laims?[^.;:]*~{claim}\b", ALL), f"the text no longer names {claim}: take it from SAID"
+        assert verdicts[claim] == verdict, f"rewrite what the paper and the README say of {claim}, and SAID"
+
+
 def test_the_short_table_of_claims_has_the_verdicts_of_now() -> None:
     table = re.search(r"\\label\{tab:claims_short\}(.*?)\\end\{tabular\}", ALL, re.DOTALL)
     assert table, "the paper shows no table of claims in its text"

@@ -107,9 +107,9 @@ def found(external_data):
     specs = {(s["part"], s.get("model")): s for s in kind.judgments_specs("tiny")}
     assert len(specs) == 8
     chosen = [
-        specs["elo", None] | {"orders": 20},
-        specs["games", None] | {"resamples": 100},
-        specs["responses", "Beaver-V3"] | {"resamples": 100},
+        specs["elo", None] | {"orders": 50},
+        specs["games", None] | {"resamples": 200},
+        specs["responses", "Beaver-V3"] | {"resamples": 200},
     ]
     return [
         {"spec": spec, "spec_hash": records.spec_hash(spec), "status": "finished"} | kind.run_judgments(spec)

@@ -65,7 +65,7 @@ def test_draws_that_are_kept_are_those_that_are_made_anew(
     rng = np.random.default_rng(7)
     arms = [rng.random((n, problems)) for n in sizes]
     kept = [stats._crossed_resamples(arms, 1_000, seed) for seed in (0, 1, 0)]
-    assert stats._kept_draws.cache_info().currsize <= 16
+    assert stats._kept_draws.cache_info().currsize <= 8
     (counts, chosen), *_ = stats._kept_draws(1_000, problems, sizes, 0, False)
     assert not any(array.flags.writeable for array in (counts, *chosen))
     monkeypatch.setattr(stats, "_KEPT_DRAWS", 0)

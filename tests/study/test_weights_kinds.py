@@ -27,7 +27,7 @@ from hypothesis.extra.numpy import arrays
 from evoalign_lib import tiny
 from evoalign_lib.tasks import countdown
 
-LONGEST, SAMPLES = weights.LONGEST, 100
+LONGEST, SAMPLES = weights.LONGEST, 200
 SETTINGS = {
     "max_completion_length": 16, "validation_problems": 20, "test_problems": 10, "steps": 2, "prompts_per_step": 4,
     "curve_points": 3, "population_size": 3, "sigma": 0.03, "alpha": 0.03, "reach_at": [0.6, 1],
