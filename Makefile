@@ -15,8 +15,10 @@ PAPERMILL := $(BIN)/papermill -k python3 --cwd notebooks
 # Two processes take one test file at a time, in order of name: slow files come first, and short ones fill up the end.
 # No restarts: when a process dies, the other would otherwise wait for ever for its tests.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# Notebooks from the last to the first, since the last ones take longest.
 NBVAL = rm -rf runs/test && EVOALIGN_ARTIFACTS="$(CURDIR)/runs/test" $(BIN)/python -m pytest $(PARALLEL) -p nbval.plugin \
-	--nbval-lax --nbval-current-env --nbval-cell-timeout 120 --nbval-sanitize-with tests/notebooks/sanitize.cfg notebooks
+	--nbval-lax --nbval-current-env --nbval-cell-timeout 120 --nbval-sanitize-with tests/notebooks/sanitize.cfg \
+	$$(ls -r notebooks/*.ipynb)
 FORCED := runs/reproduce/.forced
 # A second environment with vLLM's CPU build and Ray, for the engine tests.
 ENGINES := .venv-engines
@@ -27,6 +29,8 @@ export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 export HF_HUB_DISABLE_TELEMETRY = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Images of Python set this, and then every process compiles this project anew, and pytest rewrites all tests.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: quickstart reproduce test test-slow test-failed test-engines smoke bench paper site lint
 .DELETE_ON_ERROR:

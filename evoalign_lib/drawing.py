@@ -38,11 +38,17 @@ def png(fig: Figure, dpi: int, optimize: bool = True) -> bytes:
 
 def picture(fig: Figure, dpi: int) -> PIL.Image.Image:
     """Return a figure as a full-colour picture at `dpi` pixels per inch."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image
 
-    drawn = BytesIO()
-    fig.savefig(drawn, format="png", dpi=dpi, pil_kwargs={"compress_level": 1})  # read right away, not kept
-    return Image.open(drawn).convert("RGB")
+    # fig.savefig gives the same pixels, but goes through the whole figure twice
+    own, screen = fig.canvas, fig.dpi
+    canvas, fig.dpi = FigureCanvasAgg(fig), dpi
+    canvas.draw()
+    drawn = Image.frombytes("RGBA", canvas.get_width_height(physical=True), canvas.buffer_rgba()).convert("RGB")
+    fig.dpi = screen
+    fig.set_canvas(own)
+    return drawn
 
 
 def packed(drawn: PIL.Image.Image, dpi: int, optimize: bool) -> bytes:

@@ -2,7 +2,7 @@
 
 import os
 
-# Set before torch, transformers and numba are imported, which read these only once.
+# Set before torch, transformers and numba are imported, which read these only once; torch then takes one thread.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -24,9 +24,7 @@ os.environ.update(
 
 import hypothesis
 import pytest
-import torch
 
-torch.set_num_threads(1)
 # jsonschema, which nbformat imports, would spend seconds in every process on building a grammar for addresses.
 sys.modules["rfc3987_syntax"] = None
 # The same examples in every run; no deadline, since the first call of a numba function compiles it.

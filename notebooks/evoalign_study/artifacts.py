@@ -147,6 +147,7 @@ class Store:
             The picture with its caption below, for the last line of a cell to display.
         """
         from matplotlib import pyplot as plt
+        from matplotlib.backends.backend_pdf import FigureCanvasPdf
 
         name, optimize = self._name(name), self.scale != "smoke"
         if self.scale == "smoke":
@@ -154,8 +155,8 @@ class Store:
         files = [f"figures/{name}.{suffix}" for suffix in ("csv", "pdf", "png")] + [f"generated/{name}.tex"]
         self._register([name], "figure", files)
         self.figures.mkdir(parents=True, exist_ok=True)
-        # without dates the same records give the same bytes
-        fig.savefig(self.figures / f"{name}.pdf", metadata={"CreationDate": None, "ModDate": None})
+        # as fig.savefig does it, but in one pass; without dates the same records give the same bytes
+        FigureCanvasPdf(fig).print_pdf(self.figures / f"{name}.pdf", metadata={"CreationDate": None, "ModDate": None})
         (self.figures / f"{name}.png").write_bytes(style.png(fig, _PRINT_DPI, optimize))
         replace_text(self.figures / f"{name}.csv", rendering.csv_text(data))
         head = rf"\centering\includegraphics{{{name}.pdf}}"
