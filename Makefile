@@ -80,9 +80,14 @@ test: $(STAMP)
 	$(NBVAL)
 
 # Run the tests marked slow: longer kill tests, a replay of every committed ledger, notebooks on the user's own model and
-# data, a wheel in a fresh environment. The slow engine tests need the second environment (tests/engines).
+# data, a wheel in a fresh environment; then the slow tests of the engines, if make test-engines made their environment.
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m slow --timeout 900 --ignore tests/engines tests
+	@if [ -e $(ENGINES)/.installed ]; then \
+		$(ENGINES)/bin/python -m pytest -W default $(PARALLEL) -m slow --timeout 900 tests/engines; \
+	else \
+		echo "NOT TESTED: slow tests of the vLLM and Ray engines. make test-engines makes the environment that they need."; \
+	fi
 
 # Run the tests that failed last time again, one after the other; then the notebooks.
 test-failed: $(STAMP)

@@ -39,10 +39,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def imports_are_no_garbage() -> None:
-    """Exclude imported objects from later garbage collections, of which trainers trigger many."""
-    gc.collect()
+@pytest.fixture(scope="module", autouse=True)
+def what_is_loaded_is_no_garbage() -> None:
+    """Exclude what was imported or cached so far from later garbage collections, of which trainers trigger many."""
     gc.freeze()
 
 

@@ -268,6 +268,7 @@ class TiedOnce(Lagrangian):
         return [1.0] * len(rewards) if trainer_state.global_step == 2 else rewards
 
 
+@pytest.mark.slow
 def test_an_actor_that_begins_anew_and_a_resumed_run_have_the_ledger_of_the_local_engine(tmp_path, caplog):
     """Weights go back toward the start, after a tied step, too; actors score with the state of the step."""
 

@@ -11,6 +11,7 @@ from tests.benchmarks import cpu, scaling  # noqa: E402
 QUICK = "--models 1M --workers 2 --members 3 --prompts 4 --new 4 --steps 1 --repeats 1".split()
 
 
+@pytest.mark.slow
 def test_it_runs(tmp_path, capsys):
     assert not ray.is_initialized()
     assert scaling.main([*QUICK, "--out", str(tmp_path / "scaling.json")]) == 0

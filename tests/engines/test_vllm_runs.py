@@ -200,6 +200,7 @@ if __name__ == "__main__":  # vLLM's processes import this file, too; on a CPU t
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_share_a_model_and_end_with_a_driver_that_is_killed(tmp_path):
     """Tensor parallel, in processes of vLLM's own: every rank holds its part of the map, and gets the noise of it.
 
