@@ -345,6 +345,7 @@ def killer(engine: RayEngine, killed: list[str], stop: threading.Event) -> None:
                 killed.append("starting" if place is None else "working")
 
 
+@pytest.mark.slow
 def test_chaos(tmp_path):
     settings = {"max_steps": 25, "population_size": 8}
     whole, tested = trainer(tmp_path / "whole", **settings), on_ray(tmp_path / "run", slow_reward, **settings)

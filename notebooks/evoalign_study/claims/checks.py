@@ -5,7 +5,7 @@ from numbers import Real
 from typing import Any
 
 from evoalign_lib import arms
-from evoalign_lib.analysis.arrays import require
+from evoalign_lib.checks import require
 
 Schema = Any
 """A type; a collection of known values; a list of one schema, which every entry must fit; a mapping from keys to

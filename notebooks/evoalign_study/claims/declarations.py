@@ -12,7 +12,7 @@ from collections import Counter
 from numbers import Real
 from pathlib import Path
 
-from evoalign_lib.analysis.arrays import require
+from evoalign_lib.checks import require
 from evoalign_study import paths
 from evoalign_study.claims.checks import Schema, check, some
 from evoalign_study.claims.rules import check_rule

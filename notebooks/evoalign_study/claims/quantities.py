@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evoalign_lib.analysis import attenuation, connectivity, coverage, geometry, stats
-from evoalign_lib.analysis.arrays import require
 from evoalign_lib.analysis.stats import Interval
+from evoalign_lib.checks import require
 from evoalign_lib.files import canonical_json
 from evoalign_study import path_points
 from evoalign_study.claims.checks import check

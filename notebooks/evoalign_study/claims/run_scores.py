@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evoalign_lib.analysis import curves, hacking
-from evoalign_lib.analysis.arrays import require
+from evoalign_lib.checks import require
 from evoalign_study import collapse
 from evoalign_study.claims.checks import check, some
 from evoalign_study.claims.findings import Undecided, decoding_words, there

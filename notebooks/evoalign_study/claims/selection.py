@@ -13,7 +13,7 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 from evoalign_lib import arms
-from evoalign_lib.analysis.arrays import require
+from evoalign_lib.checks import require
 from evoalign_study.records import canonical_json, read_records, record_files
 
 Record = dict[str, Any]

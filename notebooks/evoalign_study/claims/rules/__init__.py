@@ -3,7 +3,7 @@
 All of them compare quantities with bounds (`findings.hold`); a kind says which quantities, of which runs.
 """
 
-from evoalign_lib.analysis.arrays import require
+from evoalign_lib.checks import require
 from evoalign_study.claims import checks
 from evoalign_study.claims.findings import Finding
 from evoalign_study.claims.rules import comparisons, ends, factorial, judged, over_cells, recorded, weights

@@ -23,8 +23,8 @@ import numpy as np
 
 from evoalign_lib import arms
 from evoalign_lib.analysis import hacking, regimes, stats
-from evoalign_lib.analysis.arrays import require
 from evoalign_lib.analysis.stats import Interval
+from evoalign_lib.checks import require
 from evoalign_study import collapse, path_points
 from evoalign_study.claims import selection
 from evoalign_study.claims.checks import Schema

@@ -14,8 +14,8 @@ from itertools import product
 from numbers import Real
 
 from evoalign_lib.analysis import stats
-from evoalign_lib.analysis.arrays import require
 from evoalign_lib.analysis.stats import Interval
+from evoalign_lib.checks import require
 from evoalign_study.claims import checks
 from evoalign_study.claims.checks import Schema
 from evoalign_study.claims.findings import Finding, Measured, Undecided, hold, significant
