@@ -32,7 +32,7 @@ Weights are identified by the digests below, all SHA-256, most of them shortened
 
 import hashlib
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -238,19 +238,19 @@ class ReplicaWeights(Weights):
                 rows = first, min(first + step, entry.rows)
                 start, stop = (entry.offset + row * entry.cols for row in rows)
                 law = {"rank": self.rank, "rows": rows, "distribution": self.distribution}
-                eps = (torch.from_numpy(noise.eps(int(k), entry.id, entry.shape, **law).reshape(-1)) for k in keys)
-                terms = zip(eps, map(float, coefficients), strict=True)
-                self._add([plane[start:stop] for plane in self.planes], terms)
+                eps = partial(noise.eps, param_id=entry.id, shape=entry.shape, **law)
+                terms = zip(map(int, keys), map(float, coefficients), strict=True)
+                self._add([plane[start:stop] for plane in self.planes], eps, terms)
 
-    def _add(self, planes: list[Tensor], terms: Iterable[tuple[Tensor, float]]) -> None:
-        """Add c * eps for each term (eps, c) to a slice of the planes."""
+    def _add(self, planes: list[Tensor], eps: Callable[[int], np.ndarray], terms: Iterable[tuple[int, float]]) -> None:
+        """Add c * eps(key) for each term (key, c) to a slice of the planes."""
         if self.precision == "inplace":
-            for eps, c in terms:
-                inplace_add(*planes, eps, c)
+            for key, c in terms:
+                inplace_add(*planes, torch.from_numpy(eps(key).reshape(-1)), c)
             return
         total = torch.zeros(len(planes[0]))
-        for eps, c in terms:
-            total += eps * c
+        for key, c in terms:  # the noise has no name that would keep it until the end
+            total += torch.from_numpy(eps(key).reshape(-1)).mul_(c)
         kahan_add(*planes, total)
 
 

@@ -35,16 +35,24 @@ def tex_plain(text: str) -> str:
 
 
 def cell_text(frame: DataFrame, formats: dict[str, str]) -> DataFrame:
-    """Return a table with every cell as the text to print."""
+    """Return a table with every cell as the text to print; one without rows needs no formats.
+
+    >>> import pandas as pd
+    >>> cell_text(pd.DataFrame({"share": [0.25, None]}), {"share": ".1f"}).share.tolist()
+    ['0.2', '']
+    >>> cell_text(pd.DataFrame({"share": [0.25]})[:0], {}).share.str.len().tolist()
+    []
+    """
     if unknown := [column for column in formats if column not in frame]:
         raise ValueError(f"formats names {unknown[0]!r}, which is not a column. Use one of: {', '.join(frame)}")
-    return frame.apply(lambda column: _column_text(column, formats.get(column.name)))
+    # `frame.apply` would leave a table without rows as it is
+    return frame.assign(**{name: _column_text(frame[name], formats.get(name)) for name in frame})
 
 
 def _column_text(column: Series, fmt: str | None) -> Series:
     import pandas as pd
 
-    if fmt is None and pd.api.types.is_float_dtype(column):
+    if fmt is None and len(column) and pd.api.types.is_float_dtype(column):
         raise ValueError(
             f'column {column.name!r} holds floats without a format: pass formats={{"{column.name}": ".1f"}}'
         )
