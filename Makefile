@@ -82,7 +82,7 @@ test: $(STAMP)
 # Run the tests marked slow: longer kill tests, a replay of every committed ledger, notebooks on the user's own model and
 # data, a wheel in a fresh environment; then the slow tests of the engines, if make test-engines made their environment.
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest $(PARALLEL) -m slow --timeout 900 --ignore tests/engines tests
+	$(BIN)/python -m pytest $(PARALLEL) --dist worksteal -m slow --timeout 900 --ignore tests/engines tests
 	@if [ -e $(ENGINES)/.installed ]; then \
 		$(ENGINES)/bin/python -m pytest -W default $(PARALLEL) -m slow --timeout 900 tests/engines; \
 	else \
