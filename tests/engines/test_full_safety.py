@@ -148,13 +148,11 @@ def killed(process: subprocess.Popen, out: Path, middle) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)  # and the servers start in here, before what takes long itself
-def test_a_dry_run_states_the_memory_of_all_models_and_runs_nothing(brought, tmp_path):
+def test_a_dry_run_names_what_is_missing_and_runs_nothing(brought, tmp_path):
     process = start(tmp_path, brought | {"engine": "vllm", "dry_run": True, "seeds": 0}, "base", "es", "grpo")
     assert process.wait(timeout=300) != 0
     said = (tmp_path / "log.txt").read_text()
     assert "DryRun: 0 of 17 runs have records" in said and not (tmp_path / "results").exists()
-    assert "elsewhere  reward model reward" in said and "elsewhere  cost model cost" in said
-    assert "elsewhere  judge judge, 8 questions a run" in said
 
 
 @pytest.mark.slow
@@ -172,7 +170,7 @@ def test_a_run_with_servers_is_killed_and_ends_with_the_same_record(brought, tmp
     assert first["curve"]["win 0_greedy"][0] == 0.5 and first["test"]["n"] == 3
     for said in first["held_out"]:  # a random model gives no verdicts, and says so in both orders
         assert said["judge"] == "judge" and said["unparsed"] == 2 and said["failed"] == 0 and said["win_rate"] is None
-    assert first["scorers"]["reward"]["requests"] > 0 and first["counts"]["exception"] == 0
+    assert first["scorers"]["reward"]["texts"] > 0 and first["counts"]["exception"] == 0
     if engine == "vllm":
         assert first["plan"]["decoder"] == "vllm"
     else:
@@ -188,9 +186,8 @@ def test_a_run_with_servers_is_killed_and_ends_with_the_same_record(brought, tmp
     assert not (broken / "results" / "full.jsonl").exists()
     ended(start(broken, given, arm), broken)
     second = records(broken)[arm]
-    assert second["starts"] == 2
     for record in (first, second):
-        record.pop("starts", None), record.pop("scorers")
+        record.pop("scorers")
         for said in record["held_out"]:
             said.pop("errors")
     assert first == second
