@@ -156,6 +156,7 @@ class Store:
         self._register([name], "figure", files)
         self.figures.mkdir(parents=True, exist_ok=True)
         # as fig.savefig does it, but in one pass; without dates the same records give the same bytes
+        fig.dpi = _PRINT_DPI  # of images in the PDF, such as maps
         FigureCanvasPdf(fig).print_pdf(self.figures / f"{name}.pdf", metadata={"CreationDate": None, "ModDate": None})
         (self.figures / f"{name}.png").write_bytes(style.png(fig, _PRINT_DPI, optimize))
         replace_text(self.figures / f"{name}.csv", rendering.csv_text(data))
