@@ -414,8 +414,8 @@ def results(run: SimpleNamespace, records: Records) -> Results:
     entries |= {f"{model} cold": change(records, model, "t0.6") for model in ("es", "grpo")}
     entries |= {f"{model} change": change(records, model, "t1") for model in ("es", "grpo", "es_random", MEAN)}
     for at in ("t0.6", "t1"):
-        base = chances(records, BASE, at)[0]
-        entries[f"es gained {at}"] = stats.crossed_bootstrap(chances(records, "es", at), base)
+        right, base = (chances(records, model, at) for model in ("es", BASE))
+        entries[f"es gained {at}"] = stats.crossed_bootstrap(right, np.repeat(base, len(right), 0))
     entries |= at_equal_accuracy(run, records)
     chance = null(records, "t1")
     entries |= {"null low": chance.low, "null high": chance.high}
