@@ -24,7 +24,7 @@ NOTEBOOK = "05_stability"
 ARMS = ("es", "grpo")
 STEP = {"es": "alpha", "grpo": "learning_rate"}
 """Arm -> the setting that is its step size."""
-CLAIMS = ("C8", "C9", "C9b", "C10", "C11", "C33", "C33b", "C37", "C37b", "C38")
+CLAIMS = ("C8b", "C9", "C9c", "C10", "C11", "C33", "C33b", "C37", "C37b", "C38")
 """The claims that the notebook's runs decide."""
 presets, TINY, SMOKE, FULL = scales(
     {
@@ -348,6 +348,7 @@ def results(run: SimpleNamespace, of: Records) -> Results:
             found |= {f"{end} prompts": count, f"{arm} {end} prompts": right}
     for name, place in (("end", ("test", "greedy")), ("matched", ("at mean", run.matched_mean))):
         found[f"spread {name}"] = spread_ratio(*(scores(of, arm, *place) for arm in ARMS))
+    found["spread best"] = spread_ratio(*(greedy_curves(of[arm]).max(axis=1) for arm in ARMS))
     falls: dict[str, Any] = {f"drawdown {d}": partial(drawdowns, decoding=d) for d in DECODINGS}
     if min(map(len, high_points(of).values())) > 1:
         falls |= {"drawdown sets": thinned, "drawdown last": last_high}  # on equally many high points of both arms

@@ -24,7 +24,7 @@ from evoalign_study.results import Results, under
 from evoalign_study.runs import FACTORS, MEASURED, TUNED_SIZES, curve_bands, scales
 
 NOTEBOOK = "06_low_rank_and_cost"
-CLAIMS = ("C12", "C13", "C14", "C15b", "C15c", "C16", "C32")
+CLAIMS = ("C12b", "C13b", "C14b", "C15b", "C15c", "C16b", "C32b")
 """The claims that the notebook's runs decide."""
 OVER_ADAPTERS = ("es_lora", "grpo_lora")
 """Arms that train an adapter, each with and without ESSA's warm start."""
@@ -403,7 +403,6 @@ def words(run: SimpleNamespace, records: Records, values: Results, verdicts: Map
     for alias, group in groups_.items():
         said |= {f"name of {alias}": name(records, group), f"seeds of {alias}": len(records[group])}
         said[f"{alias}, greedy"] = values[f"{group}, greedy"]
-    said["text of C12"] = verdicts["C12"].text
     said["by adapter rank"] = both({f"adapter {rank}": f"rank {rank}" for rank in run.adapter_ranks})
     if precisions(run):
         said["by precision"] = both({f"precision={precision}": precision for precision in precisions(run)})

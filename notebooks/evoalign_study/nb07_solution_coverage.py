@@ -26,7 +26,7 @@ from evoalign_study.records import Record, ledger_file, unpack_bits, unpack_inte
 from evoalign_study.results import Results, stated, told
 
 NOTEBOOK = "07_solution_coverage"
-CLAIMS = ("C18", "C18b", "C19", "E13", "C36", "E12")
+CLAIMS = ("C18", "C18c", "C19b", "E13", "C36", "E12")
 TRAINED = ("es", "es_sampled", "grpo", "dr_grpo", "sft", "es_random", "grpo_random")
 """Groups of training runs whose coverage is compared."""
 ELSEWHERE, MEAN = "es elsewhere", "mean of ES runs"
@@ -413,6 +413,9 @@ def results(run: SimpleNamespace, records: Records) -> Results:
         entries |= {f"{model} at 1": solved(records, model, "t1"), f"{model} at own": solved(records, model, OWN)}
     entries |= {f"{model} cold": change(records, model, "t0.6") for model in ("es", "grpo")}
     entries |= {f"{model} change": change(records, model, "t1") for model in ("es", "grpo", "es_random", MEAN)}
+    for at in ("t0.6", "t1"):
+        right, base = (chances(records, model, at) for model in ("es", BASE))
+        entries[f"es gained {at}"] = stats.crossed_bootstrap(right, np.repeat(base, len(right), 0))
     entries |= at_equal_accuracy(run, records)
     chance = null(records, "t1")
     entries |= {"null low": chance.low, "null high": chance.high}

@@ -22,7 +22,7 @@ from evoalign_study.records import Record, accuracy_matrix, ledger_file
 from evoalign_study.results import Results, stated, under
 
 NOTEBOOK = "08_weight_geometry"
-CLAIMS = ("E5", "E6", "E6b", "E7", "E8", "E9", "E10", "E11", "C20", "C21", "C22", "C23", "C24")
+CLAIMS = ("E5", "E6", "E6b", "E7", "E8", "E9", "E10", "E11", "C20", "C21b", "C22", "C23b", "C24b")
 FACTORIAL = ("grpo_sgd", "grpo_rounded", "grpo_sgd_rounded")
 """Groups of GRPO runs that separate the effects of optimiser and rounding."""
 TRAINED = ("es", "es_sampled", "es_shuffled", "es_random", "grpo", "dr_grpo", "grpo_random", "sft", *FACTORIAL)
@@ -418,7 +418,8 @@ def results(run: SimpleNamespace, records: Records) -> Results:
     for arm in ("es", "grpo"):
         entries |= {f"{arm} norm": norms(records, arm).mean(), f"{arm} common": signal(records, arm).share}
     entries["longer"] = entries["es norm"] / entries["grpo norm"]
-    entries["head"] = quantities.head_shares(displacements(records, "grpo")).mean()
+    for arm in ("grpo", "grpo_sgd"):
+        entries[f"{arm} head"] = quantities.head_shares(displacements(records, arm)).mean()
     for arm in ("es", "es_random"):
         ratios = over_walk(records, arm)
         entries[f"{arm} walk"] = stats.bootstrap_mean(ratios) if len(ratios) else None

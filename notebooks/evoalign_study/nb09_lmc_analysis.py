@@ -18,7 +18,7 @@ from evoalign_study.records import Spec
 from evoalign_study.results import MISSING, Results, stated
 
 NOTEBOOK = "09_lmc_analysis"
-CLAIMS = ("C25", "C26", "C27", "C28")
+CLAIMS = ("C25", "C26", "C27b", "C28b")
 TRAINED = ("es", "es_sampled", "es_random", "grpo", "grpo_random", "sft")
 """Groups of training runs whose ends are joined by lines in weight space."""
 presets, TINY, SMOKE, FULL = runs.scales(
@@ -290,8 +290,9 @@ def results(run: SimpleNamespace, records: Records) -> Results:
     entries |= {f"barrier {decoding}": barrier(records, "es", "grpo", decoding).interval for decoding in DECODINGS}
     entries |= {f"null {decoding}": barrier(records, *NULLS[0], decoding).interval for decoding in DECODINGS}
     entries["barrier from the mean"] = barrier(records, MEAN, "grpo", "greedy").interval
-    entries |= {f"half {end}": half_gain(records, end, "greedy") for end in ("es", "grpo")}
+    entries |= {f"half {end}": half_gain(records, end, "greedy") for end in _ASKED}
     entries |= {f"kept {end}": kept_share(records, end, "isotropic", "greedy") for end in _ASKED}
+    entries |= {f"kept {end} warm": kept_share(records, end, "isotropic", "t0.6") for end in _ASKED}
     entries["shares kept"] = ", ".join(f"{end_label(end)} {kept_told(entries[f'kept {end}'])}" for end in _ASKED)
     hacked = np.array([collapse.end(run) == "hacked" for name in LEARNED for run in records[name]])
     entries |= {"hacked": int(hacked.sum()), "unhacked": int((~hacked).sum()), "basin": None}

@@ -44,6 +44,14 @@ def test_an_optimum_inside_supports_and_one_outside_contradicts():
     assert decided(_claim(between=[8, 64]), _world(192))[0] == "contradicted"
 
 
+def test_each_level_needs_runs_that_get_there_if_the_rule_says_so():
+    stuck = [_run(8, seed, 8_000, end=0.2) for seed in range(8)]
+    world = stuck + [record for record in _world(192) if record["spec"].get("population_size") != 8]
+    assert decided(_claim(there=6), _world(192))[0] == decided(_claim(), world)[0] == "supported"
+    verdict, findings = decided(_claim(there=6), world)
+    assert verdict == "underpowered" and "of 8 a level get there 0 with 8" in findings[0].context
+
+
 def test_too_few_seeds_and_none_do_not_either():
     assert decided(_claim(), _world(192, seeds=5))[0] == "underpowered"
     assert decided(_claim(), _world(192, seeds=0))[0] == "open"

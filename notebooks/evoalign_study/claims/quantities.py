@@ -278,8 +278,9 @@ def _support_change(sides: Sequence[Side]) -> Interval:
 
 
 def _gain(sides: Sequence[Side]) -> Interval:
-    """Return the greedy accuracy of runs minus that of their base on the same problems."""
-    runs, start = _greedy(covered(sides[0])), _greedy([_base_of(sides[0].evidence)])
+    """Return the accuracy of runs minus that of their base on the same problems, greedily if no decoding is given."""
+    decoding = sides[0].decoding or "greedy"
+    runs, start = (chances(each, decoding) for each in (covered(sides[0]), [_base_of(sides[0].evidence)]))
     return stats.crossed_bootstrap(runs, np.repeat(start, len(runs), 0), **_resampled(sides))
 
 
@@ -373,6 +374,7 @@ QUANTITIES: dict[str, Quantity] = {
     "support_change": Quantity("net change of support", covered, _support_change, **_DECODED),
     "support_change_own": Quantity("net change of support, each at its own temperature", covered, _support_change),
     "gain": Quantity("gain of greedy accuracy", covered, _gain, (1,), **_POINTS),
+    "gain_decoded": Quantity("gain of right answers", covered, _gain, (1,), **_RIGHT),
     "right": _of_each("right answers", covered, _solved(1), **_RIGHT),
     "solved": _of_each(f"solved within {_WITHIN} samples", covered, _solved(_WITHIN), sampled=True, **_RIGHT),
     "half_gain": Quantity("place of half the gain", partial(_lines, None), _half_gain, **_DECODED),

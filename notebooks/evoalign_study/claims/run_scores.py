@@ -180,7 +180,11 @@ def _on_curve(*names: str) -> Callable[[Record, str], bool]:
     return lambda record, decoding: all(f"{name}_{decoding}" in record.get("curve", {}) for name in names)
 
 
-_drawdown = _each_run(lambda r, decoding: curves.largest_drawdown(curve(r, f"validation_{decoding}")))
+def _of_curve(read: Callable[[NDArray[np.float64]], float]) -> Callable[[Case, Taken, _Arms], _Arrays]:
+    """Make a reader of arms from a reader of one run's validation curve."""
+    return _each_run(lambda record, decoding: read(curve(record, f"validation_{decoding}")))
+
+
 _hacked = _each_run(lambda r, decoding: collapse.end(r, decoding) == "hacked")
 _fewer: dict[str, Any] = {"more_is_better": False}
 
@@ -192,7 +196,11 @@ MEASURES: dict[str, Measure] = {
     ),
     "validation": Measure("validation", _on_curve("validation"), _validation, at=("at_equal", "at_mean")),
     "validated": Measure("validation problems", _has_validated, _validated, at=("at_equal",)),
-    "drawdown": Measure("largest drawdown of validation", _on_curve("validation"), _drawdown, unit="", **_fewer),
+    "best": Measure("best validation", _on_curve("validation"), _of_curve(np.max)),
+    "gained": Measure("gain of validation", _on_curve("validation"), _of_curve(lambda line: line[-1] - line[0])),
+    "drawdown": Measure(
+        "largest drawdown of validation", _on_curve("validation"), _of_curve(curves.largest_drawdown), unit="", **_fewer
+    ),
     "right": Measure("right answers", _on_curve("right_bits"), _right_at, at=("at_proxy", "at_kl")),
     "hacked": Measure("hacked runs", _on_curve("proxy", "right"), _hacked, rate=True, **_fewer),
     "fell": Measure(

@@ -9,8 +9,9 @@ cells are the levels. The target is a share of the best mean greedy validation a
 completions to reach it are read from each run's curve, interpolated linearly in the logarithm of completions; a run
 that never gets there counts with all that it drew, which favours its level. A quadratic is fitted to their logarithm
 over the logarithm of the level, both to base 2. The optimum is its minimum over the range of the levels (an edge, if
-the parabola has no minimum inside). The interval comes from a bootstrap over the seeds of each level. In addition, the
-runs must have learned: all together gain more than `gain` in greedy validation accuracy from their first point.
+the parabola has no minimum inside). The interval comes from a bootstrap over the seeds of each level. If `there` is
+declared, there is no optimum unless so many runs of each level reach the target. In addition, the runs must have
+learned: all together gain more than `gain` in greedy validation accuracy from their first point.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from evoalign_lib.analysis import curves, stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study.claims import checks, selection
 from evoalign_study.claims.checks import Schema
-from evoalign_study.claims.findings import Finding, Measured, decoding_words, hold
+from evoalign_study.claims.findings import Finding, Measured, Undecided, decoding_words, hold
 from evoalign_study.claims.rules.rule import Asks, Rule
 from evoalign_study.claims.run_scores import MEASURES, curves_of
 from evoalign_study.claims.selection import DECODINGS, Case, Claim, Fields, Record, Runs, cells, have_in_cells
@@ -226,9 +227,13 @@ def _find_optimum(case: Case) -> list[Finding]:
             np.array([curves.spent_until(*each, target) for each in zip(*level, strict=True)])
             for level in zip(curves_of(groups, "completions"), scores, strict=True)
         ]
+        there = [sum(score.max() >= target for score in level) for level in scores]
+        told = f"{sum(map(len, scores)) - sum(there)} of {sum(map(len, scores))} runs never get there"
+        reached = zip(there, (level for level, _ in tried), strict=True)
+        if few := [f"{number} with {level}" for number, level in reached if number < rule.get("there", 0)]:
+            raise Undecided(f"target {100 * target:.1f} %, {told}; of {n} a level get there {', '.join(few)}")
         best = curves.minimum_interval(np.array([level for level, _ in tried], float), needed, case.evidence.resamples)
-        never = [score.max() < target for level in scores for score in level]
-        told = f"n = {n} a level, {sum(never)} of {len(never)} runs never get there"
+        told = f"n = {n} a level, {told}"
         value = f"{best.value:.0f} [{best.low:.0f}, {best.high:.0f}]"
         return best, value, f"(target {100 * target:.1f} %, {told})"
 
@@ -250,7 +255,7 @@ def _asks_of_optimum(claim: Claim) -> Asks:
     yield well, f"share={share} must lie in (0, 1], and between={[least, most]} must rise."
 
 
-_LEVELS = {"share": Real, "between": [Real], "gain": Real}
+_LEVELS = {"share": Real, "between": [Real], "gain": Real, "there?": int}
 OPTIMUM = Rule(
     _find_optimum, lambda arm: _LEVELS, arms=("searched",), asks=_asks_of_optimum, favours=lambda claim: ("searched",)
 )
