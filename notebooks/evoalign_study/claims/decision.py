@@ -82,9 +82,9 @@ def outcome(finding: Finding, margin: float) -> str:
 def contradicting(findings: Sequence[Finding], margin: float) -> list[Finding]:
     """Return the decisive findings that contradict their claim, after Holm's correction over all decisive ones."""
     decisive = [finding for finding in findings if finding.decisive]
-    p = stats.holm({str(i): finding.p_against(margin) for i, finding in enumerate(decisive)})
-    contradicted = (outcome(finding, margin) == "contradicted" for finding in decisive)
-    return [f for i, (f, yes) in enumerate(zip(decisive, contradicted, strict=True)) if yes and p[str(i)] < 0.05]
+    p = stats.holm({str(i): finding.p_against(margin) for i, finding in enumerate(decisive)}).values()
+    against = [finding for finding, each in zip(decisive, p, strict=True) if len(decisive) == 1 or each < 0.05]
+    return [finding for finding in against if outcome(finding, margin) == "contradicted"]
 
 
 def p_value(findings: Sequence[Finding], margin: float, min_seeds: int) -> float | None:
