@@ -281,7 +281,7 @@ def _claim_entry(claim: Mapping[str, Any]) -> str:
         lines += ["", "**Result**", "", *(f"- {_plain(finding)}" for finding in findings)]
     else:
         lines += ["", f"**Result** {_plain(claim['result'])}"]
-    named = ("placebo", "decodings", "caveat", "note", "quantity", "test", "source")
+    named = ("placebo", "control", "decodings", "caveat", "note", "quantity", "test", "source")
     lines += [f"\n**{name.capitalize()}** {_plain(claim[name])}" for name in named if claim.get(name)]
     rule = {name: claim[name] for name in _DECIDING if name in claim}
     declared = yaml.safe_dump(rule, sort_keys=False, allow_unicode=True, width=100, default_flow_style=None)

@@ -268,7 +268,7 @@ def render_readme_block(markdown: str) -> None:
 
 _CLAIMS = [f"generated/claims.{suffix}" for suffix in ("csv", "md", "tex")]
 _CLAIM = {"claim": "id", "statement": "statement", "verdict": "verdict", "key": "key", "result": "text"}
-_CLAIM |= {"placebo": "placebo", "decodings": "decodings", "n": "n", "rule": "rule_hash"}
+_CLAIM |= {name: name for name in ("placebo", "control", "decodings", "n", "units")} | {"rule": "rule_hash"}
 """Column of the table of claims -> field of a verdict."""
 
 
@@ -286,12 +286,13 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
     caption = (
         "Declared claims, with the verdicts that code computed from the committed records of scale tiny (tiny models, "
         "trained from scratch). A letter marks a rule that was declared after the data of the first were seen. "
-        "Placebo: whether the rule holds as well for arms that learned nothing. Decoding: whether the arms keep their "
-        "order under decodings that the claim does not declare."
+        "Placebo: whether the rule holds as well for arms that learned nothing. Control: how many comparisons that "
+        "equal arms would pass the comparator passes in the challenger's place; undecided: it fails one. Decoding: "
+        "whether the arms keep their order under decodings that the claim does not declare."
     )
     ragged = r">{\raggedright\arraybackslash}"  # columns too narrow to be justified
     columns = rf"lp{{0.23\linewidth}}{ragged}p{{0.11\linewidth}}p{{0.40\linewidth}}{ragged}p{{0.14\linewidth}}"
-    found = [{"Placebo": v.placebo, "Decoding": v.decodings} for v in verdicts]
+    found = [{"Placebo": v.placebo, "Control": v.control, "Decoding": v.decodings} for v in verdicts]
     checks = [". ".join(f"{what}: {said}" for what, said in each.items() if said) for each in found]
     cells = table[["claim", "statement", "verdict", "result"]].assign(checks=checks)
     replace_text(generated / "claims.tex", rendering.tex_long_table(cells, "claims", caption, columns))
@@ -310,11 +311,11 @@ def _claims_of_the_field(verdicts: Sequence[Verdict]) -> str:
     decided = [v for v in last.values() if v.verdict != "underpowered"]
     rows = [{"claim": f"{v.id} {v.title}", "verdict": v.verdict} for v in decided]
     waiting = sum(v.verdict in ("open", "not testable at this scale") for v in first)
-    undecided = ", ".join(v.id for v in last.values() if v.verdict == "underpowered")
+    lacking = ", ".join(v.id for v in last.values() if v.verdict == "underpowered")
     caption = (
         f"Verdicts by code, from the records of tiny models. Of {len(first)} claims of the field {waiting} wait for "
-        f"their notebook or for larger models{f'; undecided: {undecided}' if undecided else ''}. A letter marks a rule "
-        "declared after the data of the first were seen."
+        f"their notebook or for larger models{f'; underpowered: {lacking}' if lacking else ''}. A letter marks a rule "
+        "declared after the data of the first were seen. `undecided`: its own comparator fails the rule."
     )
     return rendering.markdown_table(DataFrame(rows), caption)
 

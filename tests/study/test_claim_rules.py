@@ -143,6 +143,23 @@ def test_p_values(finding: Finding, margin: float, expected: float) -> None:
     assert finding.p(margin) == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("finding", "margin", "expected"),
+    [
+        (_finding(-1.0, -2.0), 0.0, 0.05),  # the interval just touches the bound
+        (_finding(1.0, 0.0, "below"), 0.0, 0.05),
+        (_finding(0.0, -1.0), 1.0, 0.05),  # and the margin
+        (_finding(1.0, 0.0), 0.0, 1.0),
+        (_finding(-1.0, -1.0), 0.0, 0.0),
+        (_finding(-3.0, -5.0, "within"), 1.0, 0.05),
+        (_finding(3.0, 1.0, "within"), 1.0, 0.05),
+        (_finding(0.5, 0.4, "within"), 1.0, 1.0),
+    ],
+)
+def test_p_values_against_a_claim(finding: Finding, margin: float, expected: float) -> None:
+    assert finding.p_against(margin) == pytest.approx(expected, rel=1e-3)
+
+
 def test_holm_within_a_notebook() -> None:
     arms_of = {"V": "es_sampled", "W": "dr_grpo", "X": "dapo", "Y": "rloo", "Z": "grpo"}
     comparison = {"measure": {"drawdown": "greedy"}, "of": "a", "to": "es", "above": 0}

@@ -82,6 +82,9 @@ GOOD, TIED, UNSURE, BAD = (
     Finding(label, 8, label, Interval((low + high) / 2, low, high, 8))
     for label, low, high in (("g", 3, 4), ("t", -1, 1), ("u", -1, 4), ("b", -4, -3))
 )
+MANY = [replace(GOOD, label=f"g{i}") for i in range(11)]
+LUCK = Finding("l", 8, "l: 8", Interval(-2, -3.9, -0.1, 8))
+BY_LUCK = "the interval does not decide on l; Holm's correction over 12 comparisons leaves none contradicted"
 UNDEFINED = Finding("u", 8, "u: 8", None, value="not defined")
 HOLM = "supported by itself, but p = 0.05 after Holm's correction, family of 4"
 
@@ -95,6 +98,11 @@ HOLM = "supported by itself, but p = 0.05 after Holm's correction, family of 4"
         ([GOOD, TIED, UNSURE], 2, None, ("underpowered", "the interval does not decide on u")),
         ([GOOD, TIED, UNSURE, BAD], 2, None, ("contradicted", "contradicted on b")),
         ([GOOD, UNDEFINED], 0, None, ("underpowered", "the interval does not decide on u")),
+        # one of twelve intervals that just excludes 0 is what chance gives; one far away is not
+        ([LUCK], 0, None, ("contradicted", "")),
+        ([*MANY, LUCK], 0, None, ("underpowered", BY_LUCK)),
+        ([*MANY, BAD], 0, None, ("contradicted", "contradicted on b")),
+        ([*MANY[1:], LUCK, BAD], 0, None, ("contradicted", "contradicted on b")),
         ([GOOD, replace(BAD, decisive=False, n=2)], 0, None, ("supported", "")),
         ([GOOD], 0, (0.049, 4), ("supported", "")),
         ([GOOD], 0, (0.05, 4), ("underpowered", HOLM)),

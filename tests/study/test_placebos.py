@@ -1,10 +1,11 @@
-"""Rules that a dead arm cannot win: nulls in the place of the favoured arm, and floors on what was learned."""
+"""Rules with other arms in the places of their own: nulls where an arm wins, the comparator where it is challenged."""
 
 from dataclasses import replace
 
 import pytest
 from claim_worlds import DECLARED, SWEEPS, base_record, falling, judge, runs_of
 from evoalign_study import claims
+from evoalign_study.claims.rules import RULES
 from evoalign_study.claims.selection import Case, Evidence
 
 
@@ -44,11 +45,26 @@ def test_steadier_curves_are_won_by_arms_that_never_move() -> None:
 # ---- what becomes of the verdict
 
 
-def test_a_rule_that_a_null_passes_contradicts_all_the_same() -> None:
-    world = [*SWEEPS, base_record("A0", 20)]
+def test_a_contradiction_that_a_null_gives_as_well_is_no_evidence() -> None:
+    """A null where GRPO wins, that is; in the place of ES, which loses, random fitness passes or fails for itself."""
+    world = [*SWEEPS, *falling("es_random", about(0.01, 8), 22)]
     worse = [*world, *falling("es", about(0.06), 60), *falling("grpo", about(0.02), 80)]
     verdict = judge("C33", worse)
-    assert (verdict.verdict, asked(verdict)) == ("contradicted", "passed by the untrained base")
+    assert (verdict.verdict, asked(verdict)) == ("not evidence", "passed by ES with random fitness (n = 8)")
+    told = (
+        "it is contradicted as well for ES with random fitness (n = 8) (ES with random fitness - ES, largest drawdown"
+    )
+    assert verdict.text.startswith(told) and "; by itself contradicted. " in verdict.text
+    restless = [*SWEEPS, *falling("es_random", about(0.09, 8), 22)]
+    verdict = judge("C33", restless + worse[len(world) :])
+    assert (verdict.verdict, asked(verdict)) == ("contradicted", "failed by ES with random fitness (n = 8)")
+    # what has to be learned, no null wins
+    verdict = judge("C31", [*SWEEPS, base_record("A0", 20), *runs_of("es", 40), *runs_of("es_sampled", 60, seeds=8)])
+    assert (verdict.verdict, asked(verdict)) == ("contradicted", "failed by the untrained base")
+
+
+def test_a_null_that_passes_leaves_nothing_of_a_rule_that_does_not_decide() -> None:
+    world = [*SWEEPS, base_record("A0", 20)]
     alike = [*world, *falling("es", about(0.02), 60), *falling("grpo", about(0.02), 80)]
     verdict = judge("C33", alike)
     assert verdict.verdict == "not evidence" and "; by itself underpowered. " in verdict.text
@@ -109,3 +125,48 @@ def test_the_untrained_base_spends_what_a_run_spent_and_stays_at_its_start() -> 
     assert frozen["curve"]["validation_greedy"] == [0.1, 0.1, 0.1, 0.1] != run["curve"]["validation_greedy"]
     without = Case(DECLARED["C33"], Evidence([run, elsewhere], null="base"))
     assert without.stand_in("es", {"es": [run]}).records == []
+
+
+# ---- the comparator in the place of the challenger
+
+
+@pytest.mark.parametrize(
+    ("es", "grpo", "expected"),
+    [
+        (60, 80, "supported"),
+        (22, 80, "contradicted"),
+        (22, 22, "undecided"),  # five points are asked where the comparator gains one
+        (60, 22, "undecided"),
+    ],
+)
+def test_a_threshold_that_the_comparator_fails_is_void(es: int, grpo: int, expected: str) -> None:
+    falls = [*falling("es", about(0.02), es), *falling("grpo", about(0.06), grpo)]
+    verdict = judge("C33b", [*SWEEPS, base_record("A0", 20), *falls])
+    assert verdict.verdict == expected, verdict.text
+    failed = "passed 0 of 1; failed GRPO - base, test greedy 1.0 ["
+    assert verdict.control.startswith(failed if grpo == 22 else "passed 1 of 1")
+    assert ("its own comparator fails it; without what is void supported" in verdict.text) == (grpo == 22)
+    assert verdict.intervals["ES - base, test greedy"].value == pytest.approx((es - 20) / 200)
+
+
+@pytest.mark.parametrize(
+    ("jitter", "grpo", "expected"), [(1, 56, "supported"), (9, 56, "undecided"), (9, 90, "contradicted")]
+)
+def test_arms_match_only_if_the_comparator_matches_itself(jitter: int, grpo: int, expected: str) -> None:
+    """An interval that is too wide for equal arms to match contradicts all the same where the arms are far apart."""
+    verdict = judge("C2", [*SWEEPS, *runs_of("es", 60, jitter=jitter), *runs_of("grpo", grpo)])
+    assert verdict.verdict == expected, verdict.text
+    assert verdict.control.startswith(
+        "passed 2 of 2" if jitter == 1 else "passed 0 of 2; failed ES - ES again, validation"
+    )
+
+
+CONTROLS = {"C2": 2, "C2b": 1, "C10": 2, "C14": 8, "C25": 1, "C32": 2, "E6b": 1, "E9": 1, "E10": 2}  # tolerances
+CONTROLS |= {"C7": 1, "C9b": 1, "C18b": 1, "C27": 1, "C33b": 1, "C35": 1, "C37b": 1, "E11": 3}  # and thresholds
+CONTROLS |= dict.fromkeys(("C1", "C3c", "C8", "C13", "C20", "C22", "C28", "C36", "E1b", "E5", "E7", "E8"), 0)
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_the_comparator_is_asked_what_equal_arms_pass_and_nothing_else(name: str) -> None:
+    """Not to be better than itself, nor what the claim says that it lacks."""
+    assert len([*RULES[DECLARED[name]["rule"]["kind"]].controls(DECLARED[name])]) == CONTROLS[name]

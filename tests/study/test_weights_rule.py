@@ -100,3 +100,11 @@ def test_a_planted_barrier_is_found_and_a_null_without_one_takes_the_evidence_aw
     assert (both.verdict, both.placebo.split(";")[0]) == ("not evidence", "passed by ES with random fitness (n = 8)")
     kept = judge("C25", [*TRAINED, *lines(-0.1, null=0.2)])
     assert (kept.verdict, kept.placebo.split(";")[0]) == ("supported", "failed by ES with random fitness (n = 8)")
+
+
+def test_a_barrier_between_two_halves_of_the_comparator_voids_the_rule() -> None:
+    straight, bump = np.linspace(0.7, 0.7, 21), np.sin(np.linspace(0, np.pi, 21)) ** 2
+    halves = zip(RUNS["grpo"][:8], RUNS["grpo"][8:], strict=True)
+    verdict = judge("C25", [*TRAINED, *lines(-0.1, null=0.2), *(line(*pair, straight + 0.2 * bump) for pair in halves)])
+    assert verdict.verdict == "undecided"
+    assert verdict.control.startswith("passed 0 of 3; failed GRPO to GRPO again, barrier of the error greedy 2")

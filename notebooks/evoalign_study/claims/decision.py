@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import product
 
+from evoalign_lib.analysis import stats
 from evoalign_study.claims.findings import Finding
 
 
@@ -22,9 +23,10 @@ def decide(
     supported, entirely outside contradicted, anything else underpowered. A finding is also underpowered if it has too
     few units, or only one, or if its quantity is not defined on its runs.
 
-    One contradicted finding contradicts the claim; it is supported only if all findings are. So no correction for
-    several cells is needed to support it, and none is made to contradict it. A claim is open if no cell has runs of all
-    arms. It depends on decoding if a comparison has opposite signs under two decodings and both intervals exclude 0.
+    One contradicted finding contradicts the claim, if its p-value is below 0.05 after Holm's correction over all
+    findings that decide. The claim is supported only if all findings are, which needs no correction. It is open if no
+    cell has runs of all arms. It depends on decoding if a comparison has opposite signs under two decodings and both
+    intervals exclude 0.
 
     elsewhere: the same comparisons under decodings that the claim does not declare; used only for that last check.
     correction: a primary claim's p-value after Holm's correction, and the number of claims in its family; a claim that
@@ -45,10 +47,15 @@ def decide(
     if turned:
         return "depends on decoding", f"the order of the arms changes with the decoding: {'; '.join(turned)}"
     outcomes = {finding.label: outcome(finding, margin) for finding in findings}
+    by_chance = {label for label, each in outcomes.items() if each == "contradicted"}
+    by_chance -= {finding.label for finding in contradicting(findings, margin)}
+    outcomes |= dict.fromkeys(by_chance, "underpowered")
     for name in ("contradicted", "underpowered", "within margin"):
         labels = [label for label, each in outcomes.items() if each == name]
         if labels:
             reason = "the interval does not decide" if name == "underpowered" else name
+            if name == "underpowered" and by_chance:
+                labels[-1] += f"; Holm's correction over {len(findings)} comparisons leaves none contradicted"
             return name, f"{reason} on {', '.join(labels)}" if len(findings) > 1 else ""
     if correction and correction[0] >= 0.05:
         p, claims = correction
@@ -70,6 +77,14 @@ def outcome(finding: Finding, margin: float) -> str:
     if margin > 0 and -margin <= low and high <= margin:
         return "within margin"
     return "contradicted" if high < margin else "underpowered"
+
+
+def contradicting(findings: Sequence[Finding], margin: float) -> list[Finding]:
+    """Return the decisive findings that contradict their claim, after Holm's correction over all decisive ones."""
+    decisive = [finding for finding in findings if finding.decisive]
+    p = stats.holm({str(i): finding.p_against(margin) for i, finding in enumerate(decisive)}).values()
+    against = [finding for finding, each in zip(decisive, p, strict=True) if len(decisive) == 1 or each < 0.05]
+    return [finding for finding in against if outcome(finding, margin) == "contradicted"]
 
 
 def p_value(findings: Sequence[Finding], margin: float, min_seeds: int) -> float | None:

@@ -48,6 +48,13 @@ class Finding:
     """How the completions were decoded; empty if the quantity does not depend on it."""
     compared: str = ""
     """What is compared, without the decoding: findings that share this text repeat one comparison."""
+    asked: str = ""
+    """What the claim declares, whichever arms stand in for its own. With decoding and side it tells findings apart."""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What is the same for a finding of the claim and for one with other arms in their places."""
+        return self.asked, self.decoding, self.side
 
     @property
     def text(self) -> str:
@@ -82,6 +89,22 @@ class Finding:
         if low >= value:  # all units agree
             return 0.0
         return 2 * NormalDist().cdf(-_Z * (value - margin) / (value - low))
+
+    def p_against(self, margin: float) -> float:
+        """Return the p-value for the quantity lying where the claim says, below 0.05 exactly if that is contradicted.
+
+        It comes from the interval, as in `p`: two-sided from 95 %, or, of a claimed match, one-sided from 90 %.
+        """
+        if self.interval is None:
+            return 1.0
+        value, low, high = self.excess()
+        z, tails, beyond, width = _Z, 2, margin - value, high - value
+        if self.side == "within":
+            z, tails, beyond = NormalDist().inv_cdf(0.95), 1, abs(value) - margin
+            width = value - low if value > 0 else high - value
+        if beyond <= 0 or width <= 0:
+            return float(beyond <= 0)
+        return min(1.0, tails * NormalDist().cdf(-z * beyond / width))
 
 
 class Undecided(Exception):

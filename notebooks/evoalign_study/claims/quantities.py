@@ -107,7 +107,7 @@ def _records(kind: str, side: Side) -> list[Record]:
     return [known[model] for model in side.models() if model in known]
 
 
-_merged, _noisy, covered = (partial(_records, kind) for kind in ("merge", "noise", "coverage"))
+_merged, noisy, covered = (partial(_records, kind) for kind in ("merge", "noise", "coverage"))
 
 
 # ---- displacements
@@ -320,6 +320,8 @@ class Quantity:
     """Whether it needs samples, so that it is skipped under greedy decoding."""
     unit: str = ""
     """"points", "ratio" (the value is a difference of logarithms), or empty."""
+    equal_pairs: float | None = None
+    """Of a quantity of pairs of runs, the value between two equal arms; None: arms are compared by their runs."""
 
     def units(self, sides: Sequence[Side]) -> list[int]:
         """Return how many models of each side were measured, or how many lines between both."""
@@ -360,17 +362,19 @@ QUANTITIES: dict[str, Quantity] = {
     "unmoved_bfloat16": _of_runs(
         "weights that stay, rounded to bfloat16", lambda m, _: unmoved(m, "bfloat16"), **_POINTS
     ),
-    "cosine": Quantity("cosine of two runs", _displaced, _cosine, **_TWO),
-    "corrected_cosine": Quantity("cosine of what runs have in common", _displaced, _corrected_cosine, **_TWO),
+    "cosine": Quantity("cosine of two runs", _displaced, _cosine, **_TWO, equal_pairs=1.0),
+    "corrected_cosine": Quantity(
+        "cosine of what runs have in common", _displaced, _corrected_cosine, **_TWO, equal_pairs=1.0
+    ),
     "common_share": Quantity("share of a run's squared norm that all have", _displaced, _common_share, (1,)),
     "accuracy": _of_each("test", _merged, accuracy_matrix, **_RIGHT),
     "skills_accuracy": _of_each("accuracy on other skills", _merged, lambda r, _: skills(r, "greedy"), **_POINTS),
     "skills_kl": _of_each("KL on other skills", _merged, lambda r, _: skills(r, "kl")),
     "skills_kl_ratio": _of_each("KL on other skills", _merged, lambda r, _: np.log(skills(r, "kl")), **_RATIO),
-    "barrier": Quantity("barrier of the error", None, _barrier, **_TWO, **_RIGHT),
-    "clean": _of_each("accuracy without noise", _noisy, lambda records, d: [r["clean"][d] for r in records], **_RIGHT),
-    "kept_isotropic": _of_each("accuracy kept under isotropic noise", _noisy, partial(_kept, "isotropic"), **_RIGHT),
-    "kept_relative": _of_each("accuracy kept under relative noise", _noisy, partial(_kept, "relative"), **_RIGHT),
+    "barrier": Quantity("barrier of the error", None, _barrier, **_TWO, **_RIGHT, equal_pairs=0.0),
+    "clean": _of_each("accuracy without noise", noisy, lambda records, d: [r["clean"][d] for r in records], **_RIGHT),
+    "kept_isotropic": _of_each("accuracy kept under isotropic noise", noisy, partial(_kept, "isotropic"), **_RIGHT),
+    "kept_relative": _of_each("accuracy kept under relative noise", noisy, partial(_kept, "relative"), **_RIGHT),
     "support_change": Quantity("net change of support", covered, _support_change, **_DECODED),
     "support_change_own": Quantity("net change of support, each at its own temperature", covered, _support_change),
     "gain": Quantity("gain of greedy accuracy", covered, _gain, (1,), **_POINTS),

@@ -59,7 +59,7 @@ class Evidence:
     resamples: int = 10_000
     """Resamples of every bootstrap interval; permutation tests draw twice as many."""
     null: str | None = None
-    """One of `NULLS`, which replaces the arm that a rule favours."""
+    """One of `NULLS`, which replaces the arm that a rule favours, or that wins if it is contradicted."""
     _kept: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """Cached results computed from the records, see `once`."""
 
@@ -183,7 +183,7 @@ class Case:
 
 def _select(evidence: Evidence, arm: str, wanted: dict[str, Any], unit: str) -> Runs:
     """Return the runs of an arm with the wanted spec fields and, if declared so, the setting that won its sweep."""
-    fields = {name: value for name, value in wanted.items() if name not in ("setting", "seeds")}
+    fields = {name: value for name, value in wanted.items() if name not in ("setting", "seeds", "half")}
     seeds, name = wanted.get("seeds", JUDGED_SEEDS), arm_words(wanted.get("arm", wanted["kind"]))
     of_kind = evidence.having("arm", wanted["arm"]) if wanted.get("arm") else evidence.having("kind", wanted["kind"])
     chosen = [record for record in of_kind if judges(record, seeds) and matches(record, fields)]
@@ -193,7 +193,11 @@ def _select(evidence: Evidence, arm: str, wanted: dict[str, Any], unit: str) -> 
         if isinstance(tuned, str):
             return Runs([], f"0 of {name} ({tuned})", tuned)
         chosen = [record for record in chosen if matches(record, tuned)]
-    return _replicates(chosen, unit, name, f"{arm} {fields}")
+    runs = _replicates(chosen, unit, name, f"{arm} {fields}")
+    if "half" not in wanted:
+        return runs
+    middle = len(runs.records) // 2
+    return runs._replace(records=runs.records[middle:] if wanted["half"] else runs.records[:middle])
 
 
 def have_in_cells(labels: Iterable[str], arms: Iterable[Sequence[Runs]]) -> str:

@@ -19,10 +19,10 @@ def table_of_statements(ids: Iterable[str]) -> DataFrame:
 def table_of_verdicts(verdicts: Iterable[Verdict]) -> DataFrame:
     """Return a row per claim: its verdict, the strongest comparison against it, and the checks made on it.
 
-    Columns, all text: claim, in short, verdict, closest comparison, other decodings, placebo.
+    Columns, all text: claim, in short, verdict, closest comparison, other decodings, placebo, positive control.
     """
     columns = {"claim": "id", "in short": "title", "verdict": "verdict", "closest comparison": "key"}
-    columns |= {"other decodings": "decodings", "placebo": "placebo"}
+    columns |= {"other decodings": "decodings", "placebo": "placebo", "positive control": "control"}
     rows = [[getattr(verdict, field) for field in columns.values()] for verdict in verdicts]
     return DataFrame(rows, columns=list(columns))
 

@@ -21,7 +21,7 @@ from evoalign_lib.analysis.stats import Interval
 from evoalign_study.claims import run_scores
 from evoalign_study.claims.checks import Schema
 from evoalign_study.claims.findings import Finding, Measured, defined, hold, mean_interval, sizes, versus
-from evoalign_study.claims.rules.rule import Asks, Comparison, Rule, asked, declared_comparisons
+from evoalign_study.claims.rules.rule import Asks, Comparison, Rule, as_declared, asked, declared_comparisons, in_place
 from evoalign_study.claims.run_scores import Taken
 from evoalign_study.claims.selection import DECODINGS, Case, Claim, Runs, cells, check_one_base
 from evoalign_study.records import accuracy_matrix
@@ -32,8 +32,13 @@ _Arrays = Sequence[NDArray[np.float64]]
 def _find(case: Case) -> Iterator[Finding]:
     """Make, in each cell, every declared comparison, and those that are only reported."""
     rule = case.rule
+
+    def winner_of(comparison: Comparison) -> str | None:
+        winner = favoured(comparison) and rule.get("favours", favoured(comparison))
+        return winner if winner in (comparison["of"], comparison["to"]) else None
+
     for cell, where in cells(case.claim):
-        for comparison, decisive, winner in asked(case, favoured):
+        for comparison, decisive, winner in asked(case, winner_of):
             for each in _under(comparison, rule.get("decodings", ()) if decisive else ()):
                 yield _compare(case, each, cell, where, decisive, winner)
         if "trend" in rule and not case.null:
@@ -102,7 +107,11 @@ def _compare(
 
     side = next((side for side in ("above", "below") if side in comparison), "within")
     kept = {"bound": float(comparison.get(side, 0)), "side": side, "decisive": decisive, "compared": compared}
-    kept |= {"decoded": taken.has if among_decodings else None, "least": case.claim["min_seeds"]}
+    kept |= {
+        "asked": f"{cell} {as_declared(comparison)}",
+        "decoded": taken.has if among_decodings else None,
+        "least": case.claim["min_seeds"],
+    }
     arms = case.select(names, where, [winner]).values()
     return hold(label, [*arms], measure, decoding=taken.decoding, **kept)
 
@@ -199,7 +208,15 @@ def _asks(claim: Claim) -> Asks:
         yield (by == "rate") == rate, "measures of 0 or 1, such as hacked runs, and only these, are compared by rate"
 
 
-COMPARE = Rule(_find, _schema, asks=_asks, favours=partial(winners, favoured=favoured), under=_under_other)
+COMPARE = Rule(
+    _find,
+    _schema,
+    asks=_asks,
+    favours=partial(winners, favoured=favoured),
+    under=_under_other,
+    controls=partial(in_place, quantity=lambda comparison: Taken.of(comparison["measure"]).kind),
+    turns=True,
+)
 INTERVAL_ABOVE = replace(
     COMPARE, schema=lambda arm: {"decoding": DECODINGS}, arms=("treatment", "comparison"), asks=Rule.asks
 )

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from evoalign_lib.analysis import overoptimisation, stats
 from evoalign_study.claims.checks import Schema
 from evoalign_study.claims.findings import Finding, Measured, Undecided, decoding_words, defined, hold, there
-from evoalign_study.claims.rules.rule import Asks, Comparison, Rule, asked, declared_comparisons
+from evoalign_study.claims.rules.rule import Asks, Comparison, Rule, as_declared, asked, declared_comparisons
 from evoalign_study.claims.run_scores import curve
 from evoalign_study.claims.selection import Case, Claim, Evidence, Record, Runs, cells, have_in_cells
 
@@ -83,7 +83,7 @@ def _compare(
 
     label, bound = f"{compared}, {decoding_words(decoding)}", float(comparison.get("above", 0))
     kept = {"decisive": decisive, "decoding": decoding, "compared": compared, "bound": bound}
-    return hold(label, sum(arms, []), measure, have=have, **kept)
+    return hold(label, sum(arms, []), measure, have=have, asked=as_declared(comparison), **kept)
 
 
 def _under(comparison: Comparison) -> str:
@@ -143,9 +143,16 @@ def _floor(case: Case) -> Iterator[Finding]:
 
     for decoding in rule["decodings"]:
         label = f"{case.name(arm, True)} - base, true reward on {first}, {decoding_words(decoding)}"
-        kept: dict[str, Any] = {"decoding": decoding, "bound": float(rule["floor"])}
+        kept: dict[str, Any] = {"decoding": decoding, "bound": float(rule["floor"]), "asked": "floor"}
         # a floor accompanies a comparison: without runs of the other arm there is none to make
         yield hold(label, [each[0] for each in arms], partial(measure, decoding), n=len(runs), have=have, **kept)
+
+
+def _learned(claim: Claim) -> Iterator[Claim]:
+    """Yield the claim with its floor asked of the comparator."""
+    rule = claim["rule"]
+    if "floor" in rule:
+        yield claim | {"rule": rule | {"favours": next(arm for arm in claim["arms"] if arm != rule["favours"])}}
 
 
 def _schema(arm: tuple[str, ...]) -> dict[str, Schema]:
@@ -178,9 +185,10 @@ def _find_laws(case: Case) -> Iterator[Finding]:
         for less, bound in ((None, rule["above"]), ("linear", 0.0)):
             what = f"{LAW[quantity]}, share explained by {rule['law']}" + (f" - by {less}" if less else "")
             label = f"{case.name(arm, decisive)}, {what}"
-            kept: dict[str, Any] = {"decoding": "t1", "bound": float(bound), "compared": label, "decisive": decisive}
+            kept: dict[str, Any] = {"decoding": "t1", "bound": float(bound), "compared": label, "asked": what}
             laws = (rule["law"], less) if less else (rule["law"],)
-            yield hold(label, runs, partial(_explained, case.evidence, quantity, laws), have=have, **kept)
+            measure = partial(_explained, case.evidence, quantity, laws)
+            yield hold(label, runs, measure, have=have, decisive=decisive, **kept)
 
 
 def _explained(evidence: Evidence, quantity: str, laws: Sequence[str], cells: Sequence[Runs]) -> Measured:
@@ -245,5 +253,11 @@ def _schema_of_laws(arm: tuple[str, ...]) -> dict[str, Schema]:
     return sides | {"law": overoptimisation.LAWS[1:], "about": [LAW], "above": Real}
 
 
-JUDGED = Rule(_find, _schema, asks=_asks)
-LAWS = Rule(_find_laws, _schema_of_laws)
+def _of_the_other(claim: Claim) -> Iterator[Claim]:
+    """Yield the claim with its law asked of the arm beside."""
+    of, beside = claim["rule"]["of"], claim["rule"]["beside"]
+    yield claim | {"rule": claim["rule"] | {"of": beside, "beside": of, "favours": beside}}
+
+
+JUDGED = Rule(_find, _schema, asks=_asks, controls=_learned, turns=True)
+LAWS = Rule(_find_laws, _schema_of_laws, controls=_of_the_other)

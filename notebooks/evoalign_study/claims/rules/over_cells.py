@@ -28,7 +28,7 @@ from evoalign_lib.analysis.stats import Interval
 from evoalign_study.claims import checks, selection
 from evoalign_study.claims.checks import Schema
 from evoalign_study.claims.findings import Finding, Measured, Undecided, decoding_words, hold
-from evoalign_study.claims.rules.rule import Asks, Rule
+from evoalign_study.claims.rules.rule import Asks, Rule, declared_favourites
 from evoalign_study.claims.run_scores import MEASURES, curves_of
 from evoalign_study.claims.selection import DECODINGS, Case, Claim, Fields, Record, Runs, cells, have_in_cells
 from evoalign_study.records import accuracy_matrix
@@ -131,7 +131,7 @@ def _sum(case: Case, selected: dict[str, list[Runs]], weights: Weights, decoding
         kept |= {"decoded": lambda row: all(has(run, decoding) for run in row), "least": case.claim["min_seeds"]}
     arms = [_by_seed(runs, case.claim["unit"]) for runs in selected.values()]
     have = have_in_cells(weights, selected.values())
-    return hold(label, arms, measure, have=have, decoding=decoding, compared=compared, **kept)
+    return hold(label, arms, measure, have=have, decoding=decoding, compared=compared, asked=str([*selected]), **kept)
 
 
 def _floor(case: Case, name: str, runs: list[Runs], weights: Weights) -> Finding:
@@ -149,7 +149,7 @@ def _floor(case: Case, name: str, runs: list[Runs], weights: Weights) -> Finding
 
     label = f"gain over {floor['to']}, {case.name(name, name in _winners(case.claim))}"
     have += "" if n else f"; {len(bases)} of base"
-    return hold(label, [arm], measure, n=n, have=have, bound=float(floor["above"]))
+    return hold(label, [arm], measure, n=n, have=have, bound=float(floor["above"]), asked="floor")
 
 
 def _counted(interval: Interval) -> str:
@@ -162,9 +162,19 @@ def _winners(claim: Claim) -> tuple[str, ...]:
     For a rise from the first cell to the last, more is better.
     """
     rule = claim["rule"]
+    if "favours" in rule:
+        return declared_favourites(rule)
     if "bounds" in rule:
         return tuple(arm for arm, bound in rule["bounds"].items() if "below" in bound)
     return (rule["of"] if rule.get("contrast") == _RISE else rule["to"],)
+
+
+def _learned(claim: Claim) -> Iterator[Claim]:
+    """Yield the claim with its floor asked of the comparator."""
+    rule = claim["rule"]
+    if "floor" in rule:
+        (other,) = {*rule.get("bounds", (rule.get("of"), rule.get("to")))} - {rule["floor"]["of"]}
+        yield claim | {"rule": rule | {"floor": rule["floor"] | {"of": other}}}
 
 
 def _under_other(claim: Claim, decoding: str) -> Claim | None:
@@ -192,7 +202,7 @@ def _rule(bounded: bool = False, **own: Schema) -> Rule:
         bound = checks.some(("below", "above"), Real)
         return kept | ({"bounds": checks.some(arm, bound)} if bounded else of_two | {"decodings?": list})
 
-    return Rule(_find, schema, asks=_asks, favours=_winners, under=_under_other)
+    return Rule(_find, schema, asks=_asks, favours=_winners, under=_under_other, controls=_learned, turns=True)
 
 
 _SETTINGS = {"shared": checks.setting, "best": checks.setting}

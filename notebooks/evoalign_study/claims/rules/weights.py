@@ -14,15 +14,16 @@ from typing import Any
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study.claims.checks import Schema
 from evoalign_study.claims.findings import Finding, Measured, decoding_words, hold, significant, versus
-from evoalign_study.claims.quantities import QUANTITIES, Side, check_side, covered, side_of
-from evoalign_study.claims.rules.rule import Asks, Comparison, Rule, asked, declared_comparisons
+from evoalign_study.claims.quantities import QUANTITIES, Side, check_side, covered, noisy, side_of
+from evoalign_study.claims.rules.rule import Asks, Comparison, Rule, as_declared, asked, declared_comparisons, in_place
 from evoalign_study.claims.selection import BASE, Case, Claim, Runs
 
 
 def _find(case: Case) -> Iterator[Finding]:
     """Make every decisive comparison, and those that are only reported."""
     rule = case.rule
-    if case.null == BASE and any(QUANTITIES[each["quantity"]].measured is not covered for each in rule["comparisons"]):
+    measured = {QUANTITIES[comparison["quantity"]].measured for comparison in rule["comparisons"]}
+    if case.null == BASE and not measured <= {covered, noisy}:
         return  # the base has no displacement
 
     def winner(comparison: Comparison) -> str | None:
@@ -58,7 +59,7 @@ def _compare(case: Case, comparison: Comparison, decoding: str, favoured: str | 
     named = [f"{case.name(side.arm, side.arm == favoured)} {side.words}".strip() for side in sides]
     compared = f"{joint.join(named)}, {quantity.words}"
     label = f"{compared} {decoding_words(decoding)}" if decoding else compared
-    kept: dict[str, Any] = {"decisive": decisive, "decoding": decoding}
+    kept: dict[str, Any] = {"decisive": decisive, "decoding": decoding, "asked": as_declared(comparison)}
     if decoding and 0 in (comparison.get("above"), comparison.get("below")):  # only a bound of 0 orders two sides
         kept["compared"] = compared
     have = f"{label}: {', '.join(runs.have for runs in arms.values())}"
@@ -99,4 +100,9 @@ def _asks(claim: Claim) -> Asks:
         yield bounded, "a comparison needs a bound: declare that it lies above or below a value, or both"
 
 
-WEIGHTS = Rule(_find, _schema, asks=_asks)
+_CONTROLS = partial(
+    in_place,
+    quantity=lambda comparison: comparison["quantity"],
+    of_pairs=lambda comparison: QUANTITIES[comparison["quantity"]].equal_pairs,
+)
+WEIGHTS = Rule(_find, _schema, asks=_asks, controls=_CONTROLS, turns=True)
