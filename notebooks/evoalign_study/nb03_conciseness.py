@@ -32,6 +32,7 @@ presets, TINY, SMOKE, FULL = scales(
         "curve_points": (16, 3),
         "seeds_judge": (16, 2),  # of the declared settings
         "seeds_repeat": (16, 2, 0),  # further seeds of the declared settings, measured under all decodings
+        "seeds_walk": (16, 1, 0),  # of random fitness, measured so: the walk whose loss is taken off that of ES
         "seeds_map": (4, 1),  # of the other settings
         "seeds_elsewhere": (2, 1),  # on the other bases
         "sigma": ([0.003, 0.01, 0.03], [0.01, 0.03], [3e-4, 1e-3, 3e-3]),  # from here: the axes of the maps
@@ -65,13 +66,14 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
 
     again = [{"sampled_at": run.temperatures, "curve_points": run.repeat_points}]
     further = range(judge, judge + run.seeds_repeat)  # only seeds that were not used before
-    nulls = range(min(some, run.seeds_repeat))
+    nulls = min(some, run.seeds_repeat)
     first = {"base": where(of["base"], base=run.bases[0])} if "base" in of else {}
     return {
         "base": base_specs(run.bases, of_runs(vars(run)), run.scale),
         **{arm: train(arm, here, judge) for arm in ARMS},
         **{f"{arm}_repeat": train(arm, here, further, again) for arm in ARMS},
-        **{f"{arm}_repeat": train(arm, here, nulls, again) for arm in ("es_random", "grpo_random")},
+        "es_random_repeat": train("es_random", here, run.seeds_walk, again),
+        "grpo_random_repeat": train("grpo_random", here, nulls, again),
         **{f"{arm}_map": train(arm, here, some, on_map(arm)) for arm in ARMS},
         "es_map_elsewhere": train("es", elsewhere, run.seeds_elsewhere, on_map("es")),
         **{f"{arm}_few": train(arm, here, some, few(name)) for arm, name in (("es", "alpha"), ("grpo", "beta"))},
