@@ -363,6 +363,7 @@ def results(of: Records) -> Results:
             if quantity in JUDGES[1:]:
                 found[f"{name} less, ES - GRPO"] = difference(of, quantity, decoding, GAIN, TRAINING)
         found[f"{TRUE} {decoding} base"] = base[decoding]["score"][-1]
+        found[f"walk {decoding}"] = walked(of, TRUE, decoding, GAIN)
         found |= {f"turned {decoding} {arm}": turned(of, decoding, [arm]) for arm in ARMS}
         found[f"turned {decoding}, ES - GRPO"] = turned(of, decoding)
     found |= {f"{name} greedy base": base["greedy"][name] for name in ("template", "alternative")}
