@@ -57,7 +57,7 @@ SAID = {
     "contradicted": "E6 C9b C23 C27 C28",
     "superseded": "C2 C3b",
     "depends on decoding": "C3",
-    "underpowered": "C5b C5c C6b C7 C25 C35b",
+    "underpowered": "C3d C5b C5c C6b C7 C25 C35b",
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from evoalign_lib.analysis import curves, hacking
 from evoalign_lib.checks import require
 from evoalign_study import collapse
 from evoalign_study.claims.checks import check, some
-from evoalign_study.claims.findings import Undecided, decoding_words, there
+from evoalign_study.claims.findings import Undecided, decoding_words, defined, there
 from evoalign_study.claims.selection import BUDGETS, DECODINGS, Case, Record
 from evoalign_study.records import accuracy_matrix
 
@@ -184,7 +185,8 @@ def _right_at(case: Case, taken: Taken, arms: _Arms) -> _Arrays:
     """
     first, second, *walks = arms
     paired = [zip(first, walks[0] if walks else [None] * len(first), strict=False), ((run, None) for run in second)]
-    rows = [[collapse.right_at(run, taken.decoding, walk=walk, **taken.at) for run, walk in arm] for arm in paired]
+    right_at = partial(defined, collapse.right_at)  # a null may have been measured at other steps than the walk
+    rows = [[right_at(run, taken.decoding, walk=walk, **taken.at) for run, walk in arm] for arm in paired]
     return [there(arm, case.claim["min_seeds"], "an arm get there") for arm in rows]
 
 
