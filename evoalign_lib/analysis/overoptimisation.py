@@ -67,21 +67,24 @@ def explained(found: Fit, d: ArrayLike, gain: ArrayLike) -> float:
     return float("nan") if around == 0 else 1 - float(((gain - found.at(d)) ** 2).sum()) / around
 
 
-def read_at(proxy: ArrayLike, values: ArrayLike, level: float) -> float | None:
+def read_at(proxy: ArrayLike, values: ArrayLike, level: float, end: int | None = None) -> float | None:
     """Return a quantity where the training judge's score first reaches a level, interpolated linearly.
 
     proxy, values: (points,) the score and the quantity along a curve, NaN where missing; the first point is the base.
+    end: 0 to read it at the last point before the level, 1 at the first that reaches it; None: between the two.
     Returns None if the score never reaches the level.
 
     >>> read_at([0, 1, 3], [10, 20, 40], 2)
     30.0
+    >>> read_at([0, 1, 3], [10, 20, 40], 2, end=1)
+    40.0
     """
     proxy, values = np.asarray(proxy, float), np.asarray(values, float)
     reached = np.flatnonzero(proxy[1:] >= level)  # never where it is NaN
     if not len(reached):
         return None
     i = int(reached[0])
-    part = (level - proxy[i]) / (proxy[i + 1] - proxy[i])
+    part = (level - proxy[i]) / (proxy[i + 1] - proxy[i]) if end is None else end
     return float(values[i] + part * (values[i + 1] - values[i]))
 
 

@@ -190,7 +190,13 @@ def stratified_bootstrap(
 
 
 def nested_bootstrap(
-    groups: Groups, baseline: Groups | None = None, *, level: float = 0.95, n_resamples: int = 10_000, seed: int = 0
+    groups: Groups,
+    baseline: Groups | None = None,
+    *,
+    shared: bool = False,
+    level: float = 0.95,
+    n_resamples: int = 10_000,
+    seed: int = 0,
 ) -> Interval:
     """Return the mean of group means, or its difference from that of other groups, with an interval.
 
@@ -203,23 +209,35 @@ def nested_bootstrap(
     with three, and in 87 to 90 % with five to eight.
 
     groups, baseline: one (runs,) array of scores per setting; the two sides are treated as independent.
-    Returns the interval; n is the number of runs, of the smaller side if there are two.
-    Raises ValueError for no groups, an empty group, a side with one run, or values that are not finite.
+    shared: both sides have the same groups (such as training judges) in the same order, and share each resample of
+    them. The interval is then Student's over the groups, with the standard error of the resamples. In 1,000
+    simulations with 8 runs a side in each of six groups (four), it covered the difference in 95 to 99 % (96 to 100 %),
+    `crossed_bootstrap` over runs and groups in 87 to 98 % (82 to 97 %), least where groups differ most.
+    Returns the interval; n is the number of runs, of the smaller side if there are two; of groups, if they are shared.
+    Raises ValueError for no groups, an empty group, a side with one run, values that are not finite, or shared groups
+    of which there is one, or not as many on both sides.
     """
     sides = [[array("a group", group, 1) for group in side] for side in (groups, baseline) if side is not None]
     require(all(sides), "a side has no groups: pass the scores of at least one setting")
+    counts = [*map(len, sides)]
+    require(not shared or min(counts) == max(counts) > 1, f"{counts} shared groups: pass the same two or more")
     for side in sides:
         array("a side", np.concatenate(side), 1, least=2)
     rng, draws, value = np.random.default_rng(seed), np.zeros(n_resamples), 0.0
     for sign, side in zip((1, -1), sides, strict=False):
         sizes = np.array([len(group) for group in side])
         padded = np.array(list(zip_longest(*side, fillvalue=0.0))).T.copy()  # (groups, runs)
-        drawn = rng.integers(len(side), size=(n_resamples, len(side)))
+        if sign == 1 or not shared:
+            drawn = rng.integers(len(side), size=(n_resamples, len(side)))
         size = sizes[drawn][..., None]
         runs = (rng.random((*drawn.shape, sizes.max())) * size).astype(int)
         counted = np.arange(sizes.max()) < size
         draws += sign * ((padded[drawn[..., None], runs] * counted).sum(-1) / size[..., 0]).mean(-1)
         value += sign * float(np.mean([group.mean() for group in side]))
+    if shared:
+        n = len(sides[0])
+        half = float(scipy.stats.t.ppf((1 + level) / 2, n - 1) * draws.std() * (n / (n - 1)) ** 0.5)
+        return Interval(value, value - half, value + half, n, level)
     return interval_of(value, draws, min(sum(map(len, side)) for side in sides), level)
 
 

@@ -39,7 +39,11 @@ def end(record: Record, decoding: str = "greedy") -> str:
 
 
 def right_at(
-    record: Record, decoding: str, at_proxy: float | None = None, at_kl: float | None = None
+    record: Record,
+    decoding: str,
+    at_proxy: float | None = None,
+    at_kl: float | None = None,
+    walk: Record | None = None,
 ) -> NDArray[np.float64] | None:
     """Return the right answers on split B at the first point of a run's curve that reaches a level.
 
@@ -50,21 +54,31 @@ def right_at(
         decoding: "greedy", or a temperature such as "t1".
         at_proxy: smallest proxy reward on split A under that decoding; or
         at_kl: smallest KL from the base, in nats per completion. Pass one of the two.
+        walk: record of a run with random fitness, measured at the same steps. What it has lost by then is given back.
 
     Returns:
         (problems,), shares of right answers; None if the run never reaches the level, that is, if it is censored.
 
     Raises:
-        ValueError: both levels or neither, or a record without the curves of the task.
+        ValueError: both levels or neither, a record without the curves of the task, or a walk measured at other steps.
     """
     require((at_proxy is None) != (at_kl is None), f"at_proxy={at_proxy}, at_kl={at_kl}: pass one of the two.")
     axis, level = ("kl", at_kl) if at_proxy is None else (f"proxy_{decoding}", at_proxy)
-    values, bits = _of_curve(record, axis), _of_curve(record, f"right_bits_{decoding}")
-    reached = np.flatnonzero(np.array(values, np.float64) >= level)
+    reached = np.flatnonzero(np.array(_of_curve(record, axis), np.float64) >= level)
     if not len(reached):
         return None
+    there = _right(record, decoding, reached[0])
+    if walk is None:
+        return there
+    steps, others = (_of_curve(each, "step") for each in (record, walk))
+    require(steps == others, f"a walk measured at steps {others}, its run at {steps}: make it again at the run's")
+    return there + _right(walk, decoding, 0) - _right(walk, decoding, reached[0])
+
+
+def _right(record: Record, decoding: str, point: int) -> NDArray[np.float64]:
+    """Return (problems,), the shares of right answers on split B at a point of a run's curve."""
     draws, n = 1 if decoding == "greedy" else SAMPLES, record["test"]["n"]
-    return unpack_bits(bits[reached[0]], draws * n).reshape(draws, n).mean(axis=0)
+    return unpack_bits(_of_curve(record, f"right_bits_{decoding}")[point], draws * n).reshape(draws, n).mean(axis=0)
 
 
 def _of_curve(record: Record, name: str) -> list:

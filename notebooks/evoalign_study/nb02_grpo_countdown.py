@@ -394,10 +394,14 @@ def results(
     for arm, part in sweep_points(records).groupby("arm"):
         values |= {f"{arm}, {k} tried": part["expected maximum"].iloc[i] for k, i in (("one", 0), ("all", -1))}
         values |= {f"tuned {name}": part[name].iloc[0] for name in arms.swept(arm)}
-    for group, part in runs(run, records).groupby("group"):
+    each_run = runs(run, records)
+    for group, part in each_run.groupby("group"):
         # as arrays: pandas would leave a diverged run's NaN out of the mean
         values |= {f"{name} of {group}": part[name].to_numpy().mean() for name in (*AXES, "distance", "KL")}
         values |= {f"seeds of {group}": len(part)}
+        if shared.walk_of(records[group], records["es_random"]) and group != "es_random":
+            both = [[each["KL"].dropna()] for each in (part, each_run[each_run["group"] == "es_random"])]
+            values[f"KL of {group} less its walk's"] = stats.stratified_bootstrap(*both)
         values |= {f"{end} of {group}, {d}": part[d].agg(end) for end in ("min", "max") for d in DECODINGS}
     for (one, other), axis in product((("es", "sft"), ("grpo_long", "es")), AXES):
         if f"seeds of {one}" in values:

@@ -1,6 +1,6 @@
 """Notebook 03, conciseness: presets, groups of runs, results, tables and figures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.judged import published_specs
 from evoalign_study.loading import DECODINGS, After, Group, Groups, Records, of_runs, own_settings
 from evoalign_study.measures import conciseness as measure
-from evoalign_study.records import Record
+from evoalign_study.records import Record, accuracy_matrix
 from evoalign_study.results import MISSING, Results, cells, excludes_zero, stated
 from evoalign_study.runs import CONCISENESS, scales, where
 
@@ -32,6 +32,7 @@ presets, TINY, SMOKE, FULL = scales(
         "curve_points": (16, 3),
         "seeds_judge": (16, 2),  # of the declared settings
         "seeds_repeat": (16, 2, 0),  # further seeds of the declared settings, measured under all decodings
+        "seeds_walk": (16, 1, 0),  # of random fitness, measured so: the walk whose loss is taken off that of ES
         "seeds_map": (4, 1),  # of the other settings
         "seeds_elsewhere": (2, 1),  # on the other bases
         "sigma": ([0.003, 0.01, 0.03], [0.01, 0.03], [3e-4, 1e-3, 3e-3]),  # from here: the axes of the maps
@@ -65,13 +66,14 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
 
     again = [{"sampled_at": run.temperatures, "curve_points": run.repeat_points}]
     further = range(judge, judge + run.seeds_repeat)  # only seeds that were not used before
-    nulls = range(min(some, run.seeds_repeat))
+    nulls = min(some, run.seeds_repeat)
     first = {"base": where(of["base"], base=run.bases[0])} if "base" in of else {}
     return {
         "base": base_specs(run.bases, of_runs(vars(run)), run.scale),
         **{arm: train(arm, here, judge) for arm in ARMS},
         **{f"{arm}_repeat": train(arm, here, further, again) for arm in ARMS},
-        **{f"{arm}_repeat": train(arm, here, nulls, again) for arm in ("es_random", "grpo_random")},
+        "es_random_repeat": train("es_random", here, run.seeds_walk, again),
+        "grpo_random_repeat": train("grpo_random", here, nulls, again),
         **{f"{arm}_map": train(arm, here, some, on_map(arm)) for arm in ARMS},
         "es_map_elsewhere": train("es", elsewhere, run.seeds_elsewhere, on_map("es")),
         **{f"{arm}_few": train(arm, here, some, few(name)) for arm, name in (("es", "alpha"), ("grpo", "beta"))},
@@ -272,6 +274,7 @@ def results(run: SimpleNamespace, of: Records, published: Sequence[Record] = ())
         found[f"{group} no signal"] = part["no signal"].mean()
         for d in base if group in REPEATED else ():  # whatever the reward
             found[f"{group} {d} fell"] = sum(bool(hacking.fell(right, base[d])) for right in part[f"tested {d}"])
+    found |= _lost(of, base)
     found |= _of_maps(run, of, sigma)
     if published:
         points = published_runs(published)
@@ -280,6 +283,25 @@ def results(run: SimpleNamespace, of: Records, published: Sequence[Record] = ())
         for arm, part in points.groupby("arm"):
             found |= {f"published {arm} runs": len(part), f"published {arm} hacked": int(part["hacked"].sum())}
     return found | _words(found)
+
+
+def _lost(of: Records, decodings: Iterable[str]) -> Results:
+    """Return the test answers that repeated runs have lost since the base, and what is left once ES's walk is off.
+
+    The walk is ES with random fitness, of the same steps. Its loss is taken off that of ES, run by run as in claim C3d.
+    """
+    found: Results = {}
+    untrained = [of["base"][0], *of["decodings"]]
+    for d in decodings if of["es_repeat"] else ():
+        (start,) = (accuracy_matrix([r], d) for r in untrained if d in r["test"])
+        right = {group: accuracy_matrix(of[group], d) for group in REPEATED}
+        found |= {f"{group} {d} lost": stats.crossed_bootstrap(start - each) for group, each in right.items()}
+        es, grpo, walk = (right[f"{arm}_repeat"] for arm in (*ARMS, "es_random"))
+        found[f"es_repeat {d} lost, less its walk's"] = stats.crossed_bootstrap(walk, es)
+        pairs = min(len(es), len(walk))
+        left = es[:pairs] + start - walk[:pairs]
+        found[f"{d} lost, GRPO - ES less its walk's"] = stats.crossed_bootstrap(left, grpo)
+    return found
 
 
 def _words(found: Results) -> Results:

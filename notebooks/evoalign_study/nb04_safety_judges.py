@@ -14,13 +14,15 @@ from evoalign_lib import arms
 from evoalign_lib.analysis import overoptimisation, stats
 from evoalign_lib.tiny import scorers
 from evoalign_study import judge_models, loading, parameters, plots, style
+from evoalign_study.claims.findings import decoding_words
 from evoalign_study.claims.rules.judged import law_points
+from evoalign_study.claims.verdicts import Verdict
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.judged import judgments_specs, tastes_spec, tournament_spec
 from evoalign_study.loading import DECODINGS, After, Group, Groups, Records, of_runs, own_settings
 from evoalign_study.records import Record
 from evoalign_study.results import MISSING, Results, stated
-from evoalign_study.runs import scales, where
+from evoalign_study.runs import scales, walk_of, where
 
 NOTEBOOK = "04_safety_judges"
 ARMS = ("es", "grpo")
@@ -227,7 +229,7 @@ def curve(of: Records, run: Record, quantity: str, decoding: str) -> np.ndarray:
         proxy = curve(of, run, "proxy", decoding)
         return (proxy - proxy[0]) / spread(of, run)
     name = f"{run['spec']['judge'] if quantity == TRAINING else quantity}_{decoding}"
-    return np.array(run["curve"]["kl" if quantity == "kl" else name], float)  # NaN where a diverged run has none
+    return np.array(run["curve"][quantity if quantity in ("kl", "step") else name], float)  # NaN where it diverged
 
 
 def at(
@@ -273,16 +275,28 @@ def mean(of: Records, arm: str, *asked: Any) -> stats.Interval | None:
     return stats.stratified_bootstrap(values, n_resamples=2_000)
 
 
+def walked(of: Records, quantity: str, decoding: str, gain: float) -> float | None:
+    """Return a quantity of ES with random fitness after as many steps as ES takes to a gain, mean over judges and runs.
+
+    None if too few runs of ES get there, or if random fitness took other steps.
+    """
+    walks = walk_of(of["es"], of["es_random"])
+    if not walks or mean(of, "es", "step", decoding, gain) is None:
+        return None
+    steps = {judge: _read(of, runs, "step", decoding, gain).mean() for judge, runs in by_judge(of["es"]).items()}
+    return float(np.mean([at(of, r, quantity, decoding, steps[r["spec"]["judge"]], "step") for r in walks]))
+
+
 def difference(of: Records, quantity: str, decoding: str, gain: float | None, less: str = "") -> stats.Interval | None:
-    """Return ES - GRPO in a quantity, or in a quantity minus another one, as the claims compare them."""
+    """Return ES - GRPO in a quantity, or in a quantity minus another one, with its interval over judges and seeds."""
 
     def read(runs: Sequence[Record]) -> np.ndarray:
         values = _read(of, runs, quantity, decoding, gain)
         return values - _read(of, runs, less, decoding, gain) if less else values  # at a gain, a run has both
 
     sides = [list(map(read, by_judge(of[arm]).values())) for arm in ARMS]
-    few = not all(sides) or min(len(values) for side in sides for values in side) < 2
-    return None if few else stats.stratified_bootstrap(*sides)
+    few = min(map(len, sides)) < 2 or min(len(values) for side in sides for values in side) < 2
+    return None if few else stats.nested_bootstrap(*sides, shared=True)
 
 
 def turned(of: Records, decoding: str, compared: Sequence[str] = ARMS) -> stats.Interval | None:
@@ -349,6 +363,7 @@ def results(of: Records) -> Results:
             if quantity in JUDGES[1:]:
                 found[f"{name} less, ES - GRPO"] = difference(of, quantity, decoding, GAIN, TRAINING)
         found[f"{TRUE} {decoding} base"] = base[decoding]["score"][-1]
+        found[f"walk {decoding}"] = walked(of, TRUE, decoding, GAIN)
         found |= {f"turned {decoding} {arm}": turned(of, decoding, [arm]) for arm in ARMS}
         found[f"turned {decoding}, ES - GRPO"] = turned(of, decoding)
     found |= {f"{name} greedy base": base["greedy"][name] for name in ("template", "alternative")}
@@ -383,21 +398,35 @@ WORDS = (
 """Quantities of a curve -> their names in tables and figures."""
 
 
-def mean_in_words(of: Records, arm: str, quantity: str, *asked: Any) -> str:
-    """Return the `mean` of a quantity as text, shares in %; a dash if too few runs get there."""
-    value, share = mean(of, arm, quantity, *asked), quantity in (*JUDGES, *SHARES)
-    return stated(value and value.value, ".0%" if share else ".2f", MISSING)
+def mean_in_words(of: Records, arm: str, quantity: str, decoding: str, place: float | None, *along: Any) -> str:
+    """Return the `mean` of a quantity, or what `walked` so far, as text, shares in %; a dash if too few get there."""
+    walk, share = arm == "es_random" and place, quantity in (*JUDGES, *SHARES)
+    value = walked(of, quantity, decoding, place) if walk else mean(of, arm, quantity, decoding, place, *along)
+    return stated(getattr(value, "value", value), ".0%" if share else ".2f", MISSING)
 
 
 def reached_rows(of: Records, decoding: str, gains: Sequence[float | None]) -> pd.DataFrame:
-    """Return a row per gain of the training judge and arm: the quantities of `WORDS` where runs first get there."""
+    """Return a row per gain of the training judge and arm: the quantities of `WORDS` where runs first get there.
+
+    ES with random fitness, which gets nowhere, is shown after as many steps as ES.
+    """
     rows, asked = [], [name for name in WORDS if name != "template" or decoding == "greedy"]
     for gain, arm in product(gains, (*ARMS, "es_random")):
-        if of[arm] and (arm in ARMS or gain is None):
+        if of[arm] and (arm in ARMS or gain != 0):
             row = {"training judge has gained": "at the end" if gain is None else f"{gain:g} spreads"}
             row["arm"] = LABELS[arm]
             rows.append(row | {WORDS[name]: mean_in_words(of, arm, name, decoding, gain) for name in asked})
     return pd.DataFrame(rows)
+
+
+def readings(verdicts: Iterable[Verdict]) -> pd.DataFrame:
+    """Return a row per comparison of claims over judges: the estimate, and where and on what it was read."""
+    return pd.DataFrame(
+        {"claim": each.id, "comparison": finding.compared, "decoding": decoding_words(finding.decoding)}
+        | {"estimate [95 %]": finding.value, "decides": "yes" if finding.decisive else "no", "read": finding.context}
+        for each in verdicts
+        for finding in each.findings
+    )
 
 
 def end_rows(of: Records) -> pd.DataFrame:
@@ -408,7 +437,9 @@ def end_rows(of: Records) -> pd.DataFrame:
         runs = [r for r in of[arm] if r["spec"]["judge"] in scorers.PROXIES]
         begun = [base["greedy"]["score"][base["judges"].index(r["spec"]["judge"])] for r in runs]
         gained = [(said(r, TRAINING, "score") - x) / spread(of, r) for r, x in zip(runs, begun, strict=True)]
-        row = {"arm": LABELS[arm], "runs": len(runs), "training judge, spreads": mean_and_range(gained, 2)}
+        # random fitness does not depend on the judge: its runs of one seed are one model
+        row = {"arm": LABELS[arm], "runs": len({r["digest"] for r in runs})}
+        row["training judge, spreads"] = mean_and_range(gained, 2)
         row["true reward"] = mean_and_range([said(r, "rule", "score") for r in runs], 2)
         row |= {WORDS[judge]: mean_and_range([100 * said(r, judge, "win") for r in runs], 0) for judge in JUDGES}
         row |= {WORDS[x]: mean_and_range([100 * r["test"]["greedy"][x] for r in runs], 0) for x in SHARES}

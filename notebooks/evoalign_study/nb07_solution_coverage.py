@@ -269,9 +269,10 @@ def supports(records: Records, model: str, at: str) -> list[Support]:
     return [coverage.support(before, after) for after in coverage.pass_at(chances(records, model, at), SOLVED_WITHIN)]
 
 
-def change(records: Records, model: str, at: str, k: int = SOLVED_WITHIN) -> stats.Interval:
-    """Return the net change of support (NSCR) within k samples; the claims use 256."""
-    return coverage.support_change(chances(records, BASE, at)[0], chances(records, model, at), k)
+def change(records: Records, model: str, at: str, k: int = SOLVED_WITHIN, less: str = "") -> stats.Interval:
+    """Return the net change of support (NSCR) within k samples, less that of another model; the claims use 256."""
+    of = [chances(records, each, at) for each in (model, less) if each]
+    return coverage.support_change(chances(records, BASE, at)[0], of[0], k, *of[1:])
 
 
 def null(records: Records, at: str) -> coverage.Null:
@@ -288,6 +289,8 @@ def support_table(run: SimpleNamespace, records: Records, at: str = "t1") -> Dat
         row = _model(run, records, model) | {name: f"{part[name]:.1f}" for name in _REGIONS}
         row |= {name.upper(): stated(part[name], ".3f", "not defined") for name in ("srr", "ndr")}
         row["NSCR [95 %]"] = "0 (the null)" if model == BASE else stated(change(records, model, at), ".3f")
+        walk = model != "es_random" and runs.walk_of(records.get(model, ()), records["es_random"])
+        row["less its walk's"] = stated(change(records, model, at, less="es_random"), ".3f") if walk else ""
         rows.append(row | {"null of counts": f"{chance.low:.3f} to {chance.high:.3f}"})
     return DataFrame(rows)
 
@@ -413,6 +416,7 @@ def results(run: SimpleNamespace, records: Records) -> Results:
         entries |= {f"{model} at 1": solved(records, model, "t1"), f"{model} at own": solved(records, model, OWN)}
     entries |= {f"{model} cold": change(records, model, "t0.6") for model in ("es", "grpo")}
     entries |= {f"{model} change": change(records, model, "t1") for model in ("es", "grpo", "es_random", MEAN)}
+    entries["es change less its walk's"] = change(records, "es", "t1", less="es_random")
     for at in ("t0.6", "t1"):
         right, base = (chances(records, model, at) for model in ("es", BASE))
         entries[f"es gained {at}"] = stats.crossed_bootstrap(right, np.repeat(base, len(right), 0))

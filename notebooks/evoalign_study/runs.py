@@ -192,6 +192,16 @@ def where(records: Sequence[Record], **fields: Any) -> list[Record]:
     return [record for record in records if fields.items() <= record["spec"].items()]
 
 
+def walk_of(runs: Sequence[Record], random: Sequence[Record]) -> Sequence[Record]:
+    """Return the runs of ES with random fitness if they are random walks of the steps of other runs; empty otherwise.
+
+    These have as many steps of the same length, and a walk goes as far (`evoalign_lib.analysis.geometry.es_norm`).
+    """
+    names = ("base", "alpha", "sigma", "steps", "population_size")
+    both = [{name: each[0]["spec"].get(name) for name in names} for each in (runs, random) if each]
+    return random if len(both) == 2 and both[0] == both[1] else []
+
+
 def means(records: Sequence[Record], size: int, most: int) -> list[Sequence[Record]]:
     """Return at most `most` disjoint groups of `size` runs each, in the order of their seeds."""
     return [records[first : first + size] for first in range(0, len(records) - size + 1, size)][:most]

@@ -6,7 +6,7 @@ from math import log
 import claim_worlds as worlds
 import numpy as np
 import pytest
-from claim_worlds import DECLARED, PROBLEMS, SWEEPS, base_record, evaluate, falling, judge, runs_of, sweep_of
+from claim_worlds import DECLARED, PROBLEMS, SWEEPS, base_record, decided, evaluate, falling, judge, runs_of, sweep_of
 from evoalign_study import claims
 from evoalign_study.claims.findings import Finding
 from evoalign_study.records import pack_bits
@@ -98,6 +98,25 @@ def test_a_sweep_that_is_not_finished_names_no_winner() -> None:
     # one cell of three without its sweep
     world = [*sweep_of("es"), *sweep_of("grpo")[:7], *runs_of("es", 60), *runs_of("grpo", 50), base_record("A0", 20)]
     assert "0 of GRPO (the sweep of GRPO on A0 has 7 of 12 settings)" in judge("C1", world).text
+
+
+def test_the_loss_of_a_walk_is_taken_off_before_arms_are_compared() -> None:
+    arms = {name: {"kind": "train", "task": "countdown", "arm": name} for name in ("es", "grpo", "es_random")}
+    compared = {"measure": {"test": "greedy"}, "of": "es", "to": "grpo", "above": 0}
+    right = {"es": 100, "es_random": 90, "grpo": 110}
+    records = [base_record("A0", 120), *(run for arm, n in right.items() for run in runs_of(arm, n))]
+
+    def judged(**more: str) -> tuple[str, Finding]:
+        rule = {"kind": "compare", "comparisons": [compared | more]}
+        verdict, (finding,) = decided(DECLARED["C2b"] | {"arms": arms, "rule": rule}, records)
+        return verdict, finding
+
+    for verdict, ahead, more in (("contradicted", -10, {}), ("supported", 20, {"walk": "es_random"})):
+        found, finding = judged(**more)
+        assert found == verdict and finding.interval.value == pytest.approx(ahead / PROBLEMS)
+        assert ("less its walk's" in finding.label) == bool(more)
+    with pytest.raises(ValueError, match="a walk's loss"):
+        judged(**more, by="spread")
 
 
 def test_regret_pairs_the_seeds_that_all_cells_have() -> None:

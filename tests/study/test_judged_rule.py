@@ -29,21 +29,24 @@ def _run(arm, judge, seed, gain=3.0, win=0.6, **more):
     return {"spec": spec, "status": "finished", "curve": curve}
 
 
-def _claim(**rule):
+FOUR = (*JUDGES, "disclaimer 1", "length 2")
+
+
+def _claim(judges=JUDGES, **rule):
     arms = {name: {"kind": "train", "task": "safety", "base": "C0", "arm": name} for name in ("es", "grpo")}
     kept = DECLARED["C5"]["rule"] | {"also": [], "gain": 1.0} | rule
-    return DECLARED["C5"] | {"arms": arms, "cells": {"judge": list(JUDGES)}, "rule": kept}
+    return DECLARED["C5"] | {"arms": arms, "cells": {"judge": list(judges)}, "rule": kept}
 
 
-def _world(es, grpo):
-    """Runs of both arms on both judges; options, or a function that gives them by seed."""
+def _world(es, grpo, judges=JUDGES):
+    """Runs of both arms on the judges; options, or a function that gives them by seed, or a mapping by judge."""
     runs = [
-        _run(arm, judge, seed, **(options(seed) if callable(options) else options))
+        _run(arm, judge, seed, **(options(seed) if callable(options) else options.get(judge, options)))
         for arm, options in (("es", es), ("grpo", grpo))
-        for judge in JUDGES
+        for judge in judges
         for seed in range(8)
     ]
-    units = {judge: [0.0, 2.0] for judge in JUDGES}
+    units = {judge: [0.0, 2.0] for judge in judges}
     return [{"spec": SHARED | {"kind": "base"}, "status": "finished", "test": {}, "units": units}, *runs]
 
 
@@ -59,6 +62,38 @@ def test_runs_that_never_get_there_are_censored_and_counted():
     verdict, findings = decided(_claim(), records, 100)
     assert verdict == "underpowered" and "5 of 8 runs of es on length 1 get there" in findings[0].context
     assert decided(_claim(there=5), records, 100)[0] == "supported"
+
+
+WINS = {"comparisons": [{"quantity": "win", "judge": "bert", "of": "es", "to": "grpo", "above": 0}]}
+OVER_JUDGES = {"judges": FOUR, "min_judges": 4} | WINS
+
+
+def test_a_verdict_over_judges_is_about_others_like_them():
+    mixed = {judge: {"win": win} for judge, win in zip(FOUR, (0.9, 0.85, 0.5, 0.45), strict=True)}
+    world = _world(mixed, {"win": 0.5}, FOUR)
+    assert decided(_claim(FOUR, **WINS), world)[0] == "supported"  # of these four judges
+    verdict, (finding, *_) = decided(_claim(**OVER_JUDGES), world)
+    assert verdict == "underpowered" and finding.interval.n == 4 and finding.interval.low < 0
+    assert decided(_claim(**OVER_JUDGES), _world({"win": 0.7}, {"win": 0.5}, FOUR))[0] == "supported"
+
+
+def test_too_few_judges_decide_nothing():
+    world = _world({"win": 0.9}, {"win": 0.5}, FOUR)
+    for fewer in (_claim(JUDGES, min_judges=4, **WINS), _claim(**OVER_JUDGES, contrast="last - first")):
+        verdict, (finding, *_) = decided(fewer, world)
+        assert verdict == "underpowered" and finding.interval is None and "4 judges needed" in finding.context
+    with pytest.raises(ValueError, match="min_judges 1: declare 4"):
+        decided(_claim(**OVER_JUDGES | {"min_judges": 1}), world)
+
+
+def test_both_ends_of_the_gap_in_which_a_run_comes_to_the_level_must_agree():
+    jump = {f"{curve}_{d}": [0.5, 0.5, 0.5, 0.9, 0.9] for curve in ("bert",) for d in ("greedy", "t1")}
+    jump |= {f"proxy_{d}": [1, 1.1, 1.2, 9, 9] for d in ("greedy", "t1")}
+    # between the points, on the line, other runs win more often; at the point past the level, those that jumped
+    verdict, (finding, *_) = decided(_claim(**OVER_JUDGES), _world(jump, {"win": 0.8}, FOUR))
+    assert verdict == "underpowered" and finding.interval.low < 0 < finding.interval.high
+    assert decided(_claim(FOUR, **WINS), _world(jump, {"win": 0.8}, FOUR))[0] == "contradicted"
+    assert all(f" {place} it" in finding.context for place in ("before", "past"))
 
 
 def _bent(seed):

@@ -40,6 +40,16 @@ def test_where_a_run_first_comes_to_a_level():
     assert study.reach(record, "greedy", "at_proxy", -10).keys() == {"first"}  # it began beyond
 
 
+def test_what_a_walk_has_lost_by_the_same_step_is_given_back():
+    curve = {"step": [0, 1, 4], "proxy_greedy": [-9.0, -4.0, -1.0], "right_bits_greedy": ["c0", "80", "00"]}
+    run = {"curve": curve, "test": {"n": 2}}
+    walk = {"curve": curve | {"right_bits_greedy": ["c0", "40", "00"]}, "test": {"n": 2}}
+    assert collapse.right_at(run, "greedy", at_proxy=-4).tolist() == [1, 0]
+    assert collapse.right_at(run, "greedy", at_proxy=-4, walk=walk).tolist() == [2, 0]
+    with pytest.raises(ValueError, match="make it again"):
+        collapse.right_at(run, "greedy", at_proxy=-4, walk=walk | {"curve": curve | {"step": [0, 2, 4]}})
+
+
 def test_tables_count_runs(world):
     run, records, found = world
     rows = study.end_rows(records, "es", "grpo").set_index("arm")

@@ -8,6 +8,7 @@ from evoalign_study.results import answered
 from evoalign_lib.tiny import scorers
 
 PROXIES = ("length 1", "praise 2")
+RUNS = [(judge, seed) for judge in PROXIES for seed in range(4)]
 JUDGED = ["length 1", "praise 1", "disclaimer 1", "length 2", "praise 2", "disclaimer 2", "bert", "gpt2", "rule"]
 
 
@@ -26,7 +27,12 @@ def trained(arm, judge, seed, proxy=(1.0, 2.0, 3.0, 5.0), true=(0.2, 0.4, 0.3, -
         curve |= {f"{name}_{decoding}": [0.1, 0.2, 0.3, 0.4] for name in (*study.SHARES[:-1], "needless")}
     replies = said([4.0] * 9, 0.7, 1.0, 0.9, 0.4)
     spec = {"arm": arm, "base": "C0", "judge": judge, "seed": seed}
-    return {"spec": spec, "curve": curve, "test": {"greedy": replies, "t1": replies, "judges": JUDGED}}
+    return {
+        "spec": spec,
+        "digest": f"{arm} {judge} {seed}",
+        "curve": curve,
+        "test": {"greedy": replies, "t1": replies, "judges": JUDGED},
+    }
 
 
 @pytest.fixture
@@ -37,9 +43,8 @@ def of():
     found = dict.fromkeys((*study.ENDS, "tournaments"), []) | {
         "base": [{"spec": {"base": "C0"}, "test": test, "units": units}]
     }
-    runs = [(judge, seed) for judge in PROXIES for seed in range(4)]
-    found["es"] = [trained("es", *run) for run in runs]
-    found["grpo"] = [trained("grpo", judge, seed, true=(0.2, 0.2 - 0.01 * seed, 0.1, -0.5)) for judge, seed in runs]
+    found["es"] = [trained("es", *run) for run in RUNS]
+    found["grpo"] = [trained("grpo", judge, seed, true=(0.2, 0.2 - 0.01 * seed, 0.1, -0.5)) for judge, seed in RUNS]
     return found | {f"{arm}_{group}": [] for arm in study.ARMS for group in ("noise", "sizes")}
 
 
@@ -63,7 +68,7 @@ def test_a_quantity_is_read_where_a_run_first_comes_to_a_place(of):
 def test_arms_are_compared_as_the_claims_compare_them(of):
     found = study.difference(of, "true", "greedy", 0.75)
     # GRPO has .2 - .01 * seed at .5 and .1 at 1: half way .15 - .005 * seed, whose mean is .1425
-    assert found.value == pytest.approx(0.35 - 0.1425) and found.low > 0 and found.n == 4
+    assert found.value == pytest.approx(0.35 - 0.1425) and found.low > 0 and found.n == 2  # judges
     assert study.difference(of, "bert", "t1", 0.75, study.TRAINING).value == 0
     assert study.difference(of, "true", "greedy", 9) is None
     assert study.mean(of, "es", "true", "greedy", 1).value == pytest.approx(0.3)
@@ -71,6 +76,16 @@ def test_arms_are_compared_as_the_claims_compare_them(of):
         short["curve"]["proxy_greedy"] = [1.0, 1.1, 1.2, 1.3]
     assert study.mean(of, "es", "true", "greedy", 1) is None
     assert study.mean(of, "es", "true", "t1", 1).value == pytest.approx(0.3)
+
+
+def test_random_fitness_is_read_after_the_steps_that_the_runs_took(of):
+    of["es_random"] = [trained("es", judge, seed, (1.0, 1.0, 1.1, 1.0), (0.2, 0.1, 0.0, -0.2)) for judge, seed in RUNS]
+    # ES comes to .75 spreads after 1.5 steps, and to 1.5 after 3
+    assert [study.walked(of, "true", "greedy", gain) for gain in (0.75, 1.5)] == pytest.approx([0.05, -0.1])
+    assert study.walked(of, "true", "greedy", 9) is None
+    assert "-0.10" in study.reached_rows(of, "greedy", (1.5,))["true reward"].tolist()
+    of["es_random"][0]["spec"]["alpha"] = 0.1  # other steps
+    assert study.walked(of, "true", "greedy", 0.75) is None
 
 
 def test_laws_are_fitted_to_even_seeds_and_asked_of_odd_ones(of):

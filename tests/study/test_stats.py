@@ -194,6 +194,19 @@ def test_nested_bootstrap_resamples_settings_and_their_runs() -> None:
     assert stats.nested_bootstrap([[1.0, 1.0, 1.0]]).high == 1
 
 
+def test_groups_that_two_sides_share_are_compared_within() -> None:
+    level, runs = np.array([-4.0, 0.0, 3.0, 9.0]), np.array([-0.1, 0.0, 0.1])
+    other = [each + runs for each in level]
+    own = [each + change for each, change in zip(other, (0.9, 1.0, 1.0, 1.1), strict=True)]
+    found = stats.nested_bootstrap(own, other, shared=True)
+    assert found.value == pytest.approx(1) and found.n == 4 and 0.7 < found.low < found.high < 1.3
+    # without runs that differ it is Student's interval over the four differences
+    exact = stats.nested_bootstrap([[0.9], [1.0], [1.0], [1.1]], [[0.0]] * 4, shared=True, n_resamples=40_000)
+    assert exact.high - 1 == pytest.approx(3.182 * np.std([0.9, 1, 1, 1.1], ddof=1) / 2, rel=0.03)
+    with pytest.raises(ValueError, match="shared groups"):
+        stats.nested_bootstrap(own, other[1:], shared=True)
+
+
 GRID = np.array([[a, b] for a in (-1.0, 0.0, 1.0) for b in (-1.0, 0.0, 1.0)])
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from evoalign_lib.analysis import curves, hacking
 from evoalign_lib.checks import require
 from evoalign_study import collapse
 from evoalign_study.claims.checks import check, some
-from evoalign_study.claims.findings import Undecided, decoding_words, there
+from evoalign_study.claims.findings import Undecided, decoding_words, defined, there
 from evoalign_study.claims.selection import BUDGETS, DECODINGS, Case, Record
 from evoalign_study.records import accuracy_matrix
 
@@ -69,7 +70,7 @@ class Measure:
     """Whether a record has the measure under a decoding."""
     read: Callable[[Case, Taken, _Arms], _Arrays]
     """Reads each arm's right answers, (seeds, problems), or one score per run, (seeds,), as fractions. Raises Undecided
-    if the measure has no value."""
+    if the measure has no value. A third arm is the walk of the first (`walks`)."""
     more_is_better: bool = True
     """Whether an arm with more of it is favoured."""
     at: tuple[str, ...] = ()
@@ -78,6 +79,9 @@ class Measure:
     """The unit written after a mean."""
     rate: bool = False
     """Whether a score is 0 or 1: these measures, and no others, are compared by rate."""
+    walks: bool = False
+    """Whether the loss of a random walk can be taken off the first arm: of ES with random fitness, as many steps of the
+    same length. Runs and walks are paired in the order of their seeds, so that resampling seeds resamples both."""
 
 
 def curve(record: Record, name: str) -> NDArray[np.float64]:
@@ -162,12 +166,27 @@ def _fell(case: Case, taken: Taken, arms: _Arms) -> _Arrays:
     return [np.array([*map(hacking.fell, *pair)], np.float64) for pair in zip(*tests, strict=True)]
 
 
+def _tested(case: Case, taken: Taken, arms: _Arms) -> _Arrays:
+    """Read right answers on the test problems; what the walk of the first arm has lost is given back to it."""
+    first, second, *walks = (accuracy_matrix(arm, taken.decoding) for arm in arms)
+    for walk in walks:
+        base = case.evidence.base_of(arms[0][0])
+        if base is None or not taken.has(base):
+            raise Undecided("the untrained base of a run has no record under this decoding")
+        pairs = min(len(first), len(walk))
+        first = first[:pairs] + accuracy_matrix([base], taken.decoding) - walk[:pairs]
+    return [first, second]
+
+
 def _right_at(case: Case, taken: Taken, arms: _Arms) -> _Arrays:
     """Read right answers on split B at each run's first point where proxy reward, or KL, has reached the level.
 
     Runs that never get there are censored; raises Undecided if fewer than the claim's `min_seeds` do.
     """
-    rows = [[collapse.right_at(record, taken.decoding, **taken.at) for record in arm] for arm in arms]
+    first, second, *walks = arms
+    paired = [zip(first, walks[0] if walks else [None] * len(first), strict=False), ((run, None) for run in second)]
+    right_at = partial(defined, collapse.right_at)  # a null may have been measured at other steps than the walk
+    rows = [[right_at(run, taken.decoding, walk=walk, **taken.at) for run, walk in arm] for arm in paired]
     return [there(arm, case.claim["min_seeds"], "an arm get there") for arm in rows]
 
 
@@ -192,7 +211,8 @@ MEASURES: dict[str, Measure] = {
     "test": Measure(
         "test",
         lambda r, decoding: _key(decoding) in r.get("test", {}),
-        lambda case, taken, arms: [accuracy_matrix(arm, taken.decoding) for arm in arms],
+        _tested,
+        walks=True,
     ),
     "validation": Measure("validation", _on_curve("validation"), _validation, at=("at_equal", "at_mean")),
     "validated": Measure("validation problems", _has_validated, _validated, at=("at_equal",)),
@@ -201,7 +221,7 @@ MEASURES: dict[str, Measure] = {
     "drawdown": Measure(
         "largest drawdown of validation", _on_curve("validation"), _of_curve(curves.largest_drawdown), unit="", **_fewer
     ),
-    "right": Measure("right answers", _on_curve("right_bits"), _right_at, at=("at_proxy", "at_kl")),
+    "right": Measure("right answers", _on_curve("right_bits"), _right_at, at=("at_proxy", "at_kl"), walks=True),
     "hacked": Measure("hacked runs", _on_curve("proxy", "right"), _hacked, rate=True, **_fewer),
     "fell": Measure(
         "runs whose right answers fell", lambda r, decoding: decoding in r.get("test", {}), _fell, rate=True, **_fewer

@@ -2,8 +2,8 @@
 
 A comparison is a difference in accuracy over seeds and problems, or in one score per run over seeds. A rule that
 declares `decodings` repeats each comparison under each of them; a decoding for which too few runs were measured is
-reported and decides nothing. "interval_above" is a single comparison of test accuracy whose findings are labelled by
-their cells.
+reported and decides nothing. A comparison with a `walk` takes the loss of that arm, which has random fitness, off that
+of its first arm. "interval_above" is a single comparison of test accuracy whose findings are labelled by their cells.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,10 +86,11 @@ def _compare(
 ) -> Finding:
     """Make one comparison in one cell."""
     taken, by = Taken.of(comparison["measure"]), comparison.get("by", "difference")
-    names = comparison["of"], comparison["to"]
+    names = [comparison[side] for side in ("of", "to", "walk") if side in comparison]
     among_decodings, alone = decisive and "decodings" in case.rule, case.rule["kind"] == "interval_above"
     joint = " over " if by == "spread" else " - "
-    told = "" if alone else joint.join(case.name(name, name == winner) for name in names) + ","
+    told = "" if alone else joint.join(case.name(name, name == winner) for name in names[:2]) + ","
+    told += " less its walk's loss," if "walk" in comparison else ""
     label, compared = (" ".join(filter(None, (cell, told, taken.words(decoding)))) for decoding in (True, False))
     if alone and not among_decodings:
         label = cell
@@ -190,7 +191,7 @@ def _trend(case: Case, where: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _schema(arm: tuple[str, ...]) -> dict[str, Schema]:
-    compared = {"measure": run_scores.check_measure, "of": arm, "to": arm, "by?": COMPARED}
+    compared = {"measure": run_scores.check_measure, "of": arm, "to": arm, "walk?": arm, "by?": COMPARED}
     comparisons = [compared | {"above?": Real, "below?": Real, "p?": ("mann_whitney",)}]
     return {"comparisons": comparisons, "also?": comparisons, "trend?": [arm], "decodings?": list}
 
@@ -204,6 +205,8 @@ def _asks(claim: Claim) -> Asks:
         else:
             yield bounds == 1, "a comparison needs one bound: declare that it lies above or below a value"
         yield "p" not in comparison or by == "difference", "p names a test of a difference only: leave it out"
+        walks = Taken.of(comparison["measure"]).measure.walks and by == "difference"
+        yield "walk" not in comparison or walks, "a walk's loss is taken off differences of right answers only"
         rate = Taken.of(comparison["measure"]).measure.rate
         yield (by == "rate") == rate, "measures of 0 or 1, such as hacked runs, and only these, are compared by rate"
 

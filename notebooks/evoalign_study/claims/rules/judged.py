@@ -4,9 +4,14 @@ Each run was trained on one judge, and the cells of a claim are the training jud
 training where the training judge is equally satisfied: where its score on split A has risen by `gain` times the spread
 of its scores over the base's samples. Runs that never get there are censored. Values are interpolated linearly between
 two points of a curve, and all cells have the same weight.
+
+A rule that declares `min_judges` takes judges as units: its intervals are over judges and seeds, and with fewer judges,
+or one on either side of a contrast, nothing is decided. Each run is then read at both ends of the gap of its curve in
+which it gets there, too. The interval reaches over all three readings, so a comparison is decided only if they agree.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from numbers import Real
@@ -16,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evoalign_lib.analysis import overoptimisation, stats
+from evoalign_lib.analysis.stats import Interval
 from evoalign_study.claims.checks import Schema
 from evoalign_study.claims.findings import Finding, Measured, Undecided, decoding_words, defined, hold, there
 from evoalign_study.claims.rules.rule import Asks, Comparison, Rule, as_declared, asked, declared_comparisons
@@ -37,6 +43,7 @@ QUANTITIES = {
 LAW = {"true": "true reward", "proxy": "score of the training judge"}
 """Quantities that a law may describe, with their words."""
 
+_FEWEST_JUDGES = 4
 Array = NDArray[np.float64]
 
 
@@ -69,21 +76,42 @@ def _compare(
     compared = f"{told}, {words}{_under(comparison)} {place}"
     compared += f", {rule['contrast']}" if "contrast" in rule else ""
 
-    def measure(_: Sequence[Runs]) -> Measured:
-        values = [[_values(case, runs.records, comparison, decoding) for runs in of_cells] for of_cells in arms]
-        strata = values
+    def written(interval: Interval) -> str:
+        return interval.format() if share else interval.format(percent=False, digits=2)
+
+    def read(end: int | None = None) -> tuple[list[list[Array]], Interval]:
+        values = [[_values(case, runs.records, comparison, decoding, end) for runs in of_cells] for of_cells in arms]
+        strata, bootstrap = values, stats.stratified_bootstrap
         if "contrast" in rule:  # the last cell - the first, twice their mean
             strata = [[2 * of_cells[-1], -2 * of_cells[0]] for of_cells in values]
-        interval = defined(stats.stratified_bootstrap, *strata, n_resamples=case.evidence.resamples)
-        text = f"{interval.format()} points" if share else interval.format(percent=False, digits=2)
-        counts = " v ".join(str(sum(map(len, each))) for each in values)
+        elif "min_judges" in rule:
+            bootstrap = partial(stats.nested_bootstrap, shared=True)
+        return values, defined(bootstrap, *strata, n_resamples=case.evidence.resamples)
+
+    def measure(_: Sequence[Runs]) -> Measured:
+        values, interval = read()
+        _enough_judges(rule, 1 if "contrast" in rule else interval.n, written(interval))
+        counts = " v ".join(str(sum(map(len, each))) for each in values) + " runs"
         means = [np.mean([x.mean() for x in each]) for each in values]
         told = " v ".join(f"{100 * mean:.1f}" if share else f"{mean:.2f}" for mean in means)
-        return interval, text, f"({told}; {counts} runs)"
+        if "min_judges" in rule:
+            counts += f", {interval.n} judges"
+            if gain is not None:
+                ends = [read(end)[1] for end in (0, 1)]
+                told += f"; {written(interval)} there, {written(ends[0])} before it, {written(ends[1])} past it"
+                lows, highs = zip(*((each.low, each.high) for each in (interval, *ends)), strict=True)
+                interval = replace(interval, low=min(lows), high=max(highs))
+        return interval, written(interval) + " points" * share, f"({told}; {counts})"
 
     label, bound = f"{compared}, {decoding_words(decoding)}", float(comparison.get("above", 0))
     kept = {"decisive": decisive, "decoding": decoding, "compared": compared, "bound": bound}
     return hold(label, sum(arms, []), measure, have=have, asked=as_declared(comparison), **kept)
+
+
+def _enough_judges(rule: Comparison, n: int, over_seeds: str) -> None:
+    """Raise Undecided if fewer judges stand behind a value than the rule asks for; over_seeds: the value in words."""
+    if n < rule.get("min_judges", 0):
+        raise Undecided(f"{rule['min_judges']} judges needed, {n} there: over its seeds alone {over_seeds}")
 
 
 def _under(comparison: Comparison) -> str:
@@ -93,18 +121,18 @@ def _under(comparison: Comparison) -> str:
     return f" under {judge}" + (" - under the training judge" if comparison.get("less") else "")
 
 
-def _values(case: Case, runs: list[Record], comparison: Comparison, decoding: str) -> Array:
-    """Return a quantity of each run that gets to the place of a comparison.
+def _values(case: Case, runs: list[Record], comparison: Comparison, decoding: str, end: int | None = None) -> Array:
+    """Return a quantity of each run that gets to the place of a comparison; end: as for `overoptimisation.read_at`.
 
     Raises Undecided if fewer runs than the rule requires get there.
     """
     spec, least = runs[0]["spec"], case.claim["min_seeds"]
     least = least if comparison["gain"] is None else min(case.rule["there"], least)
-    values = (_value(case.evidence, run, comparison, decoding) for run in runs)
+    values = (_value(case.evidence, run, comparison, decoding, end) for run in runs)
     return there(values, least, f"{spec.get('arm')} on {spec['judge']} get there")
 
 
-def _value(evidence: Evidence, run: Record, comparison: Comparison, decoding: str) -> float | None:
+def _value(evidence: Evidence, run: Record, comparison: Comparison, decoding: str, end: int | None) -> float | None:
     own, quantity, gain = run["spec"]["judge"], comparison["quantity"], comparison["gain"]
     if quantity == "win":
         quantity = own if comparison["judge"] == TRAINING else comparison["judge"]
@@ -114,7 +142,7 @@ def _value(evidence: Evidence, run: Record, comparison: Comparison, decoding: st
     if gain is None:
         return float(values[-1]) if np.isfinite(values[-1]) else None
     proxy = curve(run, f"proxy_{decoding}")
-    return overoptimisation.read_at(proxy, values, proxy[0] + gain * spread(evidence, run))
+    return overoptimisation.read_at(proxy, values, proxy[0] + gain * spread(evidence, run), end)
 
 
 def spread(evidence: Evidence, run: Record) -> float:
@@ -139,6 +167,7 @@ def _floor(case: Case) -> Iterator[Finding]:
         start = np.mean([curve(run, f"true_{decoding}")[0] for run in runs])
         gained = _values(case, runs, {"quantity": "true", "gain": rule.get("gain")}, decoding) - start
         interval = defined(stats.stratified_bootstrap, [gained], n_resamples=case.evidence.resamples)
+        _enough_judges(rule, 1, interval.format(percent=False, digits=2))
         return interval, interval.format(percent=False, digits=2), f"(n = {len(gained)})"
 
     for decoding in rule["decodings"]:
@@ -157,13 +186,15 @@ def _learned(claim: Claim) -> Iterator[Claim]:
 
 def _schema(arm: tuple[str, ...]) -> dict[str, Schema]:
     kept = {"quantity": QUANTITIES, "of": arm, "to": arm, "judge?": str, "less?": bool, "above?": Real, "gain?": Real}
-    place = {"gain?": Real, "there?": int, "contrast?": ("last - first",), "floor?": Real}
+    place = {"gain?": Real, "there?": int, "contrast?": ("last - first",), "floor?": Real, "min_judges?": int}
     return place | {"comparisons": [kept], "also?": [kept], "decodings": list, "favours?": arm}
 
 
 def _asks(claim: Claim) -> Asks:
     both = ("gain" in claim["rule"]) == ("there" in claim["rule"])
     yield both, "declare both gain (where runs are compared) and there (how many must get there), or neither"
+    few = f"min_judges {claim['rule'].get('min_judges')}: declare {_FEWEST_JUDGES} or more"
+    yield claim["rule"].get("min_judges", _FEWEST_JUDGES) >= _FEWEST_JUDGES, few
     for comparison, _ in declared_comparisons(claim["rule"]):
         judged = ("judge" in comparison) == (comparison["quantity"] == "win")
         yield judged, "only wins are counted under a judge: declare one for wins, and none for other quantities"
