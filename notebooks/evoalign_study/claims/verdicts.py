@@ -228,7 +228,8 @@ def _in_other_places(by_itself: str, judged: _Judged) -> tuple[str, list[str]]:
     favourable = by_itself in ("supported", "within margin", "underpowered")
     void = any(finding.key in judged.void for finding in judged.findings)
     if void and (favourable or by_itself == "open"):
-        return "undecided", [f"its own comparator fails it; without what is void {by_itself}"]
+        left = "nothing decides" if by_itself == "open" else by_itself
+        return "undecided", [f"its own comparator fails it; without what is void {left}"]
     passed = [null for null in judged.nulls if null.passed and favourable] or judged.against
     if not passed:
         return by_itself, []
