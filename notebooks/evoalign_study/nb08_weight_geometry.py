@@ -15,8 +15,9 @@ from evoalign_lib.analysis import attenuation, curves, geometry, stats
 from evoalign_study import loading, plots, runs, style, trainers
 from evoalign_study.claims import quantities
 from evoalign_study.claims.quantities import skills
+from evoalign_study.kinds.decode import decoding_specs
 from evoalign_study.kinds.train import sweep_specs
-from evoalign_study.kinds.weights import merge_specs, products_specs
+from evoalign_study.kinds.weights import TEMPERATURE, merge_specs, products_specs, stretch_specs
 from evoalign_study.loading import After, Group, Groups, Records
 from evoalign_study.records import Record, accuracy_matrix, ledger_file
 from evoalign_study.results import Results, stated, under
@@ -47,6 +48,14 @@ presets, TINY, SMOKE, FULL = runs.scales(
         # arm -> number of runs in the means to whose lengths single runs are shrunk
         "shrunk": ({"es": 4, "es_random": 4}, {"es": 2, "es_random": 2}),
         "shrunk_far": (16, 2),  # ES runs in the mean to whose length single runs are shrunk
+        # arm -> number of runs that are compared with the mean of its other runs and a fresh walk
+        "others": ({"es": 32, "es_random": 8}, {"es": 2}),
+        "decoded": (16, 2),  # of these, ES runs that are measured at temperature 0.6, too
+        # steps between which the movements of ES runs are compared
+        "stretches": (
+            [*([0, last] for last in (8, 16, 32, 65, 112, 160, 208)), [32, 65], [65, 112], [112, 160], [160, 208]],
+            [[0, 2], [0, 4], [2, 4]],
+        ),
         "multiples": [0.0, 2.0, 3.0],  # of the mean of all ES runs; 0 is the base
         "anchor_decays": ([0.005, 0.02], [0.02]),  # share of the displacement from the base that each step takes back
         "populations": ([8, 128], [2]),  # besides the tuned one, at equally many evaluated members
@@ -95,6 +104,8 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
     declared |= _factorial(settings, records, declared["grpo"], scale)
     compared = (*TRAINED, FIRST_STEP)
     declared["products"] = runs.after(records, compared, lambda *each: products_specs(each, scale))
+    own = partial(stretch_specs, stretches=settings.stretches, scale=scale)
+    declared["stretches"] = runs.after(records, ("es", FIRST_STEP), own)
     varied = _varied(settings, declared)
     return declared | varied | _merged(settings, records, scale, varied)
 
@@ -157,6 +168,14 @@ def _merged(run: SimpleNamespace, records: Records, scale: str, varied: Iterable
         merged[f"{arm} shrunk={size}"] = After([make([record], as_long_as=mean) for record, mean in pairs], (arm,))
     merged["es shrunk far"] = After([make([record], as_long_as=far) for record in singles], ("es",))
     merged["random"] = After([make([record], draw=record["spec"]["seed"]) for record in singles], ("es",))
+    for arm, size in run.others.items():
+        own = list(records.get(arm, ()))
+        asked = enumerate(own[:size] if len(own) > 2 else [])  # one other run would be as long as the run itself
+        others = [make(own[:i] + own[i + 1 :], as_long_as=[one], walk=one["spec"]["seed"]) for i, one in asked]
+        merged[f"{arm} others"] = After(others, (arm,))
+    merged["es decoded"] = After(
+        decoding_specs(es[: run.decoded], [TEMPERATURE], curve_temperature=TEMPERATURE) if es else [], ("es",)
+    )
     for factor in run.multiples:
         merged[f"es times {factor:g}"] = After([make(es, factor=factor)] if es else [], ("es",))
     return merged | {f"{name} mean=1": After([make(each) for each in means(name, 1)], (name,)) for name in varied}

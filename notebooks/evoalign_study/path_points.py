@@ -28,9 +28,7 @@ def model_of(named: Mapping[str, Any] | None) -> Model | None:
     if named is None:
         return None
     long = named.get("as_long_as", {"digests": ()})["digests"]
-    return Model(
-        tuple(named["of"]["digests"]), tuple(long), named.get("draw"), named["factor"], named.get("walk")
-    )
+    return Model(tuple(named["of"]["digests"]), tuple(long), named.get("draw"), named["factor"], named.get("walk"))
 
 
 def by_ends(records: Sequence[Record]) -> dict[tuple[Model | None, Model | None], Record]:

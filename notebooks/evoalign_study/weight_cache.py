@@ -7,7 +7,7 @@ kept in `runs/weights` under their digest and read the next time. That folder ma
 
 import io
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,23 @@ def of_group(named: Mapping[str, Any]) -> list[np.ndarray]:
     return [again(named["run"] | {"seed": seed}, digest)[0] for seed, digest in runs]
 
 
+def at_steps(named: Mapping[str, Any], steps: Sequence[int]) -> Iterator[list[np.ndarray]]:
+    """Yield the flat float32 weights of each ES run of a group after these numbers of steps, replayed from its ledger.
+
+    A run whose ledger is not among the committed ones is trained again.
+
+    Raises:
+        LedgerError: a step that a run did not take, or a ledger that does not fit.
+    """
+    for seed, digest in zip(named["seeds"], named["digests"], strict=True):
+        spec: Spec = named["run"] | {"seed": seed}
+        source: Any = kept_ledger(spec, digest)
+        if source is None:
+            with tempfile.TemporaryDirectory() as place, trainers.train(spec, Path(place)):
+                source = ledger.read(Path(place) / ledger.NAME)
+        yield [ledger.replay(source, spec["base"], step) for step in steps]
+
+
 # ---- points in weight space that are defined by runs
 
 
@@ -192,7 +209,7 @@ def displacement(named: Mapping[str, Any], start: np.ndarray, layout: noise.Layo
         walk = np.zeros_like(mean)
         _draw(layout.views(walk), lambda part: np.sqrt(part.size), named["walk"])
         square, along, short = walk @ walk, mean @ walk, length**2 - mean @ mean
-        require(short >= 0, f"the mean of the runs, {np.linalg.norm(mean):g} long, needs no walk to be {length:g} long.")
+        require(short >= 0, f"a mean of length {np.linalg.norm(mean):g} is longer than {length:g}: average more runs.")
         mean += walk * (np.sqrt(along**2 + square * short) - along) / square
     elif length is not None:
         own = np.linalg.norm(mean)
