@@ -1,10 +1,11 @@
 """Notebook 08, weight geometry: groups of runs, signal and random walk in their displacements, tables and figures."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib import pyplot as plt
@@ -15,9 +16,10 @@ from evoalign_lib.analysis import attenuation, curves, geometry, stats
 from evoalign_study import loading, plots, runs, style, trainers
 from evoalign_study.claims import quantities
 from evoalign_study.claims.quantities import skills
+from evoalign_study.claims.selection import Evidence
 from evoalign_study.kinds.decode import decoding_specs
 from evoalign_study.kinds.train import sweep_specs
-from evoalign_study.kinds.weights import TEMPERATURE, merge_specs, products_specs, stretch_specs
+from evoalign_study.kinds.weights import TEMPERATURE, gram_of_stretch, merge_specs, products_specs, stretch_specs
 from evoalign_study.loading import After, Group, Groups, Records
 from evoalign_study.records import Record, accuracy_matrix, ledger_file
 from evoalign_study.results import Results, stated, under
@@ -56,6 +58,7 @@ presets, TINY, SMOKE, FULL = runs.scales(
             [*([0, last] for last in (8, 16, 32, 65, 112, 160, 208)), [32, 65], [65, 112], [112, 160], [160, 208]],
             [[0, 2], [0, 4], [2, 4]],
         ),
+        "turn": (65, 2),  # steps after which ES runs gain nothing in common that can be told
         "multiples": [0.0, 2.0, 3.0],  # of the mean of all ES runs; 0 is the base
         "anchor_decays": ([0.005, 0.02], [0.02]),  # share of the displacement from the base that each step takes back
         "populations": ([8, 128], [2]),  # besides the tuned one, at equally many evaluated members
@@ -86,6 +89,12 @@ PAIRS = (
     *((arm, "grpo") for arm in ("es_random", "grpo_random")),
 )
 """Pairs of arms whose cosine is shown."""
+REWARDED, STEPPED = ("es", "es_sampled"), ("grpo", "grpo_sgd")
+"""The two by two of the answer: ES by what it is rewarded for, GRPO by what steps it."""
+LIMITS = (("es_sampled", FIRST_STEP), ("grpo", "grpo_sgd"), ("grpo", FIRST_STEP), ("es", "es_sampled"))
+"""Pairs that bound what the two by two says."""
+PILOT = 16
+"""Seeds of ES below this had been seen in a pilot before the claims were written."""
 DECODINGS = tuple(style.STROKES)
 """Decodings under which merged models are measured."""
 
@@ -301,6 +310,71 @@ def cosine_table(run: SimpleNamespace, records: Records) -> DataFrame:
         if min(len(records[a]), len(records[b])) > 1
         for cosine in [corrected(records, a, b)]
     )
+
+
+# ---- along runs
+
+
+class Along(NamedTuple):
+    """What ES runs moved in a stretch of their steps."""
+
+    first: int
+    last: int
+    norm: stats.Interval
+    """Mean over runs, weight units."""
+    signal: attenuation.Signal
+    """What all runs have in common."""
+    new: attenuation.Signal | None
+    """The same of the runs with seeds from 16, which were no pilot; None for fewer than two."""
+    z: float
+    """The share in common in standard deviations of its value without a signal."""
+    rho: float
+    """Correlation of the z-scores with the noise along the signal, from the share; 0 where that is below 0."""
+    along: stats.Interval
+    """Mean over runs of the correlation of the z-scores with the noise along GRPO's first step."""
+
+
+def along_runs(records: Records) -> list[Along]:
+    """Return what ES runs moved in each stretch of their steps, in the order of the records."""
+    rows = []
+    for record in records["stretches"]:
+        spec, gram = record["spec"], gram_of_stretch(record)
+        at, d, T = spec["runs"]["run"], record["d"], spec["last"] - spec["first"]
+        later = [row for row, seed in enumerate(spec["runs"]["seeds"]) if seed >= PILOT]
+        own, whole = attenuation.signal(gram), attenuation.expected_share(1, T, at["population_size"], d)
+        rows.append(
+            Along(
+                spec["first"],
+                spec["last"],
+                stats.bootstrap_mean(np.array(record["norms"])),
+                own,
+                attenuation.signal(gram, later) if len(later) > 1 else None,
+                attenuation.pairs_z(own.share.value, d, len(gram)),
+                math.sqrt(max(own.share.value, 0) / whole),
+                stats.bootstrap_mean(np.array(record["along"]) / (at["alpha"] * T)),
+            )
+        )
+    return rows
+
+
+def along_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per stretch of steps: what runs have in common, and how well their fitness tells its direction."""
+    return DataFrame(
+        {"steps": f"{each.first} to {each.last}", "norm": f"{each.norm.value:.3f}"}
+        | {"common share of |D|^2 [95 %]": stated(each.signal.share, ".4f"), "z": f"{each.z:.1f}"}
+        | {"of seeds 16 to 31": stated(each.new and each.new.share, ".4f"), "rho": f"{each.rho:.2f}"}
+        | {"correlation along GRPO's first step [95 %]": stated(each.along, ".3f")}
+        for each in along_runs(records)
+    )
+
+
+def own_part(records: Records, arm: str, decoding: str) -> stats.Interval | None:
+    """Return how much more often an arm's runs are right than the mean of the others with a fresh walk as long."""
+    if not (models := records[f"{arm} others"]):
+        return None
+    evidence = Evidence.of([*records[arm], *records["es decoded"], *models], models[0]["spec"]["scale"])
+    side = quantities.Side(arm, runs=evidence.having("arm", arm), evidence=evidence, decoding=decoding)
+    return quantities.QUANTITIES["own_part"].find([side])
 
 
 # ---- models merged from several runs
@@ -545,32 +619,88 @@ def figure_layers(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, D
 
 
 def figure_cosines(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw the cosine of the means of K ES runs and K GRPO runs, its prediction and its null, against K."""
-    words = {"es": "ES, GRPO", "es_random": "ES with random fitness, GRPO"}
-    counted = {arm: attenuation.cosine_by_count(*gram_of_two(records, arm, "grpo")) for arm in words}
-    drawn = [("means", "es", "cosine"), ("foretold", "es", "predicted"), ("means", "es_random", "cosine")]
-    means = DataFrame(
-        {"panel": panel, "pair": words[arm], "runs": point.k, "value": getattr(point, what)}
-        for panel, arm, what in drawn
-        for point in counted[arm]
+    """Draw the cosines of what runs share, by what is rewarded and how GRPO steps, and those that bound the reading."""
+    steps = {"grpo": "AdamW", "grpo_sgd": "SGD"}
+    panels = {(a, b): (label(a), steps[b]) for a, b in product(REWARDED, STEPPED)}
+    panels |= {(a, b): ("limits", f"{label(a)} · {label(b)}") for a, b in reversed(LIMITS)}
+    points = DataFrame(
+        {"panel": panel, "pair": words} | plots.ends(corrected(records, *pair).value)
+        for pair, (panel, words) in panels.items()
+    ).dropna()  # NaN: arms whose runs have nothing in common
+    fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 2.8), width_ratios=(1, 1.1))
+    for arm in REWARDED:
+        own = points[points["panel"] == label(arm)]
+        at = own["pair"].map({name: x for x, name in enumerate(steps.values())})
+        plots.whiskers(left, own, at, **plots.look(arm, ms=5, lw=1, capsize=3))
+        for x, value in zip(at, own["value"], strict=True):
+            left.annotate(f"{value:.2f}", (x, value), xytext=(7, 3), textcoords="offset points", fontsize=8)
+    left.set(xlim=(-0.4, 1.5), ylabel="cosine of what runs share", xlabel="GRPO is stepped by", title="ES and GRPO")
+    left.set_xticks(range(len(steps)), list(steps.values()))
+    left.legend(loc="upper left")
+    limits = points[points["panel"] == "limits"]
+    plots.whiskers(right, limits, up=limits["pair"], fmt="o", color="black", ms=4, lw=1, capsize=2)
+    right.tick_params(axis="y", labelsize=7)
+    right.set(xlabel="cosine of what runs share", title="what bounds the reading")
+    for line in (left.axhline, right.axvline):
+        for nothing in (0, 1):
+            line(nothing, **plots.NULL)
+    return fig, points
+
+
+def figure_theory(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
+    """Draw norm, share and projection along the runs of ES, as foretold and as found.
+
+    Foretold from one number each, of the first `turn` steps: rho for the share, and its product with a cosine for the
+    projection, both 0 afterwards. The norm is foretold without any.
+    """
+    from_base = [found for found in along_runs(records) if not found.first]
+    d, at = records["stretches"][0]["d"], records["stretches"][0]["spec"]["runs"]["run"]
+    alpha, N, last = at["alpha"], at["population_size"], from_base[-1].last
+    (turn,) = (found for found in from_base if found.last == run.turn)
+    T = np.arange(1, last + 1)
+    signal = np.minimum(T, run.turn) / T  # the share of the steps that have one
+    share = attenuation.expected_share(1, T, N, d)
+    lines = {
+        ("norm", "foretold"): geometry.es_norm(alpha, d, 1, N) * np.sqrt(T),
+        ("share in common, %", "foretold"): 100 * share * signal**2 * turn.rho**2,
+        ("share in common, %", "if every step had the signal"): 100 * share * turn.rho**2,
+        ("share in common, %", "the most there can be"): 100 * share,
+        ("along the gradient", "foretold"): np.sqrt(T * N) * signal * turn.along.value,
+        ("along the gradient", "if every step had the signal"): np.sqrt(T * N) * turn.along.value,
+    }
+    drawn = [
+        DataFrame({"panel": panel, "what": what, "steps": T, "value": values})
+        for (panel, what), values in lines.items()
+    ]
+    found = DataFrame(
+        {"panel": panel, "what": what, "steps": each.last} | plots.ends(interval, scale)
+        for each in from_base
+        for panel, what, interval, scale in (
+            ("norm", "found", each.norm, 1),
+            ("share in common, %", "found", each.signal.share, 100),
+            ("share in common, %", "found, seeds 16 to 31", each.new and each.new.share, 100),
+            ("along the gradient", "found", each.along, math.sqrt(each.last * N)),
+        )
+        if interval
     )
-    cosines = {f"{label(a)} · {label(b)}": corrected(records, a, b).value for a, b in reversed(PAIRS)}
-    common = DataFrame({"panel": "in common", "pair": pair} | plots.ends(each) for pair, each in cosines.items())
-    common = common.dropna()  # NaN: arms whose runs have nothing in common
-    fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 3.1))
-    looks = {("means", pair): plots.look(arm, ms=3, label=pair) for arm, pair in words.items()}
-    looks["foretold", words["es"]] = plots.look("es", ls=":", lw=1, marker=None, label="foretold from all runs")
-    in_order = means.sort_values("panel", ascending=False, kind="stable")
-    plots.lines(left, in_order, "runs", "value", ["panel", "pair"], looks)
-    left.axhline(0, **plots.NULL)
-    left.set(xlabel="runs in each mean", ylabel="cosine of the means", title="as runs are averaged")
-    left.legend(fontsize=6, loc="center right")
-    plots.whiskers(right, common, up=common["pair"], fmt="o", color="black", ms=4, lw=1, capsize=2)
-    for nothing in (0, 1):
-        right.axvline(nothing, **plots.NULL)
-    right.tick_params(axis="y", labelsize=6)
-    right.set(xlabel="cosine", title="of what runs have in common")
-    return fig, concat([means, common])
+    points = concat([*drawn, found])
+    looks = {"foretold": {"color": "black", "lw": 1.2, "label": "foretold"}}
+    looks["if every step had the signal"] = {"color": "black", "lw": 0.9, "ls": ":", "label": "if no step lacked it"}
+    looks["the most there can be"] = {"color": "#888888", "lw": 0.9, "ls": "--", "label": "the most there can be"}
+    fig, axes, shown = plots.panels(points, "panel", 2.7)
+    for ax, panel, part in shown:
+        for what, each in part.groupby("what", sort=False):
+            if what in looks:
+                ax.plot(each["steps"], each["value"], **looks[what])
+            else:
+                hollow = {} if what == "found" else {"mfc": "white", "alpha": 0.6}
+                plots.whiskers(ax, each, each["steps"], **plots.look("es", ls="", ms=4, label=what, capsize=2) | hollow)
+        ax.set(xlabel="steps", title=panel, ylim=(0, None))
+    axes[1].set(ylim=(-0.05, 3 * 100 * turn.signal.share.value), ylabel="% of the squared length")
+    axes[0].set(ylabel="weight units")
+    axes[2].set(ylabel="standard deviations of a walk's")
+    plots.key(fig, axes[1], 5)
+    return fig, points
 
 
 def figure_drift(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:

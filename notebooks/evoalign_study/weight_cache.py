@@ -123,9 +123,9 @@ def of_group(named: Mapping[str, Any]) -> list[np.ndarray]:
 
 
 def at_steps(named: Mapping[str, Any], steps: Sequence[int]) -> Iterator[list[np.ndarray]]:
-    """Yield the flat float32 weights of each ES run of a group after these numbers of steps, replayed from its ledger.
+    """Yield the flat float32 weights of each ES run of a group after these numbers of steps, in ascending order.
 
-    A run whose ledger is not among the committed ones is trained again.
+    A run is replayed from its ledger; if that is not among the committed ones, it is trained again first.
 
     Raises:
         LedgerError: a step that a run did not take, or a ledger that does not fit.
@@ -136,7 +136,7 @@ def at_steps(named: Mapping[str, Any], steps: Sequence[int]) -> Iterator[list[np
         if source is None:
             with tempfile.TemporaryDirectory() as place, trainers.train(spec, Path(place)):
                 source = ledger.read(Path(place) / ledger.NAME)
-        yield [ledger.replay(source, spec["base"], step) for step in steps]
+        yield ledger.replay_at(source, spec["base"], steps)
 
 
 # ---- points in weight space that are defined by runs

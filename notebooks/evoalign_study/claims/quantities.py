@@ -234,17 +234,11 @@ def _pairs(side: Side) -> list[tuple[Record, Record]]:
     return [(run, known[run["digest"]]) for run in runs if run["digest"] in known]
 
 
-def own_part(pairs: Sequence[tuple[Record, Record]], decoding: str, **resampled: int) -> Interval:
-    """Return how much more often runs are right than the other runs' mean with a fresh walk as long, a fraction.
-
-    pairs: test results of each run and of that model. Runs are resampled with their models, and problems.
-    """
-    runs, models = (accuracy_matrix(each, decoding) for each in zip(*pairs, strict=True))
-    return stats.crossed_bootstrap(runs - models, **resampled)
-
-
 def _own_part(sides: Sequence[Side]) -> Interval:
-    return own_part(_pairs(sides[0]), sides[0].decoding, **_resampled(sides))
+    """Return how much more often runs are right than these models; each run is resampled with its own."""
+    pairs, decoding = _pairs(sides[0]), sides[0].decoding
+    runs, models = (accuracy_matrix(each, decoding) for each in zip(*pairs, strict=True))
+    return stats.crossed_bootstrap(runs - models, **_resampled(sides))
 
 
 def _kept(part: str, records: Sequence[Record], decoding: str) -> Array:

@@ -22,10 +22,12 @@
   signal is.
 """
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
@@ -611,7 +613,9 @@ def stretch_specs(
         ValueError: runs that do not form a group, or a base outside the tiny world.
     """
     runs, others = weight_cache.group(records), weight_cache.group(along)
-    begun = specs.begin_tiny("stretch", runs["run"]["base"], scale, {}) | {"runs": runs, "along": others}
+    steps = sorted({step for stretch in stretches for step in stretch})
+    begun = specs.begin_tiny("stretch", runs["run"]["base"], scale, {})
+    begun |= {"runs": runs, "along": others, "steps": steps}
     return [begun | {"first": first, "last": last} for first, last in stretches]
 
 
@@ -623,8 +627,9 @@ def run_stretch(spec: Spec) -> Record:
     weight units.
     """
     start = weight_cache.of_base(spec["base"])
-    ends = weight_cache.at_steps(spec["runs"], (spec["first"], spec["last"]))
-    moved = np.array([last.astype(np.float64) - first for first, last in ends])
+    after = _after(canonical_json(spec["runs"]), tuple(spec["steps"]))
+    first, last = (after[:, spec["steps"].index(spec[name])].astype(np.float64) for name in ("first", "last"))
+    moved = last - first
     direction = np.mean([master.astype(np.float64) - start for master in weight_cache.of_group(spec["along"])], axis=0)
     norms = np.linalg.norm(moved, axis=1)
     cosines = moved @ moved.T / np.outer(norms, norms)
@@ -634,6 +639,12 @@ def run_stretch(spec: Spec) -> Record:
         "cosines": [round(1e6 * float(cosine)) for i, row in enumerate(cosines) for cosine in row[:i]],
         "along": [significant(x, 5) for x in moved @ direction / np.linalg.norm(direction)],
     }
+
+
+@lru_cache(maxsize=1)  # the stretches of one group share a replay of each run
+def _after(runs: str, steps: tuple[int, ...]) -> np.ndarray:
+    """Return the weights (runs, steps, weights) of the runs of a group, given as JSON, after numbers of steps."""
+    return np.array(list(weight_cache.at_steps(json.loads(runs), steps)))
 
 
 def gram_of_stretch(record: Record) -> np.ndarray:
