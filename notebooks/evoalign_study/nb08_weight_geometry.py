@@ -51,7 +51,7 @@ presets, TINY, SMOKE, FULL = runs.scales(
         "shrunk": ({"es": 4, "es_random": 4}, {"es": 2, "es_random": 2}),
         "shrunk_far": (16, 2),  # ES runs in the mean to whose length single runs are shrunk
         # arm -> number of runs that are compared with the mean of its other runs and a fresh walk
-        "others": ({"es": 32, "es_random": 8}, {"es": 2}),
+        "others": ({"es": 16, "es_random": 8}, {"es": 2}),
         "decoded": (16, 2),  # of these, ES runs that are measured at temperature 0.6, too
         # steps between which the movements of ES runs are compared
         "stretches": (
@@ -516,10 +516,15 @@ def results(run: SimpleNamespace, records: Records) -> Results:
         ratios = over_walk(records, arm)
         entries[f"{arm} walk"] = stats.bootstrap_mean(ratios) if len(ratios) else None
     entries |= {f"{arm} stays": stays(records, arm) for arm in VARIATIONS}
-    pairs = product(("es", "es_sampled"), ("grpo", "grpo_sgd", FIRST_STEP))
+    pairs = [*product(REWARDED, (*STEPPED, FIRST_STEP)), *LIMITS]
     cosines = {pair: corrected(records, *pair) for pair in pairs}
     entries |= {f"{a} {b} cosine": cosine.value for (a, b), cosine in cosines.items()}
     entries["raw cosine"] = cosines["es", "grpo"].run_cosine
+    entries |= _along_results(run, records)
+    for decoding in DECODINGS:
+        own = {f"own {decoding}": "es", f"null own {decoding}": "es_random"}
+        entries |= {name: own_part(records, arm, decoding) for name, arm in own.items()}
+        entries[f"fresh {decoding}"] = accuracy_difference(records, "random", "es times 0", decoding)
     mean = f"es mean={size}"
     entries |= {f"kept {decoding}": accuracy_difference(records, mean, "es mean=1", decoding) for decoding in DECODINGS}
     entries["over shrunk"] = accuracy_difference(records, mean, f"es shrunk={size}")
@@ -537,6 +542,28 @@ def results(run: SimpleNamespace, records: Records) -> Results:
         entries |= {f"remedy {i}": ratio, f"remedy {i} gain": gain, "remedy last": ratio}
         shed.append(f"{words}: {stated(ratio, '.2f')} times and {stated(gain)} points (n = {ratio.n})")
     return entries | {"drifts": ", ".join(drifts), "shed": "; ".join(shed)}
+
+
+def _along_results(run: SimpleNamespace, records: Records) -> Results:
+    """Return what the stretches of ES runs say: shares, correlations, and the same without the pilot's seeds."""
+    along = along_runs(records)
+    from_base, later = ([each for each in along if (each.first == 0) is zero] for zero in (True, False))
+    early, (turn,), end = from_base[0], [each for each in from_base if each.last == run.turn], from_base[-1]
+    untold = [each for each in later if each.first >= run.turn]
+    record = records["stretches"][0]
+    ceiling = attenuation.expected_share(1, end.last, record["spec"]["runs"]["run"]["population_size"], record["d"])
+    entries: Results = {"turn": run.turn, "early": early.last, "ceiling": ceiling}
+    for name, each in {"early": early, "turn": turn, "end": end}.items():
+        entries |= {f"{name} share": each.signal.share, f"{name} rho": each.rho, f"{name} along": each.along}
+    entries |= {"shares": ", ".join(f"{stated(x.signal.share, '.2%')} after {x.last}" for x in from_base)}
+    entries["late z"] = max((each.z for each in untold), default=None)
+    entries["late along"] = untold[-1].along if untold else None
+    entries["foretold end"] = turn.signal.share.value * run.turn / end.last
+    new = [record for record in records["es"] if record["spec"]["seed"] >= PILOT]
+    fresh = records | {"es": new} if len(new) > 1 else None
+    entries["new common"] = signal(fresh, "es").share if fresh else None
+    entries["new cosine"] = corrected(fresh, "es", "grpo").value if fresh else None
+    return entries
 
 
 # ---- figures: each returns the figure and the data that it plots
