@@ -15,7 +15,7 @@ weight units squared. Undefined ratios, such as those of a signal estimated as 0
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy
@@ -114,7 +114,7 @@ def corrected_cosine(gram: ArrayLike, a: Sequence[int], b: Sequence[int]) -> Cor
 # ---- what to expect of ES
 
 
-def expected_share(rho: float, steps: int, population: int, d: int) -> float:
+def expected_share(rho: Any, steps: Any, population: int, d: int) -> Any:
     """Return the share of |D|^2 that runs of ES have in common: rho^2 T N / d.
 
     A step adds alpha/N sum_n z_n eps_n. By Stein's lemma the mean of z eps points one way, along a unit vector u, and
@@ -123,7 +123,8 @@ def expected_share(rho: float, steps: int, population: int, d: int) -> float:
     varies, rho stands for the length of the mean of rho u over the steps. As rho is at most 1, no reward and no model
     makes the share larger than T N / d.
 
-    rho: correlation of a step's z-scores with eps . u. steps: T. population: N. d: number of weights that move.
+    rho: correlation of a step's z-scores with eps . u, or an array. steps: T, or an array. population: N. d: number of
+    weights that move.
 
     >>> round(expected_share(rho=1, steps=208, population=30, d=140_928), 4)
     0.0443
@@ -140,7 +141,7 @@ def pairs_z(share: float, d: int, runs: int) -> float:
     return share * math.sqrt(d * runs * (runs - 1) / 2)
 
 
-def projection_z(rho: float, steps: int, population: int, cosine: float = 1.0) -> float:
+def projection_z(rho: Any, steps: Any, population: int, cosine: float = 1.0) -> Any:
     """Return the component of an ES run along a fixed direction, in standard deviations of a walk's.
 
     It is cos rho sqrt(T N): the signal has the component cos alpha rho T, and a walk one with the standard deviation
@@ -148,7 +149,7 @@ def projection_z(rho: float, steps: int, population: int, cosine: float = 1.0) -
 
     rho, steps, population: as for `expected_share`. cosine: of the signal with the direction.
     """
-    return cosine * rho * math.sqrt(steps * population)
+    return cosine * rho * (steps * population) ** 0.5
 
 
 # ---- the matrix

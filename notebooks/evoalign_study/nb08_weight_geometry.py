@@ -89,7 +89,8 @@ PAIRS = (
     *((arm, "grpo") for arm in ("es_random", "grpo_random")),
 )
 """Pairs of arms whose cosine is shown."""
-REWARDED, STEPPED = ("es", "es_sampled"), ("grpo", "grpo_sgd")
+REWARDED = {"es": "greedy answers rewarded", "es_sampled": "sampled answers rewarded"}
+STEPPED = {"grpo": "AdamW", "grpo_sgd": "SGD"}
 """The two by two of the answer: ES by what it is rewarded for, GRPO by what steps it."""
 LIMITS = (("es_sampled", FIRST_STEP), ("grpo", "grpo_sgd"), ("grpo", FIRST_STEP), ("es", "es_sampled"))
 """Pairs that bound what the two by two says."""
@@ -373,7 +374,7 @@ def own_part(records: Records, arm: str, decoding: str) -> stats.Interval | None
     if not (models := records[f"{arm} others"]):
         return None
     evidence = Evidence.of([*records[arm], *records["es decoded"], *models], models[0]["spec"]["scale"])
-    side = quantities.Side(arm, runs=evidence.having("arm", arm), evidence=evidence, decoding=decoding)
+    side = quantities.Side(arm, runs=evidence.having("kind", "train"), evidence=evidence, decoding=decoding)
     return quantities.QUANTITIES["own_part"].find([side])
 
 
@@ -524,7 +525,8 @@ def results(run: SimpleNamespace, records: Records) -> Results:
     for decoding in DECODINGS:
         own = {f"own {decoding}": "es", f"null own {decoding}": "es_random"}
         entries |= {name: own_part(records, arm, decoding) for name, arm in own.items()}
-        entries[f"fresh {decoding}"] = accuracy_difference(records, "random", "es times 0", decoding)
+        if 0 in run.multiples:
+            entries[f"fresh {decoding}"] = accuracy_difference(records, "random", "es times 0", decoding)
     mean = f"es mean={size}"
     entries |= {f"kept {decoding}": accuracy_difference(records, mean, "es mean=1", decoding) for decoding in DECODINGS}
     entries["over shrunk"] = accuracy_difference(records, mean, f"es shrunk={size}")
@@ -647,8 +649,7 @@ def figure_layers(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, D
 
 def figure_cosines(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw the cosines of what runs share, by what is rewarded and how GRPO steps, and those that bound the reading."""
-    steps = {"grpo": "AdamW", "grpo_sgd": "SGD"}
-    panels = {(a, b): (label(a), steps[b]) for a, b in product(REWARDED, STEPPED)}
+    panels = {(a, b): (REWARDED[a], STEPPED[b]) for a, b in product(REWARDED, STEPPED)}
     panels |= {(a, b): ("limits", f"{label(a)} · {label(b)}") for a, b in reversed(LIMITS)}
     points = DataFrame(
         {"panel": panel, "pair": words} | plots.ends(corrected(records, *pair).value)
@@ -656,13 +657,19 @@ def figure_cosines(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, 
     ).dropna()  # NaN: arms whose runs have nothing in common
     fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 2.8), width_ratios=(1, 1.1))
     for arm in REWARDED:
-        own = points[points["panel"] == label(arm)]
-        at = own["pair"].map({name: x for x, name in enumerate(steps.values())})
-        plots.whiskers(left, own, at, **plots.look(arm, ms=5, lw=1, capsize=3))
+        own = points[points["panel"] == REWARDED[arm]]
+        at = own["pair"].map({name: x for x, name in enumerate(STEPPED.values())})
+        plots.whiskers(left, own, at, **plots.look(arm, ms=5, lw=1, capsize=3, label=REWARDED[arm]))
         for x, value in zip(at, own["value"], strict=True):
             left.annotate(f"{value:.2f}", (x, value), xytext=(7, 3), textcoords="offset points", fontsize=8)
-    left.set(xlim=(-0.4, 1.5), ylabel="cosine of what runs share", xlabel="GRPO is stepped by", title="ES and GRPO")
-    left.set_xticks(range(len(steps)), list(steps.values()))
+    left.set(
+        xlim=(-0.4, 1.5),
+        ylim=(-0.1, 1.4),
+        ylabel="cosine of what runs share",
+        xlabel="GRPO is stepped by",
+        title="ES and GRPO",
+    )
+    left.set_xticks(range(len(STEPPED)), list(STEPPED.values()))
     left.legend(loc="upper left")
     limits = points[points["panel"] == "limits"]
     plots.whiskers(right, limits, up=limits["pair"], fmt="o", color="black", ms=4, lw=1, capsize=2)
@@ -686,14 +693,12 @@ def figure_theory(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, D
     (turn,) = (found for found in from_base if found.last == run.turn)
     T = np.arange(1, last + 1)
     signal = np.minimum(T, run.turn) / T  # the share of the steps that have one
-    share = attenuation.expected_share(1, T, N, d)
     lines = {
         ("norm", "foretold"): geometry.es_norm(alpha, d, 1, N) * np.sqrt(T),
-        ("share in common, %", "foretold"): 100 * share * signal**2 * turn.rho**2,
-        ("share in common, %", "if every step had the signal"): 100 * share * turn.rho**2,
-        ("share in common, %", "the most there can be"): 100 * share,
-        ("along the gradient", "foretold"): np.sqrt(T * N) * signal * turn.along.value,
-        ("along the gradient", "if every step had the signal"): np.sqrt(T * N) * turn.along.value,
+        ("share in common, %", "foretold"): 100 * attenuation.expected_share(turn.rho * signal, T, N, d),
+        ("share in common, %", "if every step had the signal"): 100 * attenuation.expected_share(turn.rho, T, N, d),
+        ("along the gradient", "foretold"): attenuation.projection_z(turn.along.value * signal, T, N),
+        ("along the gradient", "if every step had the signal"): attenuation.projection_z(turn.along.value, T, N),
     }
     drawn = [
         DataFrame({"panel": panel, "what": what, "steps": T, "value": values})
@@ -706,14 +711,13 @@ def figure_theory(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, D
             ("norm", "found", each.norm, 1),
             ("share in common, %", "found", each.signal.share, 100),
             ("share in common, %", "found, seeds 16 to 31", each.new and each.new.share, 100),
-            ("along the gradient", "found", each.along, math.sqrt(each.last * N)),
+            ("along the gradient", "found", each.along, attenuation.projection_z(1, each.last, N)),
         )
         if interval
     )
     points = concat([*drawn, found])
     looks = {"foretold": {"color": "black", "lw": 1.2, "label": "foretold"}}
     looks["if every step had the signal"] = {"color": "black", "lw": 0.9, "ls": ":", "label": "if no step lacked it"}
-    looks["the most there can be"] = {"color": "#888888", "lw": 0.9, "ls": "--", "label": "the most there can be"}
     fig, axes, shown = plots.panels(points, "panel", 2.7)
     for ax, panel, part in shown:
         for what, each in part.groupby("what", sort=False):
@@ -722,8 +726,8 @@ def figure_theory(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, D
             else:
                 hollow = {} if what == "found" else {"mfc": "white", "alpha": 0.6}
                 plots.whiskers(ax, each, each["steps"], **plots.look("es", ls="", ms=4, label=what, capsize=2) | hollow)
-        ax.set(xlabel="steps", title=panel, ylim=(0, None))
-    axes[1].set(ylim=(-0.05, 3 * 100 * turn.signal.share.value), ylabel="% of the squared length")
+        ax.set(xlabel="steps", title=panel)
+    axes[1].set(ylabel="% of the squared length")
     axes[0].set(ylabel="weight units")
     axes[2].set(ylabel="standard deviations of a walk's")
     plots.key(fig, axes[1], 5)
