@@ -341,7 +341,7 @@ def along_runs(records: Records) -> list[Along]:
     for record in records["stretches"]:
         spec, gram = record["spec"], gram_of_stretch(record)
         at, d, T = spec["runs"]["run"], record["d"], spec["last"] - spec["first"]
-        later = [row for row, seed in enumerate(spec["runs"]["seeds"]) if seed >= PILOT]
+        new = [row for row, seed in enumerate(spec["runs"]["seeds"]) if seed >= PILOT]
         own, whole = attenuation.signal(gram), attenuation.expected_share(1, T, at["population_size"], d)
         rows.append(
             Along(
@@ -349,7 +349,7 @@ def along_runs(records: Records) -> list[Along]:
                 spec["last"],
                 stats.bootstrap_mean(np.array(record["norms"])),
                 own,
-                attenuation.signal(gram, later) if len(later) > 1 else None,
+                attenuation.signal(gram, new) if len(new) > 1 else None,
                 attenuation.pairs_z(own.share.value, d, len(gram)),
                 math.sqrt(max(own.share.value, 0) / whole),
                 stats.bootstrap_mean(np.array(record["along"]) / (at["alpha"] * T)),
@@ -521,12 +521,12 @@ def results(run: SimpleNamespace, records: Records) -> Results:
     cosines = {pair: corrected(records, *pair) for pair in pairs}
     entries |= {f"{a} {b} cosine": cosine.value for (a, b), cosine in cosines.items()}
     entries["raw cosine"] = cosines["es", "grpo"].run_cosine
-    entries |= _along_results(run, records)
+    entries |= _along_results(run, records) | {"null own greedy": own_part(records, "es_random", "greedy")}
     for decoding in DECODINGS:
-        own = {f"own {decoding}": "es", f"null own {decoding}": "es_random"}
-        entries |= {name: own_part(records, arm, decoding) for name, arm in own.items()}
+        entries[f"own {decoding}"] = own_part(records, "es", decoding)
         if 0 in run.multiples:
-            entries[f"fresh {decoding}"] = accuracy_difference(records, "random", "es times 0", decoding)
+            walks, base = (accuracy_matrix(records[group], decoding) for group in ("random", "es times 0"))
+            entries[f"fresh {decoding}"] = stats.crossed_bootstrap(walks, base[0])
     mean = f"es mean={size}"
     entries |= {f"kept {decoding}": accuracy_difference(records, mean, "es mean=1", decoding) for decoding in DECODINGS}
     entries["over shrunk"] = accuracy_difference(records, mean, f"es shrunk={size}")
@@ -547,25 +547,21 @@ def results(run: SimpleNamespace, records: Records) -> Results:
 
 
 def _along_results(run: SimpleNamespace, records: Records) -> Results:
-    """Return what the stretches of ES runs say: shares, correlations, and the same without the pilot's seeds."""
-    along = along_runs(records)
-    from_base, later = ([each for each in along if (each.first == 0) is zero] for zero in (True, False))
-    early, (turn,), end = from_base[0], [each for each in from_base if each.last == run.turn], from_base[-1]
-    untold = [each for each in later if each.first >= run.turn]
-    record = records["stretches"][0]
-    ceiling = attenuation.expected_share(1, end.last, record["spec"]["runs"]["run"]["population_size"], record["d"])
-    entries: Results = {"turn": run.turn, "early": early.last, "ceiling": ceiling}
-    for name, each in {"early": early, "turn": turn, "end": end}.items():
-        entries |= {f"{name} share": each.signal.share, f"{name} rho": each.rho, f"{name} along": each.along}
-    entries |= {"shares": ", ".join(f"{stated(x.signal.share, '.2%')} after {x.last}" for x in from_base)}
-    entries["late z"] = max((each.z for each in untold), default=None)
-    entries["late along"] = untold[-1].along if untold else None
-    entries["foretold end"] = turn.signal.share.value * run.turn / end.last
-    new = [record for record in records["es"] if record["spec"]["seed"] >= PILOT]
-    fresh = records | {"es": new} if len(new) > 1 else None
-    entries["new common"] = signal(fresh, "es").share if fresh else None
-    entries["new cosine"] = corrected(fresh, "es", "grpo").value if fresh else None
-    return entries
+    """Return what the stretches of ES runs say, and the share and the cosine without the pilot's seeds."""
+    along, record = along_runs(records), records["stretches"][0]
+    from_base = {each.last: each for each in along if not each.first}
+    early, turn, end = min(from_base), run.turn, max(from_base)
+    N = record["spec"]["runs"]["run"]["population_size"]
+    entries: Results = {"turn": turn, "early": early, "ceiling": attenuation.expected_share(1, end, N, record["d"])}
+    for name, last in {"early": early, "turn": turn, "end": end}.items():
+        entries |= {f"{name} share": from_base[last].signal.share, f"{name} rho": from_base[last].rho}
+    shares = (f"{stated(each.signal.share, '.2%')} after {last}" for last, each in from_base.items())
+    entries |= {"shares": ", ".join(shares), "late z": max(each.z for each in along if each.first >= turn)}
+    entries["foretold end"] = entries["turn share"].value * turn / end
+    new = records | {"es": [one for one in records["es"] if one["spec"]["seed"] >= PILOT]}
+    enough = len(new["es"]) > 1
+    entries["new common"] = signal(new, "es").share if enough else None
+    return entries | {"new cosine": corrected(new, "es", "grpo").value if enough else None}
 
 
 # ---- figures: each returns the figure and the data that it plots
