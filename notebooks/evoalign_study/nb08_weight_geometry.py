@@ -58,7 +58,8 @@ presets, TINY, SMOKE, FULL = runs.scales(
             [*([0, last] for last in (8, 16, 32, 65, 112, 160, 208)), [32, 65], [65, 112], [112, 160], [160, 208]],
             [[0, 2], [0, 4], [2, 4]],
         ),
-        "turn": (65, 2),  # steps after which ES runs gain nothing in common that can be told
+        "early": (32, 2),  # first steps of ES runs, whose rho is compared with the rest's
+        "turn": (65, 2),  # steps after which pairs of ES runs tell nothing more in common
         "multiples": [0.0, 2.0, 3.0],  # of the mean of all ES runs; 0 is the base
         "anchor_decays": ([0.005, 0.02], [0.02]),  # share of the displacement from the base that each step takes back
         "populations": ([8, 128], [2]),  # besides the tuned one, at equally many evaluated members
@@ -550,13 +551,15 @@ def _along_results(run: SimpleNamespace, records: Records) -> Results:
     """Return what the stretches of ES runs say, and the share and the cosine without the pilot's seeds."""
     along, record = along_runs(records), records["stretches"][0]
     from_base = {each.last: each for each in along if not each.first}
-    early, turn, end = min(from_base), run.turn, max(from_base)
+    early, turn, end = run.early, run.turn, max(from_base)
     N = record["spec"]["runs"]["run"]["population_size"]
     entries: Results = {"turn": turn, "early": early, "ceiling": attenuation.expected_share(1, end, N, record["d"])}
     for name, last in {"early": early, "turn": turn, "end": end}.items():
-        entries |= {f"{name} share": from_base[last].signal.share, f"{name} rho": from_base[last].rho}
+        found = from_base[last]
+        entries |= {f"{name} share": found.signal.share, f"{name} rho": found.rho, f"{name} along": found.along}
     shares = (f"{stated(each.signal.share, '.2%')} after {last}" for last, each in from_base.items())
     entries |= {"shares": ", ".join(shares), "late z": max(each.z for each in along if each.first >= turn)}
+    entries["late along"] = along[-1].along
     entries["foretold end"] = entries["turn share"].value * turn / end
     new = records | {"es": [one for one in records["es"] if one["spec"]["seed"] >= PILOT]}
     enough = len(new["es"]) > 1
@@ -680,25 +683,25 @@ def figure_cosines(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, 
 def figure_theory(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw norm, share and projection along the runs of ES, as foretold and as found.
 
-    Foretold from one number each, of the first `turn` steps: rho for the share, and its product with a cosine for the
-    projection, both 0 afterwards. The norm is foretold without any.
+    The norm is foretold without any free number, the share from the projection and the projection from the share, both
+    with the cosine of the two directions at the ends of the runs.
     """
     from_base = [found for found in along_runs(records) if not found.first]
     d, at = records["stretches"][0]["d"], records["stretches"][0]["spec"]["runs"]["run"]
-    alpha, N, last = at["alpha"], at["population_size"], from_base[-1].last
-    (turn,) = (found for found in from_base if found.last == run.turn)
-    T = np.arange(1, last + 1)
-    signal = np.minimum(T, run.turn) / T  # the share of the steps that have one
+    alpha, N, c = at["alpha"], at["population_size"], corrected(records, "es", FIRST_STEP).value.value
+    (early,) = (found.rho for found in from_base if found.last == run.early)
+    T, every = np.array([found.last for found in from_base]), np.arange(1, run.turn + 1)
+    along, rho = np.array([(found.along.value, found.rho) for found in from_base]).T
+    share, projection = attenuation.expected_share, attenuation.projection_z
     lines = {
-        ("norm", "foretold"): geometry.es_norm(alpha, d, 1, N) * np.sqrt(T),
-        ("share in common, %", "foretold"): 100 * attenuation.expected_share(turn.rho * signal, T, N, d),
-        ("share in common, %", "if every step had the signal"): 100 * attenuation.expected_share(turn.rho, T, N, d),
-        ("along the gradient", "foretold"): attenuation.projection_z(turn.along.value * signal, T, N),
-        ("along the gradient", "if every step had the signal"): attenuation.projection_z(turn.along.value, T, N),
+        ("norm", "foretold"): (T, geometry.es_norm(alpha, d, 1, N) * np.sqrt(T)),
+        ("share in common, %", "foretold"): (T, 100 * share(along / c, T, N, d)),
+        ("share in common, %", "if rho stayed"): (every, 100 * share(early, every, N, d)),
+        ("along the gradient", "foretold"): (T, projection(rho, T, N, c)),
+        ("along the gradient", "if rho stayed"): (every, projection(early, every, N, c)),
     }
     drawn = [
-        DataFrame({"panel": panel, "what": what, "steps": T, "value": values})
-        for (panel, what), values in lines.items()
+        DataFrame({"panel": panel, "what": what, "steps": x, "value": y}) for (panel, what), (x, y) in lines.items()
     ]
     found = DataFrame(
         {"panel": panel, "what": what, "steps": each.last} | plots.ends(interval, scale)
@@ -707,13 +710,13 @@ def figure_theory(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, D
             ("norm", "found", each.norm, 1),
             ("share in common, %", "found", each.signal.share, 100),
             ("share in common, %", "found, seeds 16 to 31", each.new and each.new.share, 100),
-            ("along the gradient", "found", each.along, attenuation.projection_z(1, each.last, N)),
+            ("along the gradient", "found", each.along, projection(1, each.last, N)),
         )
         if interval
     )
     points = concat([*drawn, found])
     looks = {"foretold": {"color": "black", "lw": 1.2, "label": "foretold"}}
-    looks["if every step had the signal"] = {"color": "black", "lw": 0.9, "ls": ":", "label": "if no step lacked it"}
+    looks["if rho stayed"] = {"color": "black", "lw": 0.9, "ls": ":", "label": f"if rho of {run.early} steps stayed"}
     fig, axes, shown = plots.panels(points, "panel", 2.7)
     for ax, panel, part in shown:
         for what, each in part.groupby("what", sort=False):
