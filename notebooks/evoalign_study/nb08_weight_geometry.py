@@ -660,7 +660,7 @@ def figure_cosines(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, 
         at = own["pair"].map({name: x for x, name in enumerate(STEPPED.values())})
         plots.whiskers(left, own, at, **plots.look(arm, ms=5, lw=1, capsize=3, label=REWARDED[arm]))
         for x, value in zip(at, own["value"], strict=True):
-            left.annotate(f"{value:.2f}", (x, value), xytext=(7, 3), textcoords="offset points", fontsize=8)
+            left.annotate(f"{value:.2f}", (x, value), xytext=(7, -10), textcoords="offset points", fontsize=8)
     left.set(
         xlim=(-0.4, 1.5),
         ylim=(-0.1, 1.4),
