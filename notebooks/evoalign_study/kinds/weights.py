@@ -632,7 +632,8 @@ def run_stretch(spec: Spec) -> Record:
     moved = last - first
     direction = np.mean([master.astype(np.float64) - start for master in weight_cache.of_group(spec["along"])], axis=0)
     norms = np.linalg.norm(moved, axis=1)
-    cosines = moved @ moved.T / np.outer(norms, norms)
+    sizes = np.outer(norms, norms)
+    cosines = np.divide(moved @ moved.T, sizes, out=np.zeros_like(sizes), where=sizes > 0)  # all steps may be tied
     return {
         "d": weight_cache.layout_of(spec["base"]).d,
         "norms": [significant(norm) for norm in norms],
