@@ -57,7 +57,7 @@ SAID = {
     "contradicted": "E6 C6 C9b C23 C27 C28",
     "superseded": "C2 C3b",
     "depends on decoding": "C3 C3c C5 C35",
-    "underpowered": "C7 C25",
+    "underpowered": "C7 C25 E14",
 }
 
 
