@@ -45,7 +45,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -381,6 +381,11 @@ def replay(source: str | os.PathLike | Ledger, model: Any, step: int | None = No
     return _replay(read(source), model, step).float32()
 
 
+def replay_at(source: str | os.PathLike | Ledger, model: Any, steps: Sequence[int]) -> list[np.ndarray]:
+    """Replay a run once and return its weights after several numbers of steps, in ascending order; see `replay`."""
+    return [weights.float32().copy() for weights in _replayed(read(source), model, steps)]
+
+
 def replay_by_name(source: str | os.PathLike | Ledger, model: Any, step: int | None = None) -> dict[str, np.ndarray]:
     """Replay a run and return its weights as float32 arrays by canonical name, in their shapes, without padding.
 
@@ -391,9 +396,15 @@ def replay_by_name(source: str | os.PathLike | Ledger, model: Any, step: int | N
 
 
 def _replay(ledger: Ledger, model: Any, step: int | None) -> Weights:
-    n = len(ledger.steps) if step is None else step
-    if not 0 <= n <= len(ledger.steps):
-        raise LedgerError(f"step {n} is not in {ledger.path}: pass a step from 0 to {len(ledger.steps)}.")
+    (weights,) = _replayed(ledger, model, [len(ledger.steps) if step is None else step])
+    return weights
+
+
+def _replayed(ledger: Ledger, model: Any, steps: Sequence[int]) -> Iterator[Weights]:
+    """Yield the weights, the same object each time, after each of these numbers of steps, in ascending order."""
+    for n in steps:
+        if not 0 <= n <= len(ledger.steps):
+            raise LedgerError(f"step {n} is not in {ledger.path}: pass a step from 0 to {len(ledger.steps)}.")
     if isinstance(model, (str, os.PathLike)):
         model, _ = _load(ledger, model)
     settings, recorded = ledger.settings, ledger.header["model"]["dtype"]
@@ -407,11 +418,12 @@ def _replay(ledger: Ledger, model: Any, step: int | None) -> Weights:
     else:
         weights = _searched(ledger, model)
     check_model(ledger, weights)
-    for record in ledger.steps[:n]:
-        check_weights(ledger, record.step, weights)
-        _move(ledger, record, weights)
-    check_weights(ledger, n, weights)
-    return weights
+    for first, last in itertools.pairwise([0, *steps]):
+        for record in ledger.steps[first:last]:
+            check_weights(ledger, record.step, weights)
+            _move(ledger, record, weights)
+        check_weights(ledger, last, weights)
+        yield weights
 
 
 def _searched(ledger: Ledger, model: Any) -> _singular.SingularWeights:

@@ -15,7 +15,7 @@ weight units squared. Undefined ratios, such as those of a signal estimated as 0
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy
@@ -111,35 +111,45 @@ def corrected_cosine(gram: ArrayLike, a: Sequence[int], b: Sequence[int]) -> Cor
     return Corrected(found, cross, signals, run_cosine, _cosine(_square_of_mean, g, *groups))
 
 
-class CountPoint(NamedTuple):
-    """The cosine between the means of k runs of each group."""
-
-    k: int
-    """runs per group"""
-    cosine: float
-    """cosine of the means, averaged over random subsets of k runs"""
-    predicted: float
-    """the `cosine` expected from the signal and noise that all runs together give"""
+# ---- what to expect of ES
 
 
-def cosine_by_count(gram: ArrayLike, a: Sequence[int], b: Sequence[int], draws: int = 200) -> list[CountPoint]:
-    """Return the cosine of two groups' means for k = 1, 2, ... runs; it grows with k if the groups share a signal.
+def expected_share(rho: Any, steps: Any, population: int, d: int) -> Any:
+    """Return the share of |D|^2 that runs of ES have in common: rho^2 T N / d.
 
-    gram, a, b: as for `corrected_cosine`, with the same errors. draws: random subsets per k.
+    A step adds alpha/N sum_n z_n eps_n. By Stein's lemma the mean of z eps points one way, along a unit vector u, and
+    its length is the correlation rho of z with eps . u over the members. After T steps along one u the signal is
+    alpha rho T long, and |D|^2 = alpha^2 d T / N whatever is rewarded (`geometry.es_norm`). Where u turns or rho
+    varies, rho stands for the length of the mean of rho u over the steps. As rho is at most 1, no reward and no model
+    makes the share larger than T N / d.
+
+    rho: correlation of a step's z-scores with eps . u, or an array. steps: T, or an array. population: N. d: number of
+    weights that move.
+
+    >>> round(expected_share(rho=1, steps=208, population=30, d=140_928), 4)
+    0.0443
     """
-    g = _gram(gram)
-    rows_a, rows_b = _group(g, a, "a"), _group(g, b, "b")
-    everything = corrected_cosine(g, rows_a, rows_b)
-    signals = [s.value for s in everything.signals]
-    noises = [g[rows, rows].mean() - s for rows, s in zip((rows_a, rows_b), signals, strict=True)]
-    rng, points = np.random.default_rng(0), []
-    for k in range(1, min(len(rows_a), len(rows_b)) + 1):
-        subsets = [[rng.choice(rows, k, replace=False) for rows in (rows_a, rows_b)] for _ in range(draws)]
-        means = np.array([_cosine(_square_of_mean, g, *subset) for subset in subsets])
-        squares = [s + n / k for s, n in zip(signals, noises, strict=True)]
-        predicted = everything.cross.value / math.sqrt(squares[0] * squares[1]) if min(squares) > 0 else math.nan
-        points.append(CountPoint(k, float(means.mean()), predicted))
-    return points
+    return rho**2 * steps * population / d
+
+
+def pairs_z(share: float, d: int, runs: int) -> float:
+    """Return the share, found in all pairs of K runs, in standard deviations of its value without a signal.
+
+    The cosine of two walks has the standard deviation d^-1/2, and those of different pairs are uncorrelated, so this is
+    share sqrt(d K (K - 1) / 2): for ES about rho^2 T N K / sqrt(2 d).
+    """
+    return share * math.sqrt(d * runs * (runs - 1) / 2)
+
+
+def projection_z(rho: Any, steps: Any, population: int, cosine: float = 1.0) -> Any:
+    """Return the component of an ES run along a fixed direction, in standard deviations of a walk's.
+
+    It is cos rho sqrt(T N): the signal has the component cos alpha rho T, and a walk one with the standard deviation
+    alpha sqrt(T / N). Neither has d in it: what a projection can tell does not shrink as models grow.
+
+    rho, steps, population: as for `expected_share`. cosine: of the signal with the direction.
+    """
+    return cosine * rho * (steps * population) ** 0.5
 
 
 # ---- the matrix

@@ -1,10 +1,11 @@
 """Notebook 08, weight geometry: groups of runs, signal and random walk in their displacements, tables and figures."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib import pyplot as plt
@@ -15,8 +16,10 @@ from evoalign_lib.analysis import attenuation, curves, geometry, stats
 from evoalign_study import loading, plots, runs, style, trainers
 from evoalign_study.claims import quantities
 from evoalign_study.claims.quantities import skills
+from evoalign_study.claims.selection import Evidence
+from evoalign_study.kinds.decode import decoding_specs
 from evoalign_study.kinds.train import sweep_specs
-from evoalign_study.kinds.weights import merge_specs, products_specs
+from evoalign_study.kinds.weights import TEMPERATURE, gram_of_stretch, merge_specs, products_specs, stretch_specs
 from evoalign_study.loading import After, Group, Groups, Records
 from evoalign_study.records import Record, accuracy_matrix, ledger_file
 from evoalign_study.results import Results, stated, under
@@ -47,6 +50,16 @@ presets, TINY, SMOKE, FULL = runs.scales(
         # arm -> number of runs in the means to whose lengths single runs are shrunk
         "shrunk": ({"es": 4, "es_random": 4}, {"es": 2, "es_random": 2}),
         "shrunk_far": (16, 2),  # ES runs in the mean to whose length single runs are shrunk
+        # arm -> number of runs that are compared with the mean of its other runs and a fresh walk
+        "others": ({"es": 16, "es_random": 8}, {"es": 2}),
+        "decoded": (16, 2),  # of these, ES runs that are measured at temperature 0.6, too
+        # steps between which the movements of ES runs are compared
+        "stretches": (
+            [*([0, last] for last in (8, 16, 32, 65, 112, 160, 208)), [32, 65], [65, 112], [112, 160], [160, 208]],
+            [[0, 2], [0, 4], [2, 4]],
+        ),
+        "early": (32, 2),  # first steps of ES runs, whose rho is compared with the rest's
+        "turn": (65, 2),  # steps after which pairs of ES runs tell nothing more in common
         "multiples": [0.0, 2.0, 3.0],  # of the mean of all ES runs; 0 is the base
         "anchor_decays": ([0.005, 0.02], [0.02]),  # share of the displacement from the base that each step takes back
         "populations": ([8, 128], [2]),  # besides the tuned one, at equally many evaluated members
@@ -77,6 +90,13 @@ PAIRS = (
     *((arm, "grpo") for arm in ("es_random", "grpo_random")),
 )
 """Pairs of arms whose cosine is shown."""
+REWARDED = {"es": "greedy answers rewarded", "es_sampled": "sampled answers rewarded"}
+STEPPED = {"grpo": "AdamW", "grpo_sgd": "SGD"}
+"""The two by two of the answer: ES by what it is rewarded for, GRPO by what steps it."""
+LIMITS = (("es_sampled", FIRST_STEP), ("grpo", "grpo_sgd"), ("grpo", FIRST_STEP), ("es", "es_sampled"))
+"""Pairs that bound what the two by two says."""
+PILOT = 16
+"""Seeds of ES below this had been seen in a pilot before the claims were written."""
 DECODINGS = tuple(style.STROKES)
 """Decodings under which merged models are measured."""
 
@@ -95,6 +115,8 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
     declared |= _factorial(settings, records, declared["grpo"], scale)
     compared = (*TRAINED, FIRST_STEP)
     declared["products"] = runs.after(records, compared, lambda *each: products_specs(each, scale))
+    own = partial(stretch_specs, stretches=settings.stretches, scale=scale)
+    declared["stretches"] = runs.after(records, ("es", FIRST_STEP), own)
     varied = _varied(settings, declared)
     return declared | varied | _merged(settings, records, scale, varied)
 
@@ -157,6 +179,14 @@ def _merged(run: SimpleNamespace, records: Records, scale: str, varied: Iterable
         merged[f"{arm} shrunk={size}"] = After([make([record], as_long_as=mean) for record, mean in pairs], (arm,))
     merged["es shrunk far"] = After([make([record], as_long_as=far) for record in singles], ("es",))
     merged["random"] = After([make([record], draw=record["spec"]["seed"]) for record in singles], ("es",))
+    for arm, size in run.others.items():
+        own = list(records.get(arm, ()))
+        asked = enumerate(own[:size] if len(own) > 2 else [])  # one other run would be as long as the run itself
+        others = [make(own[:i] + own[i + 1 :], as_long_as=[one], walk=one["spec"]["seed"]) for i, one in asked]
+        merged[f"{arm} others"] = After(others, (arm,))
+    merged["es decoded"] = After(
+        decoding_specs(es[: run.decoded], [TEMPERATURE], curve_temperature=TEMPERATURE) if es else [], ("es",)
+    )
     for factor in run.multiples:
         merged[f"es times {factor:g}"] = After([make(es, factor=factor)] if es else [], ("es",))
     return merged | {f"{name} mean=1": After([make(each) for each in means(name, 1)], (name,)) for name in varied}
@@ -282,6 +312,71 @@ def cosine_table(run: SimpleNamespace, records: Records) -> DataFrame:
         if min(len(records[a]), len(records[b])) > 1
         for cosine in [corrected(records, a, b)]
     )
+
+
+# ---- along runs
+
+
+class Along(NamedTuple):
+    """What ES runs moved in a stretch of their steps."""
+
+    first: int
+    last: int
+    norm: stats.Interval
+    """Mean over runs, weight units."""
+    signal: attenuation.Signal
+    """What all runs have in common."""
+    new: attenuation.Signal | None
+    """The same of the runs with seeds from 16, which were no pilot; None for fewer than two."""
+    z: float
+    """The share in common in standard deviations of its value without a signal."""
+    rho: float
+    """Correlation of the z-scores with the noise along the signal, from the share; 0 where that is below 0."""
+    along: stats.Interval
+    """Mean over runs of the correlation of the z-scores with the noise along GRPO's first step."""
+
+
+def along_runs(records: Records) -> list[Along]:
+    """Return what ES runs moved in each stretch of their steps, in the order of the records."""
+    rows = []
+    for record in records["stretches"]:
+        spec, gram = record["spec"], gram_of_stretch(record)
+        at, d, T = spec["runs"]["run"], record["d"], spec["last"] - spec["first"]
+        new = [row for row, seed in enumerate(spec["runs"]["seeds"]) if seed >= PILOT]
+        own, whole = attenuation.signal(gram), attenuation.expected_share(1, T, at["population_size"], d)
+        rows.append(
+            Along(
+                spec["first"],
+                spec["last"],
+                stats.bootstrap_mean(np.array(record["norms"])),
+                own,
+                attenuation.signal(gram, new) if len(new) > 1 else None,
+                attenuation.pairs_z(own.share.value, d, len(gram)),
+                math.sqrt(max(own.share.value, 0) / whole),
+                stats.bootstrap_mean(np.array(record["along"]) / (at["alpha"] * T)),
+            )
+        )
+    return rows
+
+
+def along_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per stretch of steps: what runs have in common, and how well their fitness tells its direction."""
+    return DataFrame(
+        {"steps": f"{each.first} to {each.last}", "norm": f"{each.norm.value:.3f}"}
+        | {"common share of |D|^2 [95 %]": stated(each.signal.share, ".4f"), "z": f"{each.z:.1f}"}
+        | {"of seeds 16 to 31": stated(each.new and each.new.share, ".4f"), "rho": f"{each.rho:.2f}"}
+        | {"correlation along GRPO's first step [95 %]": stated(each.along, ".3f")}
+        for each in along_runs(records)
+    )
+
+
+def own_part(records: Records, arm: str, decoding: str) -> stats.Interval | None:
+    """Return how much more often an arm's runs are right than the mean of the others with a fresh walk as long."""
+    if not (models := records[f"{arm} others"]):
+        return None
+    evidence = Evidence.of([*records[arm], *records["es decoded"], *models], models[0]["spec"]["scale"])
+    side = quantities.Side(arm, runs=evidence.having("kind", "train"), evidence=evidence, decoding=decoding)
+    return quantities.QUANTITIES["own_part"].find([side])
 
 
 # ---- models merged from several runs
@@ -424,10 +519,16 @@ def results(run: SimpleNamespace, records: Records) -> Results:
         ratios = over_walk(records, arm)
         entries[f"{arm} walk"] = stats.bootstrap_mean(ratios) if len(ratios) else None
     entries |= {f"{arm} stays": stays(records, arm) for arm in VARIATIONS}
-    pairs = product(("es", "es_sampled"), ("grpo", "grpo_sgd", FIRST_STEP))
+    pairs = [*product(REWARDED, (*STEPPED, FIRST_STEP)), *LIMITS]
     cosines = {pair: corrected(records, *pair) for pair in pairs}
     entries |= {f"{a} {b} cosine": cosine.value for (a, b), cosine in cosines.items()}
     entries["raw cosine"] = cosines["es", "grpo"].run_cosine
+    entries |= _along_results(run, records) | {"null own greedy": own_part(records, "es_random", "greedy")}
+    for decoding in DECODINGS:
+        entries[f"own {decoding}"] = own_part(records, "es", decoding)
+        if 0 in run.multiples:
+            walks, base = (accuracy_matrix(records[group], decoding) for group in ("random", "es times 0"))
+            entries[f"fresh {decoding}"] = stats.crossed_bootstrap(walks, base[0])
     mean = f"es mean={size}"
     entries |= {f"kept {decoding}": accuracy_difference(records, mean, "es mean=1", decoding) for decoding in DECODINGS}
     entries["over shrunk"] = accuracy_difference(records, mean, f"es shrunk={size}")
@@ -445,6 +546,26 @@ def results(run: SimpleNamespace, records: Records) -> Results:
         entries |= {f"remedy {i}": ratio, f"remedy {i} gain": gain, "remedy last": ratio}
         shed.append(f"{words}: {stated(ratio, '.2f')} times and {stated(gain)} points (n = {ratio.n})")
     return entries | {"drifts": ", ".join(drifts), "shed": "; ".join(shed)}
+
+
+def _along_results(run: SimpleNamespace, records: Records) -> Results:
+    """Return what the stretches of ES runs say, and the share and the cosine without the pilot's seeds."""
+    along, record = along_runs(records), records["stretches"][0]
+    from_base = {each.last: each for each in along if not each.first}
+    early, turn, end = run.early, run.turn, max(from_base)
+    N = record["spec"]["runs"]["run"]["population_size"]
+    entries: Results = {"turn": turn, "early": early, "ceiling": attenuation.expected_share(1, end, N, record["d"])}
+    for name, last in {"early": early, "turn": turn, "end": end}.items():
+        found = from_base[last]
+        entries |= {f"{name} share": found.signal.share, f"{name} rho": found.rho, f"{name} along": found.along}
+    shares = (f"{stated(each.signal.share, '.2%')} after {last}" for last, each in from_base.items())
+    entries |= {"shares": ", ".join(shares), "late z": max(each.z for each in along if each.first >= turn)}
+    entries["late along"] = along[-1].along
+    entries["foretold end"] = entries["turn share"].value * turn / end
+    new = records | {"es": [one for one in records["es"] if one["spec"]["seed"] >= PILOT]}
+    enough = len(new["es"]) > 1
+    entries["new common"] = signal(new, "es").share if enough else None
+    return entries | {"new cosine": corrected(new, "es", "grpo").value if enough else None}
 
 
 # ---- figures: each returns the figure and the data that it plots
@@ -527,32 +648,90 @@ def figure_layers(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, D
 
 
 def figure_cosines(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw the cosine of the means of K ES runs and K GRPO runs, its prediction and its null, against K."""
-    words = {"es": "ES, GRPO", "es_random": "ES with random fitness, GRPO"}
-    counted = {arm: attenuation.cosine_by_count(*gram_of_two(records, arm, "grpo")) for arm in words}
-    drawn = [("means", "es", "cosine"), ("foretold", "es", "predicted"), ("means", "es_random", "cosine")]
-    means = DataFrame(
-        {"panel": panel, "pair": words[arm], "runs": point.k, "value": getattr(point, what)}
-        for panel, arm, what in drawn
-        for point in counted[arm]
+    """Draw the cosines of what runs share, by what is rewarded and how GRPO steps, and those that bound the reading."""
+    panels = {(a, b): (REWARDED[a], STEPPED[b]) for a, b in product(REWARDED, STEPPED)}
+    panels |= {(a, b): ("limits", f"{label(a)} · {label(b)}") for a, b in reversed(LIMITS)}
+    points = DataFrame(
+        {"panel": panel, "pair": words} | plots.ends(corrected(records, *pair).value)
+        for pair, (panel, words) in panels.items()
+    ).dropna()  # NaN: arms whose runs have nothing in common
+    fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 2.8), width_ratios=(1, 1.1))
+    for arm in REWARDED:
+        own = points[points["panel"] == REWARDED[arm]]
+        at = own["pair"].map({name: x for x, name in enumerate(STEPPED.values())})
+        plots.whiskers(left, own, at, **plots.look(arm, ms=5, lw=1, capsize=3, label=REWARDED[arm]))
+        for x, value in zip(at, own["value"], strict=True):
+            left.annotate(f"{value:.2f}", (x, value), xytext=(7, -10), textcoords="offset points", fontsize=8)
+    left.set(
+        xlim=(-0.4, 1.5),
+        ylim=(-0.1, 1.4),
+        ylabel="cosine of what runs share",
+        xlabel="GRPO is stepped by",
+        title="ES and GRPO",
     )
-    cosines = {f"{label(a)} · {label(b)}": corrected(records, a, b).value for a, b in reversed(PAIRS)}
-    common = DataFrame({"panel": "in common", "pair": pair} | plots.ends(each) for pair, each in cosines.items())
-    common = common.dropna()  # NaN: arms whose runs have nothing in common
-    fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 3.1))
-    looks = {("means", pair): plots.look(arm, ms=3, label=pair) for arm, pair in words.items()}
-    looks["foretold", words["es"]] = plots.look("es", ls=":", lw=1, marker=None, label="foretold from all runs")
-    in_order = means.sort_values("panel", ascending=False, kind="stable")
-    plots.lines(left, in_order, "runs", "value", ["panel", "pair"], looks)
-    left.axhline(0, **plots.NULL)
-    left.set(xlabel="runs in each mean", ylabel="cosine of the means", title="as runs are averaged")
-    left.legend(fontsize=6, loc="center right")
-    plots.whiskers(right, common, up=common["pair"], fmt="o", color="black", ms=4, lw=1, capsize=2)
-    for nothing in (0, 1):
-        right.axvline(nothing, **plots.NULL)
-    right.tick_params(axis="y", labelsize=6)
-    right.set(xlabel="cosine", title="of what runs have in common")
-    return fig, concat([means, common])
+    left.set_xticks(range(len(STEPPED)), list(STEPPED.values()))
+    left.legend(loc="upper left")
+    limits = points[points["panel"] == "limits"]
+    plots.whiskers(right, limits, up=limits["pair"], fmt="o", color="black", ms=4, lw=1, capsize=2)
+    right.tick_params(axis="y", labelsize=7)
+    right.set(xlabel="cosine of what runs share", title="what bounds the reading")
+    for line in (left.axhline, right.axvline):
+        for nothing in (0, 1):
+            line(nothing, **plots.NULL)
+    return fig, points
+
+
+def figure_theory(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
+    """Draw norm, share and projection along the runs of ES, as foretold and as found.
+
+    The norm is foretold without any free number, the share from the projection and the projection from the share, both
+    with the cosine of the two directions at the ends of the runs.
+    """
+    from_base = [found for found in along_runs(records) if not found.first]
+    d, at = records["stretches"][0]["d"], records["stretches"][0]["spec"]["runs"]["run"]
+    alpha, N, c = at["alpha"], at["population_size"], corrected(records, "es", FIRST_STEP).value.value
+    (early,) = (found.rho for found in from_base if found.last == run.early)
+    T, every = np.array([found.last for found in from_base]), np.arange(1, run.turn + 1)
+    along, rho = np.array([(found.along.value, found.rho) for found in from_base]).T
+    share, projection = attenuation.expected_share, attenuation.projection_z
+    lines = {
+        ("norm", "foretold"): (T, geometry.es_norm(alpha, d, 1, N) * np.sqrt(T)),
+        ("share in common, %", "foretold"): (T, 100 * share(along / c, T, N, d)),
+        ("share in common, %", "if rho stayed"): (every, 100 * share(early, every, N, d)),
+        ("along the gradient", "foretold"): (T, projection(rho, T, N, c)),
+        ("along the gradient", "if rho stayed"): (every, projection(early, every, N, c)),
+    }
+    drawn = [
+        DataFrame({"panel": panel, "what": what, "steps": x, "value": y}) for (panel, what), (x, y) in lines.items()
+    ]
+    found = DataFrame(
+        {"panel": panel, "what": what, "steps": each.last} | plots.ends(interval, scale)
+        for each in from_base
+        for panel, what, interval, scale in (
+            ("norm", "found", each.norm, 1),
+            ("share in common, %", "found", each.signal.share, 100),
+            ("share in common, %", "found, seeds 16 to 31", each.new and each.new.share, 100),
+            ("along the gradient", "found", each.along, projection(1, each.last, N)),
+        )
+        if interval
+    )
+    points = concat([*drawn, found])
+    looks = {"foretold": {"color": "black", "lw": 1.2, "label": "foretold"}}
+    looks["if rho stayed"] = {"color": "black", "lw": 0.9, "ls": ":", "label": f"if rho of {run.early} steps stayed"}
+    fig, axes, shown = plots.panels(points, "panel", 2.7)
+    for ax, panel, part in shown:
+        for what, each in part.groupby("what", sort=False):
+            if what in looks:
+                ax.plot(each["steps"], each["value"], **looks[what])
+            else:
+                hollow = {} if what == "found" else {"mfc": "white", "alpha": 0.6}
+                plots.whiskers(ax, each, each["steps"], **plots.look("es", ls="", ms=4, label=what, capsize=2) | hollow)
+        ax.set(xlabel="steps", title=panel)
+    axes[1].set(ylabel="% of the squared length")
+    axes[0].set(ylabel="weight units")
+    axes[2].set(ylabel="standard deviations of a walk's")
+    plots.key(fig, axes[1], 5)
+    return fig, points
 
 
 def figure_drift(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:

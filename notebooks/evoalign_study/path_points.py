@@ -20,6 +20,7 @@ class Model(NamedTuple):
     as_long_as: tuple[str, ...] = ()
     draw: int | None = None
     factor: float = 1.0
+    walk: int | None = None
 
 
 def model_of(named: Mapping[str, Any] | None) -> Model | None:
@@ -27,7 +28,7 @@ def model_of(named: Mapping[str, Any] | None) -> Model | None:
     if named is None:
         return None
     long = named.get("as_long_as", {"digests": ()})["digests"]
-    return Model(tuple(named["of"]["digests"]), tuple(long), named.get("draw"), named["factor"])
+    return Model(tuple(named["of"]["digests"]), tuple(long), named.get("draw"), named["factor"], named.get("walk"))
 
 
 def by_ends(records: Sequence[Record]) -> dict[tuple[Model | None, Model | None], Record]:

@@ -7,7 +7,7 @@ kept in `runs/weights` under their digest and read the next time. That folder ma
 
 import io
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -122,11 +122,33 @@ def of_group(named: Mapping[str, Any]) -> list[np.ndarray]:
     return [again(named["run"] | {"seed": seed}, digest)[0] for seed, digest in runs]
 
 
+def at_steps(named: Mapping[str, Any], steps: Sequence[int]) -> Iterator[list[np.ndarray]]:
+    """Yield the flat float32 weights of each ES run of a group after these numbers of steps, in ascending order.
+
+    A run is replayed from its ledger; if that is not among the committed ones, it is trained again first.
+
+    Raises:
+        LedgerError: a step that a run did not take, or a ledger that does not fit.
+    """
+    for seed, digest in zip(named["seeds"], named["digests"], strict=True):
+        spec: Spec = named["run"] | {"seed": seed}
+        source: Any = kept_ledger(spec, digest)
+        if source is None:
+            with tempfile.TemporaryDirectory() as place, trainers.train(spec, Path(place)):
+                source = ledger.read(Path(place) / ledger.NAME)
+        yield ledger.replay_at(source, spec["base"], steps)
+
+
 # ---- points in weight space that are defined by runs
 
 
 def end(
-    records: Sequence[Record], *, factor: float = 1.0, as_long_as: Sequence[Record] = (), draw: int | None = None
+    records: Sequence[Record],
+    *,
+    factor: float = 1.0,
+    as_long_as: Sequence[Record] = (),
+    draw: int | None = None,
+    walk: int | None = None,
 ) -> dict[str, Any]:
     """Return the entry that names the point base + factor * (mean of the runs' weights - base) in a spec.
 
@@ -136,9 +158,12 @@ def end(
         as_long_as: runs whose mean displacement sets the length of this one, before the factor; empty: its own length.
         draw: number of a random direction that replaces the mean displacement, with the same norm in each tensor. None:
             the mean itself.
+        walk: number of a fresh random walk, spread evenly over all weights, that is added to the mean displacement to
+            make it `as_long_as` those runs, where otherwise it is scaled. None: no walk.
 
     Raises:
-        ValueError: the runs do not form a group, start from different bases, or the factor is not finite.
+        ValueError: the runs do not form a group, start from different bases, or the factor is not finite; or a walk
+            without a length.
     """
     require(np.isfinite(factor), f"factor={factor} must be a finite number.")
     named: dict[str, Any] = {"of": group(records), "factor": float(factor)}
@@ -146,7 +171,8 @@ def end(
         named["as_long_as"] = group(as_long_as)
         base, other = (named[name]["run"]["base"] for name in ("of", "as_long_as"))
         require(base == other, f"as_long_as has runs from base {other!r}. Pass runs from {base!r}.")
-    return named if draw is None else named | {"draw": draw}
+    require(walk is None or as_long_as, f"walk={walk} has no length: pass runs in as_long_as.")
+    return named | {name: n for name, n in {"draw": draw, "walk": walk}.items() if n is not None}
 
 
 def at_end(spec: Spec, end: Mapping[str, Any] | None) -> Spec:
@@ -175,19 +201,30 @@ def displacement(named: Mapping[str, Any], start: np.ndarray, layout: noise.Layo
         layout: of the weights.
 
     Raises:
-        ValueError: rebuilt weights are not those of their record.
+        ValueError: rebuilt weights are not those of their record, or the mean alone is longer than a walk may make it.
     """
     mean = _mean(named["of"], start)
-    if "as_long_as" in named:
+    length = np.linalg.norm(_mean(named["as_long_as"], start)) if "as_long_as" in named else None
+    if "walk" in named:
+        walk = np.zeros_like(mean)
+        _draw(layout.views(walk), lambda part: np.sqrt(part.size), named["walk"])
+        square, along, short = walk @ walk, mean @ walk, length**2 - mean @ mean
+        require(short >= 0, f"a mean of length {np.linalg.norm(mean):g} is longer than {length:g}: average more runs.")
+        mean += walk * (np.sqrt(along**2 + square * short) - along) / square
+    elif length is not None:
         own = np.linalg.norm(mean)
-        mean *= np.linalg.norm(_mean(named["as_long_as"], start)) / own if own else 0.0
+        mean *= length / own if own else 0.0
     if "draw" in named:
-        parts = layout.views(mean)
-        norms = {name: float(np.linalg.norm(part)) for name, part in parts.items()}
-        direction = geometry.random_like(norms, {name: part.shape for name, part in parts.items()}, named["draw"])
-        for name, part in parts.items():
-            part[...] = direction[name].numpy()
+        _draw(layout.views(mean), np.linalg.norm, named["draw"])
     return named["factor"] * mean
+
+
+def _draw(parts: Mapping[str, np.ndarray], norm: Callable[[np.ndarray], Any], key: int) -> None:
+    """Replace each tensor by a random direction with the norm that a function gives for it."""
+    norms = {name: float(norm(part)) for name, part in parts.items()}
+    direction = geometry.random_like(norms, {name: part.shape for name, part in parts.items()}, key)
+    for name, part in parts.items():
+        part[...] = direction[name].numpy()
 
 
 def moved(start: np.ndarray, by: np.ndarray) -> np.ndarray:

@@ -45,9 +45,37 @@ def test_without_signal_nothing_is_found():
     assert crossed <= 6 and found_signal <= 8 and found_cosine <= 2
 
 
-def test_means_agree_more_and_more_with_their_number():
-    points = attenuation.cosine_by_count(runs(np.random.default_rng(3), 0.05, 0.6), A, B, draws=60)
-    assert [p.k for p in points] == list(range(1, K + 1))
-    assert points[0].cosine < 0.06 and points[-1].cosine > 0.2
-    assert all(after.cosine > before.cosine for before, after in zip(points, points[1:], strict=False))
-    assert all(p.cosine == pytest.approx(p.predicted, abs=0.02) for p in points)
+# ---- what to expect of ES
+
+
+def climbs(rng: np.random.Generator, rho: float, K: int, T: int, N: int, d: int) -> np.ndarray:
+    """(K, d) displacements of ES with alpha 1; fitness correlates so with the noise along the first coordinate."""
+    moved = np.zeros((K, d))
+    for _ in range(T):
+        noise = rng.standard_normal((K, N, d))
+        fitness = rho * noise[..., 0] + math.sqrt(1 - rho**2) * rng.standard_normal((K, N))
+        z = fitness - fitness.mean(axis=1, keepdims=True)
+        moved += np.einsum("kn,knd->kd", z / z.std(axis=1, keepdims=True), noise) / N
+    return moved
+
+
+def test_share_and_projection_of_es_are_the_expected_ones():
+    rho, K, T, N, d = 0.6, 16, 8, 30, 3_000
+    moved = climbs(np.random.default_rng(4), rho, K, T, N, d)
+    found, share = attenuation.signal(moved @ moved.T).share, attenuation.expected_share(rho, T, N, d)
+    assert found.low < share < found.high and found.value == pytest.approx(share, rel=0.2)
+    assert attenuation.expected_share(1, T, N, d) == T * N / d
+    along = moved / math.sqrt(T / N)  # in standard deviations of a walk's component
+    assert along[:, 0].mean() == pytest.approx(attenuation.projection_z(rho, T, N), rel=0.1)
+    aslant = along[:, :2] @ (0.6, 0.8)
+    assert aslant.mean() == pytest.approx(attenuation.projection_z(rho, T, N, cosine=0.6), rel=0.15)
+    assert along[:, 1:].std() == pytest.approx(1, abs=0.02) and abs(along[:, 1:].mean()) < 0.02
+    # the norm is that of a walk, but for the signal
+    assert np.square(moved).sum(1).mean() == pytest.approx(d * T / N * (1 + share), rel=0.01)
+
+
+def test_pairs_without_a_signal_are_spread_as_expected():
+    rng, K, d = np.random.default_rng(5), 6, 400
+    grams = [moved @ moved.T for moved in (climbs(rng, 0.0, K, 3, 6, d) for _ in range(300))]
+    z = [attenuation.pairs_z(attenuation.signal(gram).share.value, d, K) for gram in grams]
+    assert np.std(z) == pytest.approx(1, abs=0.12) and abs(np.mean(z)) < 0.2

@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from evoalign_lib import tiny
+from evoalign_lib import ledger, tiny
 from evoalign_lib.tasks import countdown
 
 LONGEST, SAMPLES = weights.LONGEST, 200
@@ -261,6 +261,25 @@ def test_lengths_of_means_and_of_what_is_made_as_long(runs):
     assert np.array_equal(random, again) and abs(random @ other) < 0.1 * short**2
 
 
+def test_a_fresh_walk_makes_the_mean_of_the_others_as_long_as_the_run(runs):
+    start, layout = weight_cache.of_base("A0"), weight_cache.layout_of("A0")
+
+    def moved(draw):
+        return weight_cache.displacement(weight_cache.end(runs[1:], as_long_as=runs[:1], walk=draw), start, layout)
+
+    mean = weight_cache.displacement(weight_cache.end(runs[1:]), start, layout)
+    one, again, other = moved(0), moved(0), moved(1)
+    assert np.array_equal(one, again) and np.linalg.norm(one) == pytest.approx(runs[0]["update_norm"], rel=1e-6)
+    walks, d = np.array([one - mean, other - mean]), runs[0]["d"]
+    assert abs(np.corrcoef(walks)[0, 1]) < 0.02 and all(abs(walk @ mean) < 0.02 * short(walk, mean) for walk in walks)
+    for part in layout.views(walks[0]).values():  # spread evenly over all weights
+        assert np.linalg.norm(part) == pytest.approx(np.linalg.norm(walks[0]) * np.sqrt(part.size / d), rel=1e-3)
+
+
+def short(*vectors):
+    return np.prod(np.linalg.norm(vectors, axis=1))
+
+
 def test_weights_that_are_not_the_records_are_never_merged(runs):
     with pytest.raises(ValueError, match="0" * 16):
         merged([runs[0] | {"digest": "0" * 16}])
@@ -286,6 +305,22 @@ def test_blocks_are_the_products_of_the_weights(runs, monkeypatch):
         unrounded, rounded = (layer["moved"][dtype] for dtype in ("float32", "bfloat16"))
         assert all(0 < r < f <= layer["entries"] for r, f in zip(rounded, unrounded, strict=True))
     assert "moved" not in records[1]["layers"]["layer 0"]
+
+
+def test_stretches_of_runs_add_up_to_the_runs(runs):
+    specs = weights.stretch_specs(runs, runs[1:2], [(0, 1), (1, 2), (0, 2)], "tiny")
+    records = [run_of(spec) for spec in specs]
+    start, masters = weight_cache.of_base("A0"), weight_cache.of_group(weight_cache.group(runs))
+    moved = np.array([master.astype(np.float64) - start for master in masters])
+    scale = np.square(moved).sum(1).mean()
+    assert weights.gram_of_stretch(records[2]) == pytest.approx(moved @ moved.T, abs=2e-6 * scale)
+    assert records[2]["along"][1] == pytest.approx(runs[1]["update_norm"], rel=1e-4)  # along itself
+    first, second, both = (np.array(record["along"]) for record in records)
+    assert first + second == pytest.approx(both, abs=1e-4 * np.sqrt(scale))
+    steps = [np.square(record["norms"]) for record in records]
+    assert steps[0] + steps[1] == pytest.approx(steps[2], rel=0.1)  # all but at right angles
+    with pytest.raises(ledger.LedgerError, match="step 3"):
+        run_of(weights.stretch_specs(runs, runs, [(0, 3)], "tiny")[0])
 
 
 # ---- what is refused
@@ -361,6 +396,8 @@ def test_what_makes_no_group_is_refused(runs):
         weights.merge_specs(runs, SIZES, "tiny", factor=float("nan"))
     with pytest.raises(ValueError, match="'A1'.*'A0'"):
         weights.merge_specs(runs[:1], SIZES, "tiny", as_long_as=OTHERS[1:])
+    with pytest.raises(ValueError, match="walk=3 has no length"):
+        weights.merge_specs(runs, SIZES, "tiny", walk=3)
 
 
 # ---- packed numbers

@@ -5,7 +5,7 @@ from itertools import combinations_with_replacement
 import numpy as np
 import pytest
 from claim_worlds import PROBLEMS, SWEEPS, judge, path, runs_of
-from evoalign_study.records import pack_bits
+from evoalign_study.records import pack_bits, pack_counts, unpack_bits
 
 SIZES = {"embedding (tied)": 600, "layer 0": 1200, "layer 1": 2200}
 D = sum(SIZES.values())
@@ -108,3 +108,31 @@ def test_a_barrier_between_two_halves_of_the_comparator_voids_the_rule() -> None
     verdict = judge("C25", [*TRAINED, *lines(-0.1, null=0.2), *(line(*pair, straight + 0.2 * bump) for pair in halves)])
     assert verdict.verdict == "undecided"
     assert verdict.control.startswith("passed 0 of 3; failed GRPO to GRPO again, barrier of the error greedy 2")
+
+
+def beside(arm: str, right: int) -> list[dict]:
+    """Models of the mean of an arm's other runs with a fresh walk as long, which solve so many problems."""
+    test = {"n": PROBLEMS, "greedy_bits": pack_bits([1] * right + [0] * (PROBLEMS - right))}
+    test |= dict.fromkeys(("t0.6_counts", "t1_counts"), pack_counts([16] * right + [0] * (PROBLEMS - right)))
+    made = []
+    for run in RUNS[arm]:
+        others = [other["digest"] for other in RUNS[arm] if other is not run]
+        named = {"of": {"digests": others}, "as_long_as": {"digests": [run["digest"]]}, "factor": 1.0, "walk": 0}
+        spec = {"kind": "merge", "scale": "tiny"} | named
+        made.append({"spec": spec, "status": "finished", "test": test})
+    return made
+
+
+@pytest.mark.parametrize(
+    ("lost", "null", "expected"), [(4, 0, "supported"), (-4, 0, "contradicted"), (4, 4, "not evidence")]
+)
+def test_a_run_is_held_against_its_own_model_of_the_others(lost: int, null: int, expected: str) -> None:
+    """Runs of ES solve 54, of random fitness 22, under every decoding."""
+    trained = []
+    for run in (run for of_arm in RUNS.values() for run in of_arm):
+        counts = pack_counts(16 * unpack_bits(run["test"]["greedy_bits"], PROBLEMS))
+        trained.append(run | {"test": run["test"] | dict.fromkeys(("t0.6_counts", "t1_counts"), counts)})
+    verdict = judge("E14", [*SWEEPS, *trained, *beside("es", 54 - lost), *beside("es_random", 22 - null)])
+    assert verdict.verdict == expected
+    found = verdict.intervals["ES, accuracy - that of the other runs' mean with a fresh walk as long greedy"]
+    assert found.value == pytest.approx(lost / PROBLEMS, abs=0.02) and found.n == 32

@@ -222,6 +222,25 @@ def skills(models: Sequence[Record], what: str) -> Array:
     return np.array([np.mean([skill[what] for skill in model["skills"].values()]) for model in models])
 
 
+def _pairs(side: Side) -> list[tuple[Record, Record]]:
+    """Return the runs of a side, each with the model of the other runs' mean and a fresh walk that is as long."""
+
+    def by_run() -> dict[str, Record]:
+        merged = (record for record in side.evidence.having("kind", "merge") if "walk" in record["spec"])
+        return {record["spec"]["as_long_as"]["digests"][0]: record for record in merged}
+
+    known, greedy = side.evidence.once("walk", by_run), side.decoding == "greedy"
+    runs = [run for run in side.runs if greedy or f"{side.decoding}_counts" in run["test"]]
+    return [(run, known[run["digest"]]) for run in runs if run["digest"] in known]
+
+
+def _own_part(sides: Sequence[Side]) -> Interval:
+    """Return how much more often runs are right than these models; each run is resampled with its own."""
+    pairs, decoding = _pairs(sides[0]), sides[0].decoding
+    runs, models = (accuracy_matrix(each, decoding) for each in zip(*pairs, strict=True))
+    return stats.crossed_bootstrap(runs - models, **_resampled(sides))
+
+
 def _kept(part: str, records: Sequence[Record], decoding: str) -> Array:
     """Return the share of its accuracy that each model keeps under noise, as the mean over draws and sigmas."""
     clean, left = ([np.mean(record[block][decoding]) for record in records] for block in ("clean", part))
@@ -368,6 +387,9 @@ QUANTITIES: dict[str, Quantity] = {
     ),
     "common_share": Quantity("share of a run's squared norm that all have", _displaced, _common_share, (1,)),
     "accuracy": _of_each("test", _merged, accuracy_matrix, **_RIGHT),
+    "own_part": Quantity(
+        "accuracy - that of the other runs' mean with a fresh walk as long", _pairs, _own_part, (1,), **_RIGHT
+    ),
     "skills_accuracy": _of_each("accuracy on other skills", _merged, lambda r, _: skills(r, "greedy"), **_POINTS),
     "skills_kl": _of_each("KL on other skills", _merged, lambda r, _: skills(r, "kl")),
     "skills_kl_ratio": _of_each("KL on other skills", _merged, lambda r, _: np.log(skills(r, "kl")), **_RATIO),

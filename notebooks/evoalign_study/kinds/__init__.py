@@ -9,7 +9,7 @@ from evoalign_lib.checks import nearest
 KINDS: dict[str, tuple[str, ...]] = {
     "train": ("train", "composed", "audit"),
     "decode": ("base", "best_of_n", "decoding", "sampled"),
-    "weights": ("answers", "coverage", "merge", "noise", "path", "perturbed", "products"),
+    "weights": ("answers", "coverage", "merge", "noise", "path", "perturbed", "products", "stretch"),
     "exact": ("estimator", "kl"),
     "memory": ("memory", "storage"),
     "scaling": ("scaling",),

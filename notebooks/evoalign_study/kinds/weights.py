@@ -18,12 +18,16 @@
   run shrunk to that length, and of a random direction, show how much of the effect is due to the shorter length.
 - *products*: a block of the Gram matrix of displacements, which gives norms, shares and cosines, so that runs can be
   added without measuring the others again.
+- *stretch*: the same for what ES runs moved between two of their steps, replayed from ledgers: where along a run its
+  signal is.
 """
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
@@ -589,3 +593,64 @@ def run_products(spec: Spec) -> Record:
         moved = {dtype: layered.moved[dtype][i].tolist() for dtype in dtypes}
         layers[name] = layer | ({"moved": moved} if own else {})
     return {"d": layout.d, "layers": layers}
+
+
+# ---- products along runs
+
+
+def stretch_specs(
+    records: Sequence[Record], along: Sequence[Record], stretches: Sequence[Sequence[int]], scale: str
+) -> list[Spec]:
+    """Return the specs of the products of what ES runs moved in a stretch of their steps, one for each stretch.
+
+    Args:
+        records: records of ES runs that differ only in their seeds, from a plain base of the tiny world.
+        along: records of runs of another arm from that base, whose mean displacement is a direction to project on.
+        stretches: pairs of numbers of steps, from the first to the last.
+        scale: scale of the notebook.
+
+    Raises:
+        ValueError: runs that do not form a group, or a base outside the tiny world.
+    """
+    runs, others = weight_cache.group(records), weight_cache.group(along)
+    steps = sorted({step for stretch in stretches for step in stretch})
+    begun = specs.begin_tiny("stretch", runs["run"]["base"], scale, {})
+    begun |= {"runs": runs, "along": others, "steps": steps}
+    return [begun | {"first": first, "last": last} for first, last in stretches]
+
+
+def run_stretch(spec: Spec) -> Record:
+    """Return the products of what runs moved in a stretch of their steps, with one another and with a direction.
+
+    The record has `norms`, of each run; `cosines` of each run with those before it, run by run, in millionths; and
+    `along`, the component of each run along the mean displacement of the other arm's runs. Norms and components are in
+    weight units.
+    """
+    start = weight_cache.of_base(spec["base"])
+    after = _after(canonical_json(spec["runs"]), tuple(spec["steps"]))
+    first, last = (after[:, spec["steps"].index(spec[name])].astype(np.float64) for name in ("first", "last"))
+    moved = last - first
+    direction = np.mean([master.astype(np.float64) - start for master in weight_cache.of_group(spec["along"])], axis=0)
+    norms = np.linalg.norm(moved, axis=1)
+    sizes = np.outer(norms, norms)
+    cosines = np.divide(moved @ moved.T, sizes, out=np.zeros_like(sizes), where=sizes > 0)  # all steps may be tied
+    return {
+        "d": weight_cache.layout_of(spec["base"]).d,
+        "norms": [significant(norm) for norm in norms],
+        "cosines": [round(1e6 * float(cosine)) for i, row in enumerate(cosines) for cosine in row[:i]],
+        "along": [significant(x, 5) for x in moved @ direction / np.linalg.norm(direction)],
+    }
+
+
+@lru_cache(maxsize=1)  # the stretches of one group share a replay of each run
+def _after(runs: str, steps: tuple[int, ...]) -> np.ndarray:
+    """Return the weights (runs, steps, weights) of the runs of a group, given as JSON, after numbers of steps."""
+    return np.array(list(weight_cache.at_steps(json.loads(runs), steps)))
+
+
+def gram_of_stretch(record: Record) -> np.ndarray:
+    """Return the products (runs, runs) of what runs moved in a stretch, weight units squared, as `run_stretch` has."""
+    norms = np.array(record["norms"])
+    cosines = np.zeros((len(norms), len(norms)))
+    cosines[np.tril_indices(len(norms), -1)] = np.array(record["cosines"]) / 1e6
+    return (cosines + cosines.T + np.eye(len(norms))) * np.outer(norms, norms)
