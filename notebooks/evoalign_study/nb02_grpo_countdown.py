@@ -16,7 +16,7 @@ from evoalign_study import loading, plots, style
 from evoalign_study import runs as shared
 from evoalign_study.kinds.decode import base_specs, best_of_n_specs, label, measured_spec
 from evoalign_study.kinds.exact import kl_specs
-from evoalign_study.loading import DECODINGS, After, Groups, Records
+from evoalign_study.loading import DECODINGS, After, Group, Groups, Records
 from evoalign_study.records import Record, accuracy_matrix, spec_hash
 from evoalign_study.results import Results, told
 
@@ -31,6 +31,9 @@ presets, TINY, SMOKE, FULL = shared.scales(
         "grpo_long_steps": (3125, 6),  # length of the runs with as many completions as ES
         "best_of": (64, 4),  # samples of best-of-n
         "seeds_long": (2, 1),
+        "finalists": (3, 1, 0),  # settings of each sweep that are tried again at full length
+        "fewer_prompts": ([32, 16], [8], []),  # per step of ES, also tried there
+        "finals_seeds": ([101, 102], [101]),  # which no other run uses
         "gains": [0.05, 0.10, 0.15],  # over the base, whose budgets section 8 compares
         "margin": 0.02,  # within which accuracies match
         "temperatures": [0.4, 0.6],  # besides greedy decoding and 1: temperatures at which models are measured again
@@ -61,6 +64,7 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
     return {
         "base": base_specs(run.bases, settings, run.scale),
         **shared.sweep(run, *ARMS),
+        **finals(run, records),
         "kl": [s for sigma in exact["kl_sigmas"] for s in kl_specs("A0", sigma, exact["kl_repeats"], exact, scale)],
         "es": train("es", here, many, ledgers=here),  # later notebooks replay them
         "grpo": train("grpo", here, many),
@@ -74,6 +78,31 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
         "best_of_n": best_of_n_specs(here[0], best_of_n, run.best_of, settings, run.scale),
         "decodings": _decodings(run, records),
     }
+
+
+def finals(run: SimpleNamespace, records: Records) -> Groups:
+    """Return runs that tune both arms where they are compared: at full length, on the validation set only.
+
+    They are the best settings of each sweep, and from the best one GRPO with the sweep's other learning rates, and ES
+    with fewer prompts per step and as many completions, hence more steps: with alpha such that the walk is as long, and
+    with alpha as it is. `final_scores` chooses among them. ES with sampled fitness has such runs, too.
+    """
+    made: dict[str, Any] = {}
+    for arm in ARMS:
+        own = loading.own_settings(run, arm) | {"test_problems": 0}
+        ranked = loading.ranked_choices(run, arm, records.get(f"sweep {arm}"))
+        group = Group(arm, run.bases[:1], run.finals_seeds, own | ranked[0], after=(f"sweep {arm}",))
+        made[f"finals {arm}"] = group._replace(changes=ranked[: run.finalists])
+        if arm == "grpo":
+            rates = sorted({one["learning_rate"] for one in ranked if run.finalists} - {ranked[0]["learning_rate"]})
+            made["rates grpo"] = group._replace(changes=[{"learning_rate": rate} for rate in rates])
+        else:
+            size, steps, alpha = own["prompts_per_step"], own["steps"], ranked[0]["alpha"]
+            fewer = [{"prompts_per_step": few, "steps": steps * size // few} for few in run.fewer_prompts]
+            kept = [one | {"alpha": float(f"{alpha * (steps / one['steps']) ** 0.5:.3g}")} for one in fewer]
+            made["prompts es"] = group._replace(changes=kept + fewer)
+            made["prompts es_sampled"] = group._replace(arm="es_sampled", changes=[{}, *kept] if kept else [])
+    return made
 
 
 def _decodings(run: SimpleNamespace, records: Records) -> After:
@@ -309,6 +338,44 @@ def hindsight(records: Records, axis: str) -> Results:
         values |= {f"hindsight {name}, {axis}": spec[name] for name in arms.swept(arm)}
     values[f"hindsight lead, {axis}"] = values[f"hindsight grpo, {axis}"] - values[f"hindsight es, {axis}"]
     return values
+
+
+FINALS = {
+    "es": ("finals es", "prompts es"),
+    "grpo": ("finals grpo", "rates grpo"),
+    "es_sampled": ("prompts es_sampled",),
+}
+"""Arm -> the groups of runs at full length among whose settings it is tuned."""
+_LAST = (0.64, 0.8, 1.0)
+"""Shares of a budget over which validation accuracy is averaged, since single points differ more than settings do."""
+
+
+def final_scores(records: Records) -> pd.DataFrame:
+    """Return a row per arm and setting that was tried at full length, in the order of trial.
+
+    An arm's tuned setting is the one with the highest score on the validation set, greedy, at the budget at which arms
+    are compared, as a mean over seeds; of equal ones the first. There are two such budgets, and a tuned setting for
+    each: the end of the arm's own runs, and the forward FLOPs that tuned GRPO ends with.
+
+    Columns: arm; the settings that differ; "end" and "equal FLOPs", the scores, NaN for runs that have no curve there;
+    "end, t1" and "equal FLOPs, t1", the same at temperature 1; n, the number of seeds.
+    """
+    least, rows = min(r["budget"]["forward_flops"] for r in records["grpo"]), []
+    names = [*arms.swept("es"), "prompts_per_step", "steps", *arms.swept("grpo")]
+    for arm, r in ((arm, r) for arm, groups in FINALS.items() for group in groups for r in records[group]):
+        spent, row = r["curve"]["forward_flops"], {"arm": arm} | {name: r["spec"].get(name) for name in names}
+        for (at, budget), decoding in product((("end", spent[-1]), ("equal FLOPs", min(least, spent[-1]))), DECODINGS):
+            score = [
+                at_budget(r, "forward_flops", share * budget, decoding)
+                for share in _LAST
+                if spent[1] <= budget * _LAST[0]
+            ]
+            row[at + ", t1" * (decoding == "t1")] = np.mean(score) if score else np.nan
+        rows.append(row | {"n": r["spec"]["seed"]})
+    tried = pd.DataFrame(rows).groupby(["arm", *names], sort=False, dropna=False)
+    return tried.agg(
+        dict.fromkeys(("end", "equal FLOPs", "end, t1", "equal FLOPs, t1"), "mean") | {"n": "nunique"}
+    ).reset_index()
 
 
 def larger_alpha(records: Records, before: Sequence[Record]) -> Results:
