@@ -17,7 +17,7 @@ from evoalign_study import runs as shared
 from evoalign_study.kinds.decode import base_specs, best_of_n_specs, label, measured_spec
 from evoalign_study.kinds.exact import kl_specs
 from evoalign_study.loading import DECODINGS, After, Group, Groups, Records
-from evoalign_study.records import Record, accuracy_matrix, spec_hash
+from evoalign_study.records import Record, accuracy_matrix, spec_hash, unpack_bits
 from evoalign_study.results import Results, told
 
 NOTEBOOK = "02_grpo_countdown"
@@ -297,6 +297,47 @@ def kl_frame(records: Sequence[Record]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def accuracy_by_set(committed: Sequence[Record]) -> pd.DataFrame:
+    """Return greedy accuracy of models of base A0, a row per problem set, notebook, arm and length of run.
+
+    A set has the name of its split and its size. Each is drawn anew from the 2,000 problems of its split: "validation
+    256" is not a part of "validation 512", and one is easier than another, as the base shows.
+
+    committed: the committed records of scale tiny, of all notebooks.
+
+    Columns: set; arm, "base" for the untrained model; notebook; steps, and size of a step (alpha or the learning rate),
+    0 for the base; accuracy, %, mean over seeds; n, their number.
+    """
+    rows = []
+    for r in (r for r in committed if r["spec"]["kind"] in ("train", "base", "coverage", "noise")):
+        spec = r["spec"]
+        end = spec.get("end", {"of": {"run": spec, "seeds": [spec.get("seed", 0)]}, "factor": 1})
+        run, seeds = end["of"]["run"], end["of"]["seeds"]
+        varied = run.keys() & {"unique_prompts", "scale_rewards"} or run.get("population_size", 30) != 30
+        ended = len(end) > 2 or end["factor"] != 1 or len(seeds) > 1 or run["kind"] == "composed"
+        if varied or ended or run["base"] != "A0" or run.get("arm", "base") not in (*ARMS, "base"):
+            continue
+        found = {}
+        if "greedy_bits" in r:
+            found["test", r["n"]] = unpack_bits(r["greedy_bits"], r["n"]).mean()
+        elif "clean" in r:
+            found["validation", r["n"]] = r["clean"]["greedy"]
+        elif "test" in r:
+            last = r["curve"]["validation_greedy"][-1] if "curve" in r else r.get("validation", {}).get("greedy")
+            found = {
+                ("test", spec["test_problems"]): r["test"]["greedy"],
+                ("validation", spec["validation_problems"]): last,
+            }
+        row = {"arm": run.get("arm", "base"), "notebook": r["notebook"][:2], "steps": run.get("steps", 0)}
+        row |= {"step size": run.get("alpha", run.get("learning_rate", 0)), "seed": seeds[0]}
+        rows += [
+            row | {"set": f"{split} {n:,d}", "accuracy": 100 * x} for (split, n), x in found.items() if x is not None
+        ]
+    places = ["set", "arm", "notebook", "steps", "step size"]
+    scores = pd.DataFrame(rows).drop_duplicates([*places, "seed"]).groupby(places)["accuracy"]
+    return scores.agg(accuracy="mean", n="size").reset_index()
+
+
 # ---- comparisons at equal budgets
 
 
@@ -351,31 +392,29 @@ _LAST = (0.64, 0.8, 1.0)
 
 
 def final_scores(records: Records) -> pd.DataFrame:
-    """Return a row per arm and setting that was tried at full length, in the order of trial.
+    """Return a row per arm and setting that was tried at full length, in the order of trial; none at scale full.
 
     An arm's tuned setting is the one with the highest score on the validation set, greedy, at the budget at which arms
     are compared, as a mean over seeds; of equal ones the first. There are two such budgets, and a tuned setting for
     each: the end of the arm's own runs, and the forward FLOPs that tuned GRPO ends with.
 
-    Columns: arm; the settings that differ; "end" and "equal FLOPs", the scores, NaN for runs that have no curve there;
-    "end, t1" and "equal FLOPs, t1", the same at temperature 1; n, the number of seeds.
+    Columns: arm; setting, in words; "end, greedy", "end, t1", "equal FLOPs, greedy" and "equal FLOPs, t1", the scores,
+    NaN for runs without a point of the curve by then; n, the number of seeds.
     """
     least, rows = min(r["budget"]["forward_flops"] for r in records["grpo"]), []
-    names = [*arms.swept("es"), "prompts_per_step", "steps", *arms.swept("grpo")]
-    for arm, r in ((arm, r) for arm, groups in FINALS.items() for group in groups for r in records[group]):
-        spent, row = r["curve"]["forward_flops"], {"arm": arm} | {name: r["spec"].get(name) for name in names}
-        for (at, budget), decoding in product((("end", spent[-1]), ("equal FLOPs", min(least, spent[-1]))), DECODINGS):
-            score = [
-                at_budget(r, "forward_flops", share * budget, decoding)
-                for share in _LAST
-                if spent[1] <= budget * _LAST[0]
-            ]
-            row[at + ", t1" * (decoding == "t1")] = np.mean(score) if score else np.nan
-        rows.append(row | {"n": r["spec"]["seed"]})
-    tried = pd.DataFrame(rows).groupby(["arm", *names], sort=False, dropna=False)
-    return tried.agg(
-        dict.fromkeys(("end", "equal FLOPs", "end, t1", "equal FLOPs, t1"), "mean") | {"n": "nunique"}
-    ).reset_index()
+    names = (*arms.swept("es"), "prompts_per_step", "steps", *arms.swept("grpo"))
+    for arm, r in ((arm, r) for arm, tried in FINALS.items() for group in tried for r in records.get(group, ())):
+        spent = r["curve"]["forward_flops"]
+        told = [f"{name.replace('_', ' ')} {r['spec'][name]:g}" for name in names if name in r["spec"]]
+        row = {"arm": arm, "setting": ", ".join(told), "n": 1}
+        for at, budget in (("end", spent[-1]), ("equal FLOPs", min(least, spent[-1]))):
+            for decoding in DECODINGS if spent[1] <= _LAST[0] * budget else ():
+                score = [at_budget(r, "forward_flops", share * budget, decoding) for share in _LAST]
+                row[f"{at}, {decoding}"] = np.mean(score)
+        rows.append(row)
+    places = [f"{at}, {decoding}" for at, decoding in product(("end", "equal FLOPs"), DECODINGS)]
+    tried = pd.DataFrame(rows, columns=["arm", "setting", *places, "n"]).groupby(["arm", "setting"], sort=False)
+    return tried.agg(dict.fromkeys(places, "mean") | {"n": "sum"}).reset_index()
 
 
 def larger_alpha(records: Records, before: Sequence[Record]) -> Results:
@@ -461,6 +500,13 @@ def results(
     for arm, part in sweep_points(records).groupby("arm"):
         values |= {f"{arm}, {k} tried": part["expected maximum"].iloc[i] for k, i in (("one", 0), ("all", -1))}
         values |= {f"tuned {name}": part[name].iloc[0] for name in arms.swept(arm)}
+    for (arm, part), at in product(final_scores(records).groupby("arm"), ("end", "equal FLOPs")):
+        scores = part[f"{at}, greedy"].fillna(0)
+        values |= {f"final {arm}, {at}: swept": scores.iloc[0], f"final {arm}, {at}: best": scores.max()}
+        values |= {f"final {arm}, {at}: setting": part["setting"][scores.idxmax()], f"final {arm}: settings": len(part)}
+    for at, which in product(("end", "equal FLOPs"), ("swept", "best")):
+        sides = [values.get(f"final {arm}, {at}: {which}") for arm in ("grpo", "es")]
+        values |= {f"final lead, {at}: {which}": 100 * (sides[0] - sides[1])} if None not in sides else {}
     for group, part in runs(run, records).groupby("group"):
         # as arrays: pandas would leave a diverged run's NaN out of the mean
         values |= {f"{name} of {group}": part[name].to_numpy().mean() for name in (*AXES, "distance", "KL")}
