@@ -518,7 +518,7 @@ def results(
     values["best of most"] = pd.DataFrame([r["best_of_n"] for r in records["best_of_n"]]).mean().max()
     again = by_temperature(records).query("base == @here")
     values |= {f"{row.group}, t{row.temperature:g} again": row.accuracy / 100 for row in again.itertuples()}
-    values["settings tried"] = len(records["sweep es"])
+    values |= {"settings tried": len(records["sweep es"]), "million weights": records["es"][0]["d"] / 1e6}
     for d in DECODINGS:
         ends = {"equivalence": [r["curve"][f"validation_{d}"][-1] for r in before]}
         ends["difference"] = accuracy_matrix(before, d).mean(axis=1)
