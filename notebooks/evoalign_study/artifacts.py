@@ -305,17 +305,21 @@ def _claims_of_the_field(verdicts: Sequence[Verdict]) -> str:
     """Return the README's table: for each claim of the field with a rule and a decision, its latest verdict."""
     from pandas import DataFrame
 
-    of_field = [v for v in verdicts if v.id.startswith("C")]  # E: checks of this project's own engine
-    first = [v for v in of_field if v.id[1:].isdigit()]
-    last = {v.id.rstrip("abcdefgh"): v for v in of_field if v.rule != "open"}  # C2b is another rule for C2
-    decided = [v for v in last.values() if v.verdict != "underpowered"]
+    latest: dict[str, Any] = {}  # C2b is another rule for C2; E: checks of this project's own engine
+    for v in verdicts:
+        name = v.id.rstrip("abcdefgh")
+        if name.startswith("C") and (v.rule != "open" or name not in latest):
+            latest[name] = v
+    underpowered = [v.id for v in latest.values() if v.verdict == "underpowered"]
+    waiting = [v.id for v in latest.values() if v.verdict in ("open", "not testable at this scale")]
+    decided = [v for v in latest.values() if v.id not in (*underpowered, *waiting)]
     rows = [{"claim": f"{v.id} {v.title}", "verdict": v.verdict} for v in decided]
-    waiting = sum(v.verdict in ("open", "not testable at this scale") for v in first)
-    lacking = ", ".join(v.id for v in last.values() if v.verdict == "underpowered")
+    others = {"underpowered": underpowered, "waiting for their notebook or for larger models": waiting}
+    rest = "".join(f", {len(ids)} {what} ({', '.join(ids)})" for what, ids in others.items() if ids)
     caption = (
-        f"Verdicts by code, from the records of tiny models. Of {len(first)} claims of the field {waiting} wait for "
-        f"their notebook or for larger models{f'; underpowered: {lacking}' if lacking else ''}. A letter marks a rule "
-        "declared after the data of the first were seen. `undecided`: its own comparator fails the rule."
+        f"Verdicts by code, from the records of tiny models. Of {len(latest)} claims of the field {len(decided)} are "
+        f"judged{rest}. A letter marks a rule declared after the data of the first were seen. `undecided`: its own "
+        "comparator fails the rule."
     )
     return rendering.markdown_table(DataFrame(rows), caption)
 

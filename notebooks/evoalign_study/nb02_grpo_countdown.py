@@ -16,8 +16,8 @@ from evoalign_study import loading, plots, style
 from evoalign_study import runs as shared
 from evoalign_study.kinds.decode import base_specs, best_of_n_specs, label, measured_spec
 from evoalign_study.kinds.exact import kl_specs
-from evoalign_study.loading import DECODINGS, After, Groups, Records
-from evoalign_study.records import Record, accuracy_matrix, spec_hash
+from evoalign_study.loading import DECODINGS, After, Group, Groups, Records
+from evoalign_study.records import Record, accuracy_matrix, spec_hash, unpack_bits
 from evoalign_study.results import Results, told
 
 NOTEBOOK = "02_grpo_countdown"
@@ -31,6 +31,9 @@ presets, TINY, SMOKE, FULL = shared.scales(
         "grpo_long_steps": (3125, 6),  # length of the runs with as many completions as ES
         "best_of": (64, 4),  # samples of best-of-n
         "seeds_long": (2, 1),
+        "finalists": (3, 1, 0),  # settings of each sweep that are tried again at full length
+        "fewer_prompts": ([32, 16], [8], []),  # per step of ES, also tried there
+        "finals_seeds": ([101, 102], [101]),  # which no other run uses
         "gains": [0.05, 0.10, 0.15],  # over the base, whose budgets section 8 compares
         "margin": 0.02,  # within which accuracies match
         "temperatures": [0.4, 0.6],  # besides greedy decoding and 1: temperatures at which models are measured again
@@ -61,6 +64,7 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
     return {
         "base": base_specs(run.bases, settings, run.scale),
         **shared.sweep(run, *ARMS),
+        **finals(run, records),
         "kl": [s for sigma in exact["kl_sigmas"] for s in kl_specs("A0", sigma, exact["kl_repeats"], exact, scale)],
         "es": train("es", here, many, ledgers=here),  # later notebooks replay them
         "grpo": train("grpo", here, many),
@@ -74,6 +78,31 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
         "best_of_n": best_of_n_specs(here[0], best_of_n, run.best_of, settings, run.scale),
         "decodings": _decodings(run, records),
     }
+
+
+def finals(run: SimpleNamespace, records: Records) -> Groups:
+    """Return runs that tune both arms where they are compared: at full length, on the validation set only.
+
+    They are the best settings of each sweep, and from the best one GRPO with the sweep's other learning rates, and ES
+    with fewer prompts per step and as many completions, hence more steps: with alpha such that the walk is as long, and
+    with alpha as it is. `final_scores` chooses among them. ES with sampled fitness has such runs, too.
+    """
+    made: dict[str, Any] = {}
+    for arm in ARMS:
+        own = loading.own_settings(run, arm) | {"test_problems": 0}
+        ranked = loading.ranked_choices(run, arm, records.get(f"sweep {arm}"))
+        group = Group(arm, run.bases[:1], run.finals_seeds, own | ranked[0], after=(f"sweep {arm}",))
+        made[f"finals {arm}"] = group._replace(changes=ranked[: run.finalists])
+        if arm == "grpo":
+            rates = sorted({one["learning_rate"] for one in ranked if run.finalists} - {ranked[0]["learning_rate"]})
+            made["rates grpo"] = group._replace(changes=[{"learning_rate": rate} for rate in rates])
+        else:
+            size, steps, alpha = own["prompts_per_step"], own["steps"], ranked[0]["alpha"]
+            fewer = [{"prompts_per_step": few, "steps": steps * size // few} for few in run.fewer_prompts]
+            kept = [one | {"alpha": float(f"{alpha * (steps / one['steps']) ** 0.5:.3g}")} for one in fewer]
+            made["prompts es"] = group._replace(changes=kept + fewer)
+            made["prompts es_sampled"] = group._replace(arm="es_sampled", changes=[{}, *kept] if kept else [])
+    return made
 
 
 def _decodings(run: SimpleNamespace, records: Records) -> After:
@@ -268,6 +297,47 @@ def kl_frame(records: Sequence[Record]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def accuracy_by_set(committed: Sequence[Record]) -> pd.DataFrame:
+    """Return greedy accuracy of models of base A0, a row per problem set, notebook, arm and length of run.
+
+    A set has the name of its split and its size. Each is drawn anew from the 2,000 problems of its split: "validation
+    256" is not a part of "validation 512", and one is easier than another, as the base shows.
+
+    committed: the committed records of scale tiny, of all notebooks.
+
+    Columns: set; arm, "base" for the untrained model; notebook; steps, and size of a step (alpha or the learning rate),
+    0 for the base; accuracy, %, mean over seeds; n, their number.
+    """
+    rows = []
+    for r in (r for r in committed if r["spec"]["kind"] in ("train", "base", "coverage", "noise")):
+        spec = r["spec"]
+        end = spec.get("end", {"of": {"run": spec, "seeds": [spec.get("seed", 0)]}, "factor": 1})
+        run, seeds = end["of"]["run"], end["of"]["seeds"]
+        varied = run.keys() & {"unique_prompts", "scale_rewards"} or run.get("population_size", 30) != 30
+        ended = len(end) > 2 or end["factor"] != 1 or len(seeds) > 1 or run["kind"] == "composed"
+        if varied or ended or run["base"] != "A0" or run.get("arm", "base") not in (*ARMS, "base"):
+            continue
+        found = {}
+        if "greedy_bits" in r:
+            found["test", r["n"]] = unpack_bits(r["greedy_bits"], r["n"]).mean()
+        elif "clean" in r:
+            found["validation", r["n"]] = r["clean"]["greedy"]
+        elif "test" in r:
+            last = r["curve"]["validation_greedy"][-1] if "curve" in r else r.get("validation", {}).get("greedy")
+            found = {
+                ("test", spec["test_problems"]): r["test"]["greedy"],
+                ("validation", spec["validation_problems"]): last,
+            }
+        row = {"arm": run.get("arm", "base"), "notebook": r["notebook"][:2], "steps": run.get("steps", 0)}
+        row |= {"step size": run.get("alpha", run.get("learning_rate", 0)), "seed": seeds[0]}
+        rows += [
+            row | {"set": f"{split} {n:,d}", "accuracy": 100 * x} for (split, n), x in found.items() if x is not None
+        ]
+    places = ["set", "arm", "notebook", "steps", "step size"]
+    scores = pd.DataFrame(rows).drop_duplicates([*places, "seed"]).groupby(places)["accuracy"]
+    return scores.agg(accuracy="mean", n="size").reset_index()
+
+
 # ---- comparisons at equal budgets
 
 
@@ -309,6 +379,42 @@ def hindsight(records: Records, axis: str) -> Results:
         values |= {f"hindsight {name}, {axis}": spec[name] for name in arms.swept(arm)}
     values[f"hindsight lead, {axis}"] = values[f"hindsight grpo, {axis}"] - values[f"hindsight es, {axis}"]
     return values
+
+
+FINALS = {
+    "es": ("finals es", "prompts es"),
+    "grpo": ("finals grpo", "rates grpo"),
+    "es_sampled": ("prompts es_sampled",),
+}
+"""Arm -> the groups of runs at full length among whose settings it is tuned."""
+_LAST = (0.64, 0.8, 1.0)
+"""Shares of a budget over which validation accuracy is averaged, since single points differ more than settings do."""
+
+
+def final_scores(records: Records) -> pd.DataFrame:
+    """Return a row per arm and setting that was tried at full length, in the order of trial; none at scale full.
+
+    An arm's tuned setting is the one with the highest score on the validation set, greedy, at the budget at which arms
+    are compared, as a mean over seeds; of equal ones the first. There are two such budgets, and a tuned setting for
+    each: the end of the arm's own runs, and the forward FLOPs that tuned GRPO ends with.
+
+    Columns: arm; setting, in words; "end, greedy", "end, t1", "equal FLOPs, greedy" and "equal FLOPs, t1", the scores,
+    NaN for runs without a point of the curve by then; n, the number of seeds.
+    """
+    least, rows = min(r["budget"]["forward_flops"] for r in records["grpo"]), []
+    names = (*arms.swept("es"), "prompts_per_step", "steps", *arms.swept("grpo"))
+    for arm, r in ((arm, r) for arm, tried in FINALS.items() for group in tried for r in records.get(group, ())):
+        spent = r["curve"]["forward_flops"]
+        told = [f"{name.replace('_', ' ')} {r['spec'][name]:g}" for name in names if name in r["spec"]]
+        row = {"arm": arm, "setting": ", ".join(told), "n": 1}
+        for at, budget in (("end", spent[-1]), ("equal FLOPs", min(least, spent[-1]))):
+            for decoding in DECODINGS if spent[1] <= _LAST[0] * budget else ():
+                score = [at_budget(r, "forward_flops", share * budget, decoding) for share in _LAST]
+                row[f"{at}, {decoding}"] = np.mean(score)
+        rows.append(row)
+    places = [f"{at}, {decoding}" for at, decoding in product(("end", "equal FLOPs"), DECODINGS)]
+    tried = pd.DataFrame(rows, columns=["arm", "setting", *places, "n"]).groupby(["arm", "setting"], sort=False)
+    return tried.agg(dict.fromkeys(places, "mean") | {"n": "sum"}).reset_index()
 
 
 def larger_alpha(records: Records, before: Sequence[Record]) -> Results:
@@ -394,6 +500,13 @@ def results(
     for arm, part in sweep_points(records).groupby("arm"):
         values |= {f"{arm}, {k} tried": part["expected maximum"].iloc[i] for k, i in (("one", 0), ("all", -1))}
         values |= {f"tuned {name}": part[name].iloc[0] for name in arms.swept(arm)}
+    for (arm, part), at in product(final_scores(records).groupby("arm"), ("end", "equal FLOPs")):
+        scores = part[f"{at}, greedy"].fillna(0)
+        values |= {f"final {arm}, {at}: swept": scores.iloc[0], f"final {arm}, {at}: best": scores.max()}
+        values |= {f"final {arm}, {at}: setting": part["setting"][scores.idxmax()], f"final {arm}: settings": len(part)}
+    for at, which in product(("end", "equal FLOPs"), ("swept", "best")):
+        sides = [values.get(f"final {arm}, {at}: {which}") for arm in ("grpo", "es")]
+        values |= {f"final lead, {at}: {which}": 100 * (sides[0] - sides[1])} if None not in sides else {}
     each_run = runs(run, records)
     for group, part in each_run.groupby("group"):
         # as arrays: pandas would leave a diverged run's NaN out of the mean
@@ -409,7 +522,7 @@ def results(
     values["best of most"] = pd.DataFrame([r["best_of_n"] for r in records["best_of_n"]]).mean().max()
     again = by_temperature(records).query("base == @here")
     values |= {f"{row.group}, t{row.temperature:g} again": row.accuracy / 100 for row in again.itertuples()}
-    values["settings tried"] = len(records["sweep es"])
+    values |= {"settings tried": len(records["sweep es"]), "million weights": records["es"][0]["d"] / 1e6}
     for d in DECODINGS:
         ends = {"equivalence": [r["curve"][f"validation_{d}"][-1] for r in before]}
         ends["difference"] = accuracy_matrix(before, d).mean(axis=1)

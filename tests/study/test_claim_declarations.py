@@ -1,5 +1,6 @@
 """Claims as they are declared: what is refused, what is hashed, and the committed verdicts to the byte."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,12 @@ def test_the_committed_verdicts_are_those_of_the_committed_records(committed_ver
     for file in tmp_path.iterdir():
         assert file.read_bytes() == (paths.GENERATED / file.name).read_bytes(), file.name
     assert {verdict.verdict for verdict in committed_verdicts} <= set(claims.VERDICTS)
+
+
+def test_every_claim_of_the_field_is_judged_or_undecided_or_waits(committed_verdicts, tmp_path: Path) -> None:
+    text = artifacts.save_claims(committed_verdicts, tmp_path)
+    counts = [int(n) for n in re.findall(r"(\d+) (?:claims|are judged|undecided|waiting)", text)]
+    assert counts[0] == sum(counts[1:]) and counts[1] == text.count("\n| C")
 
 
 def test_the_order_of_the_committed_records_does_not_matter(committed_records: list[dict]) -> None:

@@ -40,6 +40,38 @@ def test_what_has_no_spread_or_no_point_yet_is_left_out():
     assert found["es reached +50"] == 0 and "es over grpo to +50, completions" not in found
 
 
+def test_the_best_setting_at_full_length_is_chosen_by_greedy_accuracy_where_arms_are_compared():
+    """The second setting of ES is ahead at the FLOPs of GRPO and behind at its end; both seeds count."""
+
+    def run(alpha: float, last: float, middle: float = 0.2) -> dict:
+        curve = {
+            "forward_flops": [0, 1, 64, 100, 640, 1000],
+            "validation_greedy": [0.1, 0.1, *[middle] * 2, *[last] * 2],
+        }
+        spec = {"sigma": 0.1, "alpha": alpha, "prompts_per_step": 2, "steps": 9}
+        return {"spec": spec, "curve": curve | {"validation_t1": [0.1] * 6}, "budget": {"forward_flops": 100}}
+
+    tried = [run(1, 0.4), run(1, 0.2), run(2, 0.29, 0.25), run(2, 0.29, 0.25)]
+    scores = nb02.final_scores({"grpo": tried, "finals es": tried, "prompts es": []})
+    assert scores["setting"].str[:18].tolist() == ["sigma 0.1, alpha 1", "sigma 0.1, alpha 2"] and set(scores["n"]) == {
+        2
+    }
+    assert scores["end, greedy"].tolist() == pytest.approx([0.3, 0.29])
+    assert scores["equal FLOPs, greedy"].tolist() == pytest.approx([0.2, 0.25])
+    assert nb02.final_scores({"grpo": tried}).empty
+
+
+def test_each_accuracy_stands_with_its_set_of_problems_and_its_run(committed_records):
+    """A mean of runs, a composed run and one of other data are no runs of the arm."""
+    scores = nb02.accuracy_by_set(committed_records).set_index(["set", "arm", "notebook", "steps"])["accuracy"]
+    es = [r["test"]["greedy"] for r in nb02.pilot(committed_records)]
+    assert scores["test 2,000", "es", "01", 100] == pytest.approx(100 * np.mean(es))
+    (base,) = (r for r in committed_records if r["spec"]["kind"] == "noise" and "end" not in r["spec"])
+    assert scores["validation 256", "base", "09", 0] == 100 * base["clean"]["greedy"]
+    half = scores.loc["test 256", ["es", "grpo"], "07", [33, 125]]
+    assert half.iloc[0] < half.iloc[1]  # ES alone, not ES after GRPO
+
+
 def test_models_that_are_not_measured_again_have_their_own_two_decodings():
     """As those from outside the tiny world: the figure and the table have greedy decoding and temperature 1."""
 
