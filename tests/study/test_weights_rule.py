@@ -107,7 +107,7 @@ def test_a_barrier_between_two_halves_of_the_comparator_voids_the_rule() -> None
     halves = zip(RUNS["grpo"][:8], RUNS["grpo"][8:], strict=True)
     verdict = judge("C25", [*TRAINED, *lines(-0.1, null=0.2), *(line(*pair, straight + 0.2 * bump) for pair in halves)])
     assert verdict.verdict == "undecided"
-    assert verdict.control.startswith("passed 0 of 3; failed GRPO to GRPO again, barrier of the error greedy 2")
+    assert verdict.control.startswith("passed 0 of 3; failed GRPO to GRPO again, barrier of the error greedy 19")
 
 
 def beside(arm: str, right: int) -> list[dict]:
