@@ -531,8 +531,9 @@ def test_a_committed_ledger_replays_to_the_weights_of_its_record(path, tmp_path)
 def test_a_replayed_model_answers_as_its_record_says(path):
     """All test problems in one run, the first fifth in the others, whose weights are replayed above."""
     record, n = record_of(path), 2000 if path == LEDGERS[0] else 400
-    spec, kept = record["spec"] | {"test_problems": n}, record["test"]
+    spec, kept = record["spec"], record["test"]
     model, tokenizer, sets = training.world(spec | {"kind": "base"})
+    sets["test"] = sets["test"][:n]
     with closing(training.evaluation_engine(spec, model, tokenizer, sets)) as engine:
         engine.master[:] = ledger.replay(path, spec["base"])
         found = measures.get(spec["task"]).tested(engine, sets["test"])
