@@ -118,7 +118,7 @@ test-engines: $(ENGINES)/.installed
 # Execute every cell of every notebook, including training, at a scale whose numbers mean nothing.
 smoke: $(STAMP)
 	@rm -rf runs/smoke && mkdir -p runs/smoke
-	@ls -r notebooks/*.ipynb | xargs -P 3 -I {} sh -c '\
+	@ls -r notebooks/*.ipynb | xargs -P 2 -I {} sh -c '\
 		start=$$(date +%s); notebook={}; \
 		EVOALIGN_RUN_DIR="$(CURDIR)/runs/smoke" $(PAPERMILL) --no-progress-bar -p scale smoke \
 			$$notebook runs/smoke/$${notebook##*/} || { echo "smoke: $$notebook failed"; exit 255; }; \
