@@ -39,8 +39,7 @@ $(STAMP): pyproject.toml notebooks/pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not a command here. Install Python 3.11, 3.12 or 3.13, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else "$(PYTHON) is Python %d.%d; EvoAlign needs 3.11, 3.12 or 3.13. Name another: make PYTHON=python3.12" % v)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
-	$(BIN)/python -m pip install --no-compile -c constraints.txt -e ".[analysis,notebooks,dev,judges,adapters]" -e notebooks
-	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true # pip would use one core; some files are no code
+	$(BIN)/python -m pip install -c constraints.txt -e ".[analysis,notebooks,dev,judges,adapters]" -e notebooks
 	@touch $@
 
 # Train two ES seeds of notebook 01 on this machine, in minutes, and draw its figures. Starts from scratch every time.
