@@ -39,8 +39,7 @@ $(STAMP): pyproject.toml notebooks/pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not a command here. Install Python 3.11, 3.12 or 3.13, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else "$(PYTHON) is Python %d.%d; EvoAlign needs 3.11, 3.12 or 3.13. Name another: make PYTHON=python3.12" % v)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
-	$(BIN)/python -m pip install --no-compile -c constraints.txt -e ".[analysis,notebooks,dev,judges,adapters]" -e notebooks
-	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true # pip would use one core; some files are no code
+	$(BIN)/python -m pip install -c constraints.txt -e ".[analysis,notebooks,dev,judges,adapters]" -e notebooks
 	@touch $@
 
 # Train two ES seeds of notebook 01 on this machine, in minutes, and draw its figures. Starts from scratch every time.
@@ -118,7 +117,7 @@ test-engines: $(ENGINES)/.installed
 # Execute every cell of every notebook, including training, at a scale whose numbers mean nothing.
 smoke: $(STAMP)
 	@rm -rf runs/smoke && mkdir -p runs/smoke
-	@ls -r notebooks/*.ipynb | xargs -P 3 -I {} sh -c '\
+	@ls -r notebooks/*.ipynb | xargs -P 2 -I {} sh -c '\
 		start=$$(date +%s); notebook={}; \
 		EVOALIGN_RUN_DIR="$(CURDIR)/runs/smoke" $(PAPERMILL) --no-progress-bar -p scale smoke \
 			$$notebook runs/smoke/$${notebook##*/} || { echo "smoke: $$notebook failed"; exit 255; }; \

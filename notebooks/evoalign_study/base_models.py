@@ -121,7 +121,7 @@ def kl_from_base(spec: Spec, engine: Any, name: str = "validation") -> dict[str,
     import torch
 
     engine.write_model()
-    base, _ = model_of(spec | {"kind": "base"})
+    base = reference(spec["base"], spec.get("engine", "local"))
     prompts = engine.prompts[name]
     (samples,) = engine.generate(name, samples=1, seed=spec["seed"])
     completions = [ids for _, ids in samples]

@@ -241,6 +241,7 @@ class TestTasks:
         assert not any(there.repairs.values())
         assert rewards_of(here, self.MEMBERS) == rewards_of(there, self.MEMBERS)
 
+    @pytest.mark.slow
     def test_a_member_that_ends_its_process_every_time(self, engines, caplog):
         class Ending(tuple):
             global_step = 8
@@ -463,6 +464,7 @@ def test_vllm_in_an_actor():
 # ---- the page of the site
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page_runs(tmp_path):
     page = (paths.ROOT / "site" / "cluster.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.S | re.M)

@@ -99,7 +99,7 @@ SAVING, LOW_RANK = {"save_strategy": "steps", "save_steps": 1}, {"perturbation":
     ("kind", "config", "adapter", "law", "save"),
     [
         (ESTrainer, ESConfig, False, LOW_RANK | {"anchor_decay": 0.2}, {}),
-        (ESTrainer, ESConfig, False, LOW_RANK | {"anchor_decay": 0.2}, SAVING),
+        pytest.param(ESTrainer, ESConfig, False, LOW_RANK | {"anchor_decay": 0.2}, SAVING, marks=pytest.mark.slow),
         (ESTrainer, ESConfig, True, LOW_RANK | {"anchor_decay": 0.2}, {}),
         (ESSATrainer, ESSAConfig, True, {}, SAVING),
     ],

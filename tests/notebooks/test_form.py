@@ -92,7 +92,7 @@ def test_a_cell_that_runs_again_finds_the_names_it_reads_as_they_were(notebook):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", ["01_es_countdown", "04_safety_judges", "06_low_rank_and_cost"])
+@pytest.mark.parametrize("name", [path.stem for path in NOTEBOOKS])
 def test_every_cell_runs_twice(name, tmp_path):
     """As it does where a reader changes a cell: what it reads was not changed in place either."""
     content = read(paths.NOTEBOOKS / f"{name}.ipynb")

@@ -23,8 +23,7 @@ def small(module):
     """The settings of scale smoke that scale full has, too, but for its models and what only tiny ones allow."""
     own = {"bases", "task", "horizons", "horizon_steps", "unique_prompts", "fewer_prompts", "seeds_repeat"}
     sizes = {name: value for name, value in module.SMOKE.items() if name in module.FULL and name not in own}
-    seeds = {"seeds": 1} if module.NOTEBOOK[:2] in ("04", "06") else {}  # of the longest
-    return sizes | seeds | {"max_completion_length": 16, "scale": "full"}
+    return sizes | {"max_completion_length": 16, "scale": "full"}
 
 
 def brought_to(module, place):
