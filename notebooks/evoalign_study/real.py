@@ -1,0 +1,476 @@
+"""Scale "real": the declared runs on SmolLM2-135M-Instruct, made by one command that fits ten minutes of a GPU.
+
+`python -m evoalign_study.real run --minutes 9 --out FOLDER` works through the runs of `Plan` in order of value:
+
+1. the base: test set greedily and at temperatures 0.6 and 1, 16 samples each;
+2. the sweep: settings of ES and of GRPO in turn, one seed, on the validation set only, until each arm has tried all or
+   the sweep's share of the time is over; both arms have tried equally many. The best has the highest mean of greedy and
+   temperature-1 validation accuracy over the last two points of its curve (`chosen`);
+3. rounds, seed by seed: ES, GRPO, ES with random fitness. The first pair of lengths in `Plan.lengths` is taken with
+   which all seeds fit into the time that is left, as measured in the sweep; if none, the first with which `enough` fit;
+   if none, the last (`length`). A length is a number of ES steps and the share of ES's forward FLOPs that GRPO gets;
+4. products of all displacements; lines between paired ends of ES and GRPO, and of random fitness and GRPO; merges.
+
+A run is started only if its measured cost says that it will end in time. Each record is written as soon as it is made,
+and a repeated command goes on from the records in FOLDER and the committed ones; but ends of earlier commands are gone,
+so that products, lines and merges are only made of runs of the same command. FOLDER then holds `records.jsonl`,
+`ledgers.zip` and `device.json`. `python -m evoalign_study.real import FOLDER` checks them and adds them to the
+committed records, each to those of the notebook that it belongs to.
+
+`--trial` runs the same code with sizes that mean nothing, at scale smoke, on the CPU.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from evoalign_lib import smollm2
+from evoalign_lib.arms import SWEEP_SEED
+from evoalign_lib.checks import require
+from evoalign_lib.cli import refusals
+from evoalign_lib.tasks.arithmetic import MAX_COMPLETION_LENGTH
+from evoalign_study import paths, provenance
+from evoalign_study.kinds.decode import base_specs
+from evoalign_study.kinds.train import train_specs
+from evoalign_study.records import (
+    FINISHED,
+    Record,
+    Spec,
+    append_record,
+    read_records,
+    record_files,
+    record_line,
+    spec_hash,
+)
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help='The runs of scale "real", on one GPU.')
+NOTEBOOK = {"products": "08_weight_geometry", "path": "09_lmc_analysis", "merge": "08_weight_geometry"}
+"""Kind -> the notebook whose records have it; all other kinds belong to notebook 02."""
+_OTHERS = "02_grpo_countdown"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run, and at which sizes. A record's spec has all that determines its result."""
+
+    scale: str = "real"
+    base: str = smollm2.NAME
+    device: str = "cuda"
+    operation: str = "*"
+    validation_problems: int = 100
+    test_problems: int = 355
+    """all that there are"""
+    max_completion_length: int = MAX_COMPLETION_LENGTH
+    population_size: int = 30
+    es_prompts: int = 64
+    """prompts of an ES step; greedy decoding"""
+    grpo_prompts: int = 16
+    num_generations: int = 16
+    curve_points: int = 7
+    es_sweep: tuple[tuple[float, float], ...] = ((0.002, 0.001), (0.001, 0.0005), (0.002, 0.002), (0.001, 0.001))
+    """sigma and alpha; the second pair is that of Qiu et al. (arXiv 2509.24372)"""
+    grpo_sweep: tuple[float, ...] = (1e-5, 3e-5, 3e-6, 1e-4)
+    """learning rates of AdamW; there is no KL penalty"""
+    sweep_steps: tuple[int, int] = (30, 50)
+    """of ES and of GRPO"""
+    sweep_share: float = 0.25
+    """of all minutes"""
+    lengths: tuple[tuple[int, float], ...] = ((100, 1.0), (80, 1.0), (60, 1.0), (60, 0.5), (40, 0.5))
+    """ES steps, and GRPO's forward FLOPs as a share of ES's"""
+    seeds: int = 6
+    enough: int = 4
+    """seeds with which a length is preferred to a shorter one, if all do not fit"""
+    path_points: int = 5
+    reserve: float = 45.0
+    """seconds kept for products, lines and merges"""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that all runs share."""
+        names = ("operation", "validation_problems", "test_problems", "max_completion_length", "curve_points")
+        return {"task": "arithmetic", "curve_spacing": "log"} | {name: getattr(self, name) for name in names}
+
+    def _made(self, spec: Spec, **more: Any) -> Spec:
+        return spec | {"engine": "cuda", "dtype": "bfloat16"} | more
+
+    @property
+    def of_base(self) -> Spec:
+        """The spec of the untrained base."""
+        asked = {k: v for k, v in self.settings.items() if not k.startswith("curve")}
+        return self._made(base_specs([self.base], asked, self.scale)[0])
+
+    def es(self, arm: str, seed: int, setting: Mapping[str, float], steps: int, **changed: Any) -> Spec:
+        """Return the spec of an ES run."""
+        own = {"population_size": self.population_size, "prompts_per_step": self.es_prompts, "steps": steps}
+        return self._made(
+            *train_specs(arm, [self.base], [seed], self.settings | own | dict(setting) | changed, self.scale)
+        )
+
+    def grpo(self, seed: int, setting: Mapping[str, float], steps: int, **changed: Any) -> Spec:
+        """Return the spec of a GRPO run."""
+        own = {"num_generations": self.num_generations, "prompts_per_step": self.grpo_prompts, "steps": steps}
+        asked = self.settings | own | {"beta": 0.0} | dict(setting) | changed
+        return self._made(*train_specs("grpo", [self.base], [seed], asked, self.scale), products="tf32")
+
+    @property
+    def sweep(self) -> list[tuple[Spec, Spec]]:
+        """The specs of the sweep: a setting of ES and one of GRPO in turn."""
+        how = {"test_problems": 0}
+        es = [{"sigma": sigma, "alpha": alpha} for sigma, alpha in self.es_sweep]
+        return [
+            (
+                self.es("es", SWEEP_SEED, a, self.sweep_steps[0], **how),
+                self.grpo(SWEEP_SEED, b, self.sweep_steps[1], **how),
+            )
+            for a, b in zip(es, ({"learning_rate": rate} for rate in self.grpo_sweep), strict=True)
+        ]
+
+
+TRIAL = Plan(
+    scale="smoke",
+    device="cpu",
+    validation_problems=2,
+    test_problems=4,
+    max_completion_length=4,
+    population_size=2,
+    es_prompts=2,
+    grpo_prompts=1,
+    num_generations=2,
+    curve_points=3,
+    es_sweep=((0.002, 0.001), (0.001, 0.0005)),
+    grpo_sweep=(1e-5, 3e-5),
+    sweep_steps=(2, 2),
+    sweep_share=0.9,
+    lengths=((2, 1.0),),
+    seeds=2,
+    enough=1,
+    path_points=3,
+    reserve=0.0,
+)
+"""Sizes that mean nothing, for the CPU."""
+
+
+def score(record: Record) -> float:
+    """Return the validation accuracy by which a sweep ranks: mean of both decodings over the last two points."""
+    return float(np.mean([record["curve"][f"validation_{decoding}"][-2:] for decoding in ("greedy", "t1")]))
+
+
+def chosen(records: Sequence[Record]) -> dict[str, float]:
+    """Return the best setting of a sweep; of equal scores, the one tried first."""
+    best = max(records, key=score)["spec"]
+    return {name: best[name] for name in ("sigma", "alpha", "learning_rate") if name in best}
+
+
+def flops(record: Record) -> float:
+    """Return the forward-equivalent FLOPs of a step."""
+    return record["budget"]["forward_flops"] / record["spec"]["steps"]
+
+
+def length(plan: Plan, left: float, cost: Any, ratio: float) -> tuple[int, int]:
+    """Return the numbers of steps of ES and of GRPO.
+
+    Args:
+        plan: the plan.
+        left: seconds left for the rounds.
+        cost: (ES steps, GRPO steps) -> seconds of a round.
+        ratio: GRPO steps that cost as many FLOPs as a step of ES.
+    """
+    pairs = [(steps, max(1, int(steps * share * ratio))) for steps, share in plan.lengths]
+    for seeds in (plan.seeds, plan.enough):
+        for pair in pairs:
+            if seeds * cost(*pair) <= left:
+                return pair
+    return pairs[-1]
+
+
+class Session:
+    """One command: what it has made so far, and what time is left.
+
+    Args:
+        plan: what to run.
+        out: folder for records, ledgers and the device line.
+        minutes: time for all of it, from `began` on.
+        commit: of the code, where git cannot tell.
+        known: records of earlier commands.
+        began: `time.monotonic()` at the start of the process.
+    """
+
+    def __init__(self, plan: Plan, out: Path, minutes: float, commit: str, known: Sequence[Record], began: float):
+        self.plan, self.out, self.commit = plan, out, commit
+        self.minutes, self.began = minutes, began
+        self.records = {record["spec_hash"]: record for record in known}
+        self.costs: dict[str, dict[str, float]] = {}  # arm -> seconds of a step, of the rest, of the first two steps
+        self.left_out: list[str] = []
+        out.mkdir(parents=True, exist_ok=True)
+        from evoalign_study.real_runs import Bench
+
+        self.bench = Bench(plan.base, plan.of_base, plan.device)
+        self.say(f"{plan.base} is on {plan.device}")
+
+    @property
+    def left(self) -> float:
+        """Seconds left."""
+        return 60 * self.minutes - (time.monotonic() - self.began)
+
+    def say(self, what: str) -> None:
+        """Print a line with the seconds since the start."""
+        print(f"[{time.monotonic() - self.began:6.1f} s] {what}", flush=True)
+
+    def has(self, spec: Spec) -> Record | None:
+        """Return the record of a spec, if there is one."""
+        return self.records.get(spec_hash(spec))
+
+    def store(self, spec: Spec, result: Record, wall: float, kept: Path | None = None) -> Record:
+        """Write a record, and its ledger, to the folder at once."""
+        notebook = NOTEBOOK.get(spec["kind"], _OTHERS)
+        record = {"spec": spec, "spec_hash": spec_hash(spec), "notebook": notebook, "commit": self.commit}
+        record |= {"status": FINISHED, "environment": provenance.environment("cuda")} | result
+        record.setdefault("budget", {})["wall_seconds"] = round(wall, 2)
+        if kept is not None:
+            with zipfile.ZipFile(self.out / "ledgers.zip", "a") as packed:
+                packed.write(kept, f"{record['spec_hash']}.jsonl.gz")
+        with open(self.out / "records.jsonl", "a", encoding="utf-8") as file:
+            file.write(record_line(record))
+            file.flush()
+            os.fsync(file.fileno())
+        self.records[record["spec_hash"]] = record
+        return record
+
+    def expected(self, arm: str, steps: int) -> float:
+        """Return the seconds that a run will take, from the last one of its arm; 0 if there was none."""
+        cost = self.costs.get(arm)
+        return 0.0 if cost is None else steps * cost["step"] + cost["rest"] + cost["tested"]
+
+    def train(self, spec: Spec, reserve: float) -> Record | None:
+        """Return the record of a run, trained now unless there is one; None if it would not end in time."""
+        if (known := self.has(spec)) is not None:
+            return known
+        arm, name = spec["arm"], f"{spec['arm']} seed {spec['seed']}, {spec['steps']} steps"
+        if self.expected(arm, spec["steps"]) > self.left - reserve:
+            self.say(f"no time for {name}")
+            self.left_out.append(name)
+            return None
+        began, keep = time.monotonic(), self.out / ".ledger"
+        result, cost = self.bench.trained(spec, None if arm == "grpo" else keep)
+        wall = time.monotonic() - began
+        # what a later run of the arm will not need: compiling in the first steps of the first one
+        self.costs[arm] = cost | {"tested": 0.0 if spec["test_problems"] else self.tested}
+        record = self.store(spec, result, wall, keep if keep.exists() else None)
+        keep.unlink(missing_ok=True)
+        told = {name: record["test"][name] for name in ("greedy", "t0.6", "t1")} if "test" in record else score(record)
+        self.say(f"{name}: {wall:.1f} s, {cost['step']:.3f} s a step and {cost['rest']:.1f} s; {told}")
+        return record
+
+    def measure(self, spec: Spec, made: str) -> None:
+        """Make a record of ends' weights, of the same kind in as many seconds as the last, if there is time."""
+        if self.has(spec) is not None:
+            return
+        if self.costs.get(made, {"rest": 0.0})["rest"] > self.left:
+            self.left_out.append(f"a record of kind {made}")
+            return
+        began = time.monotonic()
+        result = getattr(self.bench, made)(spec)
+        wall = time.monotonic() - began
+        self.costs[made] = {"rest": wall}
+        self.store(spec, result, wall)
+        self.say(f"{spec['kind']}: {wall:.1f} s")
+
+    # ---- the list
+
+    def work(self) -> None:
+        """Work through the list."""
+        began, spec = time.monotonic(), self.plan.of_base
+        if (base := self.has(spec)) is None:
+            base = self.store(spec, self.bench.untrained(spec), time.monotonic() - began)
+        self.bench.tested()  # timed without capturing graphs
+        again = time.monotonic()
+        self.bench.tested()
+        self.tested = time.monotonic() - again
+        self.say(
+            f"base: { ({name: base['test'][name] for name in ('greedy', 't0.6', 't1')}) }; {self.tested:.1f} s a test"
+        )
+        es, grpo = self.sweep()
+        if es and grpo:
+            runs = self.rounds(chosen(es), chosen(grpo), flops(es[-1]) / flops(grpo[-1]))
+            self.of_weights(runs)
+        self.told()
+
+    def sweep(self) -> tuple[list[Record], list[Record]]:
+        """Make the sweep; return the records of ES and of GRPO, equally many."""
+        tried: tuple[list[Record], list[Record]] = [], []
+        least = self.left - self.plan.sweep_share * 60 * self.minutes
+        for pair in self.plan.sweep:
+            if self.left - sum(self.expected(spec["arm"], spec["steps"]) for spec in pair) < least:
+                self.left_out.append(f"{len(self.plan.sweep) - len(tried[0])} settings an arm of the sweep")
+                break
+            for spec, records in zip(pair, tried, strict=True):
+                records.append(self.train(spec, 0.0))
+        return tried
+
+    def rounds(self, es: Mapping[str, float], grpo: Mapping[str, float], ratio: float) -> dict[str, list[Record]]:
+        """Make the rounds; return arm -> the runs of this command, whose ends are known."""
+        plan = self.plan
+
+        def cost(steps: int, others: int) -> float:
+            # a walk decodes nothing: a tenth of ES is more than it takes
+            walk = 0.1 * self.costs["es"]["step"] * steps + self.costs["es"]["rest"] + self.tested
+            return self.expected("es", steps) + self.expected("grpo", others) + walk
+
+        earlier = [
+            r["spec"] for r in self.records.values() if r["spec"]["kind"] == "train" and r["spec"]["seed"] < SWEEP_SEED
+        ]
+        steps = {spec["arm"]: spec["steps"] for spec in earlier}
+        pair = (steps["es"], steps["grpo"]) if {"es", "grpo"} <= steps.keys() else None
+        pair = pair or length(plan, self.left - plan.reserve, cost, ratio)
+        self.say(f"ES {dict(es)}, {pair[0]} steps; GRPO {dict(grpo)}, {pair[1]} steps; {self.left:.0f} s left")
+        found: dict[str, list[Record]] = {"es": [], "grpo": [], "es_random": []}
+        for seed in range(plan.seeds):
+            specs = (
+                plan.es("es", seed, es, pair[0]),
+                plan.grpo(seed, grpo, pair[1]),
+                plan.es("es_random", seed, es, pair[0]),
+            )
+            for spec in specs:
+                record = self.train(spec, plan.reserve)
+                if record is not None and self.bench.knows(record):
+                    found[spec["arm"]].append(record)
+        return found
+
+    def of_weights(self, runs: Mapping[str, Sequence[Record]]) -> None:
+        """Make the records of products, lines and merges, in this order."""
+        from evoalign_study import real_runs
+
+        plan, groups = self.plan, [records for records in runs.values() if records]
+        begun = {k: v for k, v in plan.of_base.items() if k not in ("validation_problems",)}
+        for spec in blocks(groups, begun):
+            self.measure(spec, "products")
+        for arm in ("es", "es_random"):
+            for first, last in pairs(runs[arm], runs["grpo"]):
+                self.measure(real_runs.line_spec(begun, first, last, plan.path_points), "path")
+        for run in runs["es"] if len(runs["es"]) > 1 else ():
+            self.measure(real_runs.without_spec(begun, runs["es"], run), "merged")
+
+    def told(self) -> None:
+        """Write the device line: the machine, the plan, measured times, and what was left out."""
+        told = provenance.environment("cuda") | {
+            "seconds": round(time.monotonic() - self.began, 1),
+            "minutes": self.minutes,
+        }
+        told |= {"plan": asdict(self.plan), "costs": self.costs, "left_out": self.left_out, "commit": self.commit}
+        if self.plan.device == "cuda":
+            import torch
+
+            told["gpu_memory_bytes"] = torch.cuda.max_memory_allocated()
+        (self.out / "device.json").write_text(json.dumps(told, indent=1) + "\n")
+        self.say(f"done; left out: {'; '.join(self.left_out) or 'nothing'}")
+
+
+def pairs(first: Sequence[Record], last: Sequence[Record]) -> Iterator[tuple[Record, Record]]:
+    """Yield the runs of two arms that have the same seed."""
+    other = {record["spec"]["seed"]: record for record in last}
+    return ((run, other[run["spec"]["seed"]]) for run in first if run["spec"]["seed"] in other)
+
+
+def blocks(groups: Sequence[Sequence[Record]], begun: Spec) -> list[Spec]:
+    """Return the specs of all products among the runs of groups."""
+    from evoalign_study import weight_cache
+
+    named = list(map(weight_cache.group, groups))
+    kept = {k: v for k, v in begun.items() if k not in ("test_problems", "max_completion_length")}
+    return [kept | {"kind": "products", "a": a, "b": b} for i, a in enumerate(named) for b in named[i:]]
+
+
+def read_folder(out: Path) -> list[Record]:
+    """Return the records in a folder of `run`; none if there is no such file."""
+    return read_records(out / "records.jsonl")
+
+
+def checked(out: Path) -> Iterator[tuple[Record, Path | None]]:
+    """Yield the records in a folder, each with its unpacked ledger, once all of them have passed.
+
+    Raises:
+        ValueError: no records; one that the plan does not declare, or that was not made on a GPU; seeds with another
+            setting than the sweep chose; a ledger that is missing or not the recorded one.
+    """
+    found, plan = read_folder(out), Plan()
+    require(found, f"{out} holds no records.jsonl: run `python -m evoalign_study.real run --out {out}` first.")
+    sweeps = [r for r in found if r["spec"]["kind"] == "train" and r["spec"]["seed"] == SWEEP_SEED]
+    best = {arm: chosen(runs) for arm in ("es", "grpo") if (runs := [r for r in sweeps if r["spec"]["arm"] == arm])}
+    declared = {spec_hash(spec) for pair in plan.sweep for spec in pair} | {spec_hash(plan.of_base)}
+    for record in found:
+        spec, where = record["spec"], f"{out}, record {record['spec_hash']}"
+        if spec["kind"] == "train" and spec["seed"] != SWEEP_SEED:
+            arm = "grpo" if spec["arm"] == "grpo" else "es"
+            require(arm in best, f"{where}: the folder lacks the sweep of {arm}.")
+            seed, made = spec["seed"], (best[arm], spec["steps"])
+            declared.add(spec_hash(plan.grpo(seed, *made) if arm == "grpo" else plan.es(spec["arm"], seed, *made)))
+        known = spec["kind"] in NOTEBOOK or record["spec_hash"] in declared
+        require(known and spec["scale"] == plan.scale, f"{where} is not what the plan and its sweep declare.")
+        require(" x " in record["environment"]["device"], f"{where} was made on {record['environment']['device']}.")
+    with tempfile.TemporaryDirectory() as place:
+        kept = {record["spec_hash"]: _ledger(record, out, Path(place)) for record in found if "ledger" in record}
+        for record in found:
+            yield record, kept.get(record["spec_hash"])
+
+
+def _ledger(record: Record, out: Path, place: Path) -> Path:
+    """Unpack a record's ledger, and check its chain of lines. Raises ValueError if it is not the recorded one."""
+    from evoalign_lib import ledger
+
+    name = f"{record['spec_hash']}.jsonl.gz"
+    with zipfile.ZipFile(out / "ledgers.zip") as packed:
+        require(name in packed.namelist(), f"{out}/ledgers.zip lacks {name}: copy the whole folder.")
+        data = packed.read(name)
+    other = f"{name} in {out}/ledgers.zip is not the ledger that was recorded: copy the folder again."
+    require(hashlib.sha256(data).hexdigest() == record["ledger"]["sha256"], other)
+    (place / name).write_bytes(data)
+    steps = len(ledger.read(place / name).steps)
+    require(steps == record["spec"]["steps"], f"{name} has {steps} steps, its record {record['spec']['steps']}.")
+    return place / name
+
+
+@app.command()
+def run(
+    out: Annotated[Path, typer.Option(help="Folder for records, ledgers and the device line.")],
+    minutes: Annotated[float, typer.Option(help="Time for all of it, loading included.")] = 9.0,
+    commit: Annotated[str, typer.Option(help="Commit of the code, where git cannot tell.")] = "",
+    trial: Annotated[bool, typer.Option(help="Sizes that mean nothing, on the CPU, at scale smoke.")] = False,
+    plan: Annotated[str, typer.Option(help='Changes to the plan as JSON, for --trial: {"seeds": 1}.')] = "{}",
+) -> None:
+    """Make the runs that are missing, in order of value, until the time is over."""
+    began = time.monotonic()
+    with refusals():
+        changes = {k: _tuples(v) for k, v in json.loads(plan).items()}
+        require(trial or not changes, "--plan is for --trial alone: the declared plan stands in the code")
+        wanted = replace(TRIAL, **changes) if trial else Plan()
+        known = read_folder(out)
+        known += [] if trial else [r for path in record_files(wanted.scale) for r in read_records(path)]
+        Session(wanted, out, minutes, commit or provenance.commit(), known, began).work()
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+@app.command("import")
+def import_(folder: Annotated[Path, typer.Argument(help="A folder that `run` has filled.")]) -> None:
+    """Check the records and ledgers of a folder, and add them to the committed records of their notebooks."""
+    with refusals():
+        for record, kept in checked(folder):
+            path = paths.RESULTS / record["notebook"] / f"{record['spec']['scale']}.jsonl"
+            append_record(path, record, kept)
+            typer.echo(f"{record['spec_hash']} {record['spec']['kind']} {record['spec'].get('arm', '')} -> {path}")
+
+
+if __name__ == "__main__":
+    app()
