@@ -219,10 +219,13 @@ class ESTrainer(TrainerSurface):
             folder=models.place(_adapters.base_if_adapter(model)) if isinstance(model, (str, os.PathLike)) else None,
             load=load,
             weights=self._weights(),
+            device="cpu" if args.use_cpu else "cuda",
+            population=args.population_size,
             **{name: getattr(args, name) for name in (*names, "tensor_parallel", "engine_kwargs")},
         )
         if args.engine == "local" and not args.use_cpu and (gpus := gpus_here()):
-            logger.warning_once(f"{gpus} GPU(s) stay idle: set engine='vllm', or use_cpu=True to keep to the CPU.")
+            remedy = "set engine='cuda' or 'vllm', or use_cpu=True to keep to the CPU"
+            logger.warning_once(f"{gpus} GPU(s) stay idle: {remedy}.")
         self.budget = {"completions": 0, "generated_tokens": 0, "prompt_tokens": 0, "core_seconds": 0.0}
         self.counts = {"tied": 0} | dict.fromkeys(KINDS, 0)
         self.ledger: ledger.Ledger | None = None
