@@ -25,8 +25,9 @@ import json
 import os
 import tempfile
 import time
+import traceback
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -176,7 +177,7 @@ def flops(record: Record) -> float:
     return record["budget"]["forward_flops"] / record["spec"]["steps"]
 
 
-def length(plan: Plan, left: float, cost: Any, ratio: float) -> tuple[int, int]:
+def length(plan: Plan, left: float, cost: Callable[[int, int], float], ratio: float) -> tuple[int, int]:
     """Return the numbers of steps of ES and of GRPO.
 
     Args:
@@ -211,6 +212,7 @@ class Session:
         self.records = {record["spec_hash"]: record for record in known}
         self.costs: dict[str, dict[str, float]] = {}  # arm -> seconds of a step, of the rest, of the first two steps
         self.left_out: list[str] = []
+        self.failed: set[str] = set()  # arms of which a run failed, which are not tried again
         out.mkdir(parents=True, exist_ok=True)
         from evoalign_study.real_runs import Bench
 
@@ -251,18 +253,36 @@ class Session:
         cost = self.costs.get(arm)
         return 0.0 if cost is None else steps * cost["step"] + cost["rest"] + cost["tested"]
 
+    def tried(self, what: str, make: Callable[[], Any]) -> Any:
+        """Return what a function makes; None if it fails: other runs go on, since a GPU is lent for minutes only.
+
+        The error is printed and stands in the device line.
+        """
+        try:
+            return make()
+        except Exception:
+            self.say(f"{what} FAILED\n{traceback.format_exc()}")
+            self.left_out.append(f"{what} failed: {traceback.format_exc()[-1500:]}")
+            return None
+
     def train(self, spec: Spec, reserve: float) -> Record | None:
         """Return the record of a run, trained now unless there is one; None if it would not end in time."""
         if (known := self.has(spec)) is not None:
             return known
         arm, name = spec["arm"], f"{spec['arm']} seed {spec['seed']}, {spec['steps']} steps"
+        if arm in self.failed:
+            return None
         if self.expected(arm, spec["steps"]) > self.left - reserve:
             self.say(f"no time for {name}")
             self.left_out.append(name)
             return None
         began, keep = time.monotonic(), self.out / ".ledger"
-        result, cost = self.bench.trained(spec, None if arm == "grpo" else keep)
+        made = self.tried(name, lambda: self.bench.trained(spec, None if arm == "grpo" else keep))
         wall = time.monotonic() - began
+        if made is None:
+            self.failed.add(arm)
+            return None
+        result, cost = made
         # what a later run of the arm will not need: compiling in the first steps of the first one
         self.costs[arm] = cost | {"tested": 0.0 if spec["test_problems"] else self.tested}
         record = self.store(spec, result, wall, keep if keep.exists() else None)
@@ -279,8 +299,10 @@ class Session:
             self.left_out.append(f"a record of kind {made}")
             return
         began = time.monotonic()
-        result = getattr(self.bench, made)(spec)
+        result = self.tried(made, lambda: getattr(self.bench, made)(spec))
         wall = time.monotonic() - began
+        if result is None:
+            return
         self.costs[made] = {"rest": wall}
         self.store(spec, result, wall)
         self.say(f"{spec['kind']}: {wall:.1f} s")
@@ -300,9 +322,8 @@ class Session:
             f"base: { ({name: base['test'][name] for name in ('greedy', 't0.6', 't1')}) }; {self.tested:.1f} s a test"
         )
         es, grpo = self.sweep()
-        if es and grpo:
-            runs = self.rounds(chosen(es), chosen(grpo), flops(es[-1]) / flops(grpo[-1]))
-            self.of_weights(runs)
+        if es:
+            self.of_weights(self.rounds(es, grpo))
         self.told()
 
     def sweep(self) -> tuple[list[Record], list[Record]]:
@@ -314,33 +335,34 @@ class Session:
                 self.left_out.append(f"{len(self.plan.sweep) - len(tried[0])} settings an arm of the sweep")
                 break
             for spec, records in zip(pair, tried, strict=True):
-                records.append(self.train(spec, 0.0))
+                records += filter(None, [self.train(spec, 0.0)])
         return tried
 
-    def rounds(self, es: Mapping[str, float], grpo: Mapping[str, float], ratio: float) -> dict[str, list[Record]]:
-        """Make the rounds; return arm -> the runs of this command, whose ends are known."""
-        plan = self.plan
+    def rounds(self, es: Sequence[Record], grpo: Sequence[Record]) -> dict[str, list[Record]]:
+        """Make the rounds with the settings that the sweep chose; return arm -> the runs whose ends are known."""
+        plan, best, other = self.plan, chosen(es), chosen(grpo) if grpo else None
 
         def cost(steps: int, others: int) -> float:
-            # a walk decodes nothing: a tenth of ES is more than it takes
+            # a walk decodes nothing: a tenth of ES is more than its steps take
             walk = 0.1 * self.costs["es"]["step"] * steps + self.costs["es"]["rest"] + self.tested
             return self.expected("es", steps) + self.expected("grpo", others) + walk
 
-        earlier = [
-            r["spec"] for r in self.records.values() if r["spec"]["kind"] == "train" and r["spec"]["seed"] < SWEEP_SEED
-        ]
-        steps = {spec["arm"]: spec["steps"] for spec in earlier}
-        pair = (steps["es"], steps["grpo"]) if {"es", "grpo"} <= steps.keys() else None
-        pair = pair or length(plan, self.left - plan.reserve, cost, ratio)
-        self.say(f"ES {dict(es)}, {pair[0]} steps; GRPO {dict(grpo)}, {pair[1]} steps; {self.left:.0f} s left")
+        earlier = {
+            record["spec"]["arm"]: record["spec"]["steps"]
+            for record in self.records.values()
+            if record["spec"]["kind"] == "train" and record["spec"]["seed"] < SWEEP_SEED
+        }
+        ratio = flops(es[-1]) / flops(grpo[-1]) if grpo else 1.0
+        if {"es", "grpo"} <= earlier.keys():
+            steps = earlier["es"], earlier["grpo"]
+        else:
+            steps = length(plan, self.left - plan.reserve, cost, ratio)
+        self.say(f"ES {best}, {steps[0]} steps; GRPO {other}, {steps[1]} steps; {self.left:.0f} s left")
         found: dict[str, list[Record]] = {"es": [], "grpo": [], "es_random": []}
         for seed in range(plan.seeds):
-            specs = (
-                plan.es("es", seed, es, pair[0]),
-                plan.grpo(seed, grpo, pair[1]),
-                plan.es("es_random", seed, es, pair[0]),
-            )
-            for spec in specs:
+            specs = [plan.es("es", seed, best, steps[0])]
+            specs += [] if other is None else [plan.grpo(seed, other, steps[1])]
+            for spec in (*specs, plan.es("es_random", seed, best, steps[0])):
                 record = self.train(spec, plan.reserve)
                 if record is not None and self.bench.knows(record):
                     found[spec["arm"]].append(record)
