@@ -1,12 +1,12 @@
 """The runs of scale "real", on one GPU, all in one process: training, evaluation, and what needs the weights of ends.
 
 Every run starts from the same bfloat16 model, whose weights both arms hold in float32 while they train. ES decodes a
-population with `engine="cuda"`, in bfloat16; GRPO is TRL's, with float32 weights, gradients and rollouts, whose matrix
-products a GPU takes in TF32. Both are measured alike, in bfloat16, by one decoder (`Judge`). Ends stay in this
-machine's memory as flat float32 weights, so that products, lines and merges need no file. Sums over weights are
-float64.
+population with `engine="cuda"`, in bfloat16. GRPO is TRL's, with float32 weights and rollouts; a GPU computes the matrix
+products of its loss and gradient in TF32. Both are measured alike, in bfloat16, by one decoder (`Judge`). Ends are kept
+in memory as flat float32 weights, so that products, lines and merges need no file. Sums over weights are float64.
 """
 
+import copy
 import gc
 import hashlib
 import tempfile
@@ -33,7 +33,7 @@ from evoalign_study.measures.base import decodings, significant, tallied
 from evoalign_study.records import Record, Spec, pack_bits
 
 _ROWS = 512
-"""Rows that are decoded at once in a measurement; fewer are filled up, so that one captured graph serves all."""
+"""Rows that are decoded at once in a measurement; on a GPU fewer are filled up, so that one graph serves all."""
 _PART = 1 << 22
 """Weights of each model in memory at once, in float64."""
 _DTYPES = ("float32", "bfloat16")
@@ -72,7 +72,9 @@ class Judge(Decoding):
             seeds = [np.random.default_rng(np.random.SeedSequence([seed, draw])) for draw in draws]
             numbers = np.concatenate([rng.random((len(asked), new), dtype=np.float32)[rows] for rng in seeds])
         every = np.tile(rows, len(draws))
-        full = np.resize(np.arange(len(every)), -(-len(every) // _ROWS) * _ROWS) if len(every) else every
+        full = np.arange(len(every))
+        if self.decoder.device.type == "cuda":
+            full = np.resize(full, -(-len(every) // _ROWS) * _ROWS)
         numbers = None if numbers is None else numbers[full]
         ids, mask = asked.ids[every[full]], asked.mask[every[full]]
         how = {"temperature": temperature, "prefix": len(asked.prefix)}
@@ -99,8 +101,8 @@ class Stopwatch(TrainerCallback):
 
     @property
     def a_step(self) -> float:
-        """Median of the steps after the first two, which compile."""
-        return float(np.median(self.seconds[2:] or self.seconds))
+        """Mean of the steps after the first two, which compile; some also take a digest."""
+        return float(np.mean(self.seconds[2:] or self.seconds))
 
 
 class Bench:
@@ -124,6 +126,7 @@ class Bench:
         self.sets = sets
         self.ends: dict[str, Tensor] = {}
         """digest -> flat float32 weights of an end, in this machine's memory"""
+        self._gram: tuple[list[str], geometry.Displacements] | None = None
 
     def flat(self, weights: Mapping[str, Tensor]) -> Tensor:
         """Return weights as one flat float32 tensor in the machine's memory, (layout.size,)."""
@@ -240,6 +243,9 @@ class Bench:
         reward = self.measure.reward(spec)
         trainer, budget = grpo.trainer(model, reward, args, rows, self.tokenizer, [watch, curve])
         trainer.remove_callback(PrinterCallback)
+        if self.device == "cuda":  # captures the graphs of rollouts, and checks their logits, in full float32
+            first = [row["prompt"] for row in rows[: spec["prompts_per_step"]] for _ in range(spec["num_generations"])]
+            trainer.rollout_func(first, trainer)
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high")  # TF32 on a GPU that has it; nothing changes on a CPU
         try:
@@ -252,11 +258,7 @@ class Bench:
 
     def _fresh(self, dtype: torch.dtype) -> Any:
         """Return a new copy of the base, to be trained."""
-        network = type(self.model)(self.model.config).to(dtype)
-        network.load_state_dict(self.model.state_dict())
-        network.generation_config = self.model.generation_config
-        network.config._name_or_path = self.model.config._name_or_path
-        return network.eval()
+        return copy.deepcopy(self.model).to(dtype)
 
     # ---- what needs the weights of ends
 
@@ -285,16 +287,16 @@ class Bench:
 
     def products(self, spec: Spec) -> Record:
         """Return the record of a block of the Gram matrix, by kind of tensor, as `kinds.weights.run_products`."""
-        own, names = spec["a"] == spec["b"], [*spec["a"]["digests"]]
-        names += [] if own else spec["b"]["digests"]
-        found = gram(self.layout, self.start, [self.ends[name] for name in names], self.device).by("kind")
-        a, blocks = len(spec["a"]["digests"]), {}
-        columns = slice(0, a) if own else slice(a, None)
+        names = [*self.ends]
+        if self._gram is None or self._gram[0] != names:  # all at once, since reading the ends takes the time
+            self._gram = names, gram(self.layout, self.start, [*self.ends.values()], self.device).by("kind")
+        found, blocks = self._gram[1], {}
+        a, b = ([names.index(digest) for digest in spec[side]["digests"]] for side in ("a", "b"))
         for i, name in enumerate(found.names):
-            block = [[significant(x, 7) for x in row] for row in found.gram[i, :a, columns]]
+            block = [[significant(x, 7) for x in row] for row in found.gram[i][np.ix_(a, b)]]
             told = {"entries": int(found.entries[i]), "start": significant(found.start[i], 7), "products": block}
-            moved = {dtype: found.moved[dtype][i].tolist() for dtype in _DTYPES}
-            blocks[name] = told | ({"moved": moved} if own else {})
+            moved = {dtype: found.moved[dtype][i, a].tolist() for dtype in _DTYPES}
+            blocks[name] = told | ({"moved": moved} if a == b else {})
         return {"d": self.layout.d, "layers": blocks}
 
     def path(self, spec: Spec) -> Record:
