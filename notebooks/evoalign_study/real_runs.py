@@ -1,9 +1,10 @@
 """The runs of scale "real", on one GPU, all in one process: training, evaluation, and what needs the weights of ends.
 
 Every run starts from the same bfloat16 model, whose weights both arms hold in float32 while they train. ES decodes a
-population with `engine="cuda"`, in bfloat16. GRPO is TRL's, with float32 weights and rollouts; a GPU computes the matrix
-products of its loss and gradient in TF32. Both are measured alike, in bfloat16, by one decoder (`Judge`). Ends are kept
-in memory as flat float32 weights, so that products, lines and merges need no file. Sums over weights are float64.
+population with `engine="cuda"`, in bfloat16. GRPO is TRL's, with float32 weights and rollouts; a GPU computes the
+matrix products of its loss and gradient in TF32. Both are measured alike, in bfloat16, by one decoder (`Judge`). Ends
+are kept in memory as flat float32 weights, so that products, lines and merges need no file. Sums over weights are
+float64.
 """
 
 import copy
