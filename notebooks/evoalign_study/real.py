@@ -6,14 +6,14 @@
 2. the sweep: settings of ES and of GRPO in turn, one seed, on the validation set only, until each arm has tried all or
    the sweep's share of the time is over; both arms have tried equally many. The best has the highest mean of greedy and
    temperature-1 validation accuracy over the last two points of its curve (`chosen`);
-3. rounds, seed by seed: ES, GRPO, ES with random fitness. The first pair of lengths in `Plan.lengths` is taken with
-   which all seeds fit into the time that is left, as measured in the sweep; if none, the first with which `enough` fit;
-   if none, the last (`length`). A length is a number of ES steps and the share of ES's forward FLOPs that GRPO gets;
+3. rounds, seed by seed: ES, GRPO, ES with random fitness. Of `Plan.lengths` the first is taken with which so many seeds
+   fit into the time that is left, by the times measured in the sweep (`length`). A length is a number of ES steps and
+   the share of ES's forward FLOPs that GRPO gets;
 4. products of all displacements; lines between paired ends of ES and GRPO, and of random fitness and GRPO; merges.
 
 A run is started only if its measured cost says that it will end in time. Each record is written as soon as it is made,
 and a repeated command goes on from the records in FOLDER and the committed ones; but ends of earlier commands are gone,
-so that products, lines and merges are only made of runs of the same command. FOLDER then holds `records.jsonl`,
+so products, lines and merges are made of runs of the same command only. FOLDER then holds `records.jsonl`,
 `ledgers.zip` and `device.json`. `python -m evoalign_study.real import FOLDER` checks them and adds them to the
 committed records, each to those of the notebook that it belongs to.
 
@@ -86,11 +86,13 @@ class Plan:
     """of ES and of GRPO"""
     sweep_share: float = 0.25
     """of all minutes"""
-    lengths: tuple[tuple[int, float], ...] = ((100, 1.0), (80, 1.0), (60, 1.0), (60, 0.5), (40, 0.5))
-    """ES steps, and GRPO's forward FLOPs as a share of ES's"""
+    lengths: tuple[tuple[int, int, float], ...] = (
+        *((6, 100, 1.0), (6, 80, 1.0), (6, 60, 1.0), (6, 60, 0.5)),
+        *((4, 100, 1.0), (4, 80, 1.0), (4, 60, 1.0), (4, 60, 0.5), (4, 40, 0.5)),
+    )
+    """seeds, ES steps, and GRPO's forward FLOPs as a share of ES's, best first: the first that fits is taken"""
     seeds: int = 6
-    enough: int = 4
-    """seeds with which a length is preferred to a shorter one, if all do not fit"""
+    """at most"""
     path_points: int = 5
     reserve: float = 45.0
     """seconds kept for products, lines and merges"""
@@ -152,9 +154,8 @@ TRIAL = Plan(
     grpo_sweep=(1e-5, 3e-5),
     sweep_steps=(2, 2),
     sweep_share=0.9,
-    lengths=((2, 1.0),),
+    lengths=((2, 2, 1.0),),
     seeds=2,
-    enough=1,
     path_points=3,
     reserve=0.0,
 )
@@ -177,8 +178,8 @@ def flops(record: Record) -> float:
     return record["budget"]["forward_flops"] / record["spec"]["steps"]
 
 
-def length(plan: Plan, left: float, cost: Callable[[int, int], float], ratio: float) -> tuple[int, int]:
-    """Return the numbers of steps of ES and of GRPO.
+def length(plan: Plan, left: float, cost: Callable[[int, int], float], ratio: float) -> Sequence[int]:
+    """Return the numbers of steps of ES and of GRPO: the first of `Plan.lengths` that fits, else the last.
 
     Args:
         plan: the plan.
@@ -186,12 +187,8 @@ def length(plan: Plan, left: float, cost: Callable[[int, int], float], ratio: fl
         cost: (ES steps, GRPO steps) -> seconds of a round.
         ratio: GRPO steps that cost as many FLOPs as a step of ES.
     """
-    pairs = [(steps, max(1, int(steps * share * ratio))) for steps, share in plan.lengths]
-    for seeds in (plan.seeds, plan.enough):
-        for pair in pairs:
-            if seeds * cost(*pair) <= left:
-                return pair
-    return pairs[-1]
+    every = [(seeds, steps, max(1, int(steps * share * ratio))) for seeds, steps, share in plan.lengths]
+    return next((pair for seeds, *pair in every if seeds * cost(*pair) <= left), every[-1][1:])
 
 
 class Session:
