@@ -30,6 +30,7 @@ from torch import Tensor
 
 from evoalign_lib import noise
 from evoalign_lib._adapters import check_movable, dense, is_adapted, not_dense
+from evoalign_lib._noise_host import read_only
 from evoalign_lib.checks import whole_number
 from evoalign_lib.engines import memory
 from evoalign_lib.engines.base import PLAIN, Decoding, Engine
@@ -504,7 +505,7 @@ class CudaEngine(Engine):
             f"generation_kwargs={options.generation_kwargs!r} are settings of transformers": options.generation_kwargs,
             f"the parameters are {' and '.join(dtypes)}, not of one dtype": len(dtypes) > 1,
         }
-        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        reason = next((reason for reason, holds in reasons.items() if holds), None) or uncovered(model, model.dtype)
         if reason:
             raise ValueError(f"engine='cuda' cannot run this: {reason}. Use engine='local'.")
         check_movable(model)
@@ -526,6 +527,11 @@ class CudaEngine(Engine):
         if self.device.type == "cuda":  # so that `write_model`, after every step, copies at the bus's full speed
             for parameter in model.parameters():
                 parameter.data = parameter.data.pin_memory()
+
+    @property
+    def master(self):
+        """Float32 master, (layout.size,), as it is now; read-only, because the one that counts is on the device."""
+        return read_only(self.weights.flat)
 
     @property
     def plan(self):
