@@ -221,6 +221,7 @@ class ESTrainer(TrainerSurface):
             weights=self._weights(),
             device="cpu" if args.use_cpu else "cuda",
             population=args.population_size,
+            step_rows=self.prompts_per_step * args.num_generations,
             **{name: getattr(args, name) for name in (*names, "tensor_parallel", "engine_kwargs")},
         )
         if args.engine == "local" and not args.use_cpu and (gpus := gpus_here()):

@@ -30,6 +30,7 @@ def open_engine(
     workers: int | None = None,
     device: str = "cuda",
     population: int = 30,
+    step_rows: int | None = None,
     gpus: int = 0,
     tensor_parallel: int = 1,
     engine_kwargs: Mapping[str, Any] | None = None,
@@ -47,7 +48,7 @@ def open_engine(
         chunk_rows, decoder: see `engines.local.LocalEngine`; used where transformers or our loop decodes, and
             chunk_rows with engine "cuda".
         workers: processes of engine "local", or actors without GPUs; None: one per core (without a master: 1).
-        device, population: see `engines.cuda.CudaEngine`; used with engine "cuda".
+        device, population, step_rows: see `engines.cuda.CudaEngine`; used with engine "cuda".
         gpus: GPUs to use; 0: as many as tensor_parallel with "vllm", none with "ray".
         tensor_parallel: GPUs that share a copy of the model.
         engine_kwargs: further arguments of `vllm.LLM`; with engine "cuda", only `members` (see `CudaEngine`).
@@ -75,7 +76,8 @@ def open_engine(
 
         if more := sorted(engine_kwargs.keys() - {"members"} if engine_kwargs else ()):
             raise ValueError(f"engine_kwargs: engine='cuda' takes members, not {more[0]!r}. Remove it.")
-        own = {"chunk_rows": chunk_rows, "device": device, "population": population, **(engine_kwargs or {})}
+        own = {"chunk_rows": chunk_rows, "device": device, "population": population, "step_rows": step_rows}
+        own |= engine_kwargs or {}
         return cuda.CudaEngine(model, tokenizer, rewards, prompts, **own, **common)
     adapted = is_adapted(model) and engine == "vllm" and gpus <= tensor_parallel
     if not adapted:

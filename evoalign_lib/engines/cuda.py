@@ -30,6 +30,7 @@ from torch import Tensor
 
 from evoalign_lib import noise
 from evoalign_lib._adapters import check_movable, dense, is_adapted, not_dense
+from evoalign_lib._noise_host import read_only
 from evoalign_lib.checks import whole_number
 from evoalign_lib.engines import memory
 from evoalign_lib.engines.base import PLAIN, Decoding, Engine
@@ -184,7 +185,7 @@ class PopulationDecoder:
             found[:, start : start + size] = batch.decode(eos, how)[:, : rows - start]
         return found
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def check(self, model: Any, ids: np.ndarray, prefix: int = 0) -> float:
         """Hold the first member's logits after a prompt, and after one more token, against a model's own.
 
@@ -280,9 +281,11 @@ class _Batch:
         self.uniforms = torch.zeros(rows, new, device=decoder.device)
         cache = len(decoder._layers), members * rows, decoder.kv_heads, columns, decoder.head_dim
         self.keys, self.values = numbers(cache), numbers(cache)
-        # as `visible`, for the prefix and for the rest of the prompts
-        self.prefix_mask = numbers(1, 1, prefix, prefix).fill_(-math.inf).triu_(1)
-        self.prompt_mask = numbers(members * rows, 1, width - prefix, width)
+        # as `visible`, for the prefix and for the rest of the prompts, once for each head of a group (see `_attention`)
+        group, aligned = decoder.heads // decoder.kv_heads, -(-prefix // 8) * 8
+        self.prefix_mask = numbers(1, 1, group, prefix, aligned)[..., :prefix]
+        self.prefix_mask += numbers(prefix, prefix).fill_(-math.inf).triu_(1)
+        self.prompt_mask = numbers(members * rows, 1, group, width - prefix, width)
         angles = torch.arange(columns, dtype=torch.float32)[:, None] * decoder.inverse_frequency
         angles = torch.cat([angles, angles], 1).to(decoder.device)
         self.cos, self.sin = angles.cos().to(decoder.dtype), angles.sin().to(decoder.dtype)
@@ -303,8 +306,8 @@ class _Batch:
         self.visible[:, :width].masked_fill_(known, 0.0)
         read, own = column[:width], column[p:width, None]
         seen = known[:, None] & (read <= own) | (read == own)  # padding sees itself, so that no row is empty
-        masks = self.prompt_mask.view(self.members, self.rows, width - p, width)
-        masks.fill_(-math.inf).masked_fill_(seen[None], 0.0)
+        masks = self.prompt_mask.view(self.members, self.rows, -1, width - p, width)
+        masks.fill_(-math.inf).masked_fill_(seen[:, None], 0.0)
         self.column.fill_(width)
         self.next.fill_(0)
         if uniforms is not None:
@@ -355,8 +358,7 @@ class _Batch:
                 q, k = self._turned(q, 1), self._turned(k, 1)
                 for cache, part in ((self.keys, k), (self.values, v)):
                     cache[i].view(n, self.rows, *cache.shape[2:])[:, :, :, :p] = part[:, None]
-                mask = self.prefix_mask.expand(n, decoder.heads, -1, -1)
-                return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+                return self._attention(q, k, v, self.prefix_mask.flatten(2, 3))
 
             decoder.network(self.start_ids.expand(n, -1), 1, attend)
         self._turn_to(self.positions[:, p:width])
@@ -366,8 +368,7 @@ class _Batch:
             for cache, part in ((self.keys, k), (self.values, v)):
                 cache[i][:, :, p:width] = part
             k, v = (cache[i][:, :, :width] for cache in (self.keys, self.values))
-            mask = self.prompt_mask.expand(-1, decoder.heads, -1, -1)
-            return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+            return self._attention(q, k, v, self.prompt_mask.flatten(2, 3))
 
         return decoder.network(self.ids.view(1, -1).expand(n, -1), self.rows, attend)
 
@@ -382,15 +383,18 @@ class _Batch:
             q, k = self._turned(q, rows), self._turned(k, rows)
             self.keys[i].index_copy_(2, self.column, k)
             self.values[i].index_copy_(2, self.column, v)
-            # the query heads of a group stand where several queries of one head would
-            grouped = q.reshape(n * rows, decoder.kv_heads, -1, decoder.head_dim)
-            alike = mask.expand(-1, decoder.kv_heads, grouped.shape[2], -1)
-            return F.scaled_dot_product_attention(grouped, self.keys[i], self.values[i], alike).reshape(q.shape)
+            return self._attention(q, self.keys[i], self.values[i], mask)
 
         logits = decoder.network(self.tokens, rows, attend)
         self.next.add_(1)
         self.column.add_(1)
         return logits
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """Compute attention; the query heads that share keys stand where more queries of one head would."""
+        grouped = q.reshape(len(q), k.shape[1], -1, q.shape[3])
+        mask = mask.expand(len(q), k.shape[1], grouped.shape[2], -1)
+        return F.scaled_dot_product_attention(grouped, k, v, mask).reshape(q.shape)
 
     def choose(self, logits: Tensor, how: How) -> None:
         """Choose the next token of each row: the most probable one, among ties the first, or a sample."""
@@ -474,6 +478,7 @@ class CudaEngine(Engine):
         device: "cuda", or "cpu" for tests.
         members: members decoded at once; None: as many as the free memory has room for.
         population: size of the population: no more members decode at once.
+        step_rows: completions of a member in a step; None: one of each prompt of the largest set.
         chunk_rows: rows of a member decoded at once.
         distribution: distribution of the noise.
         anchor_decay: as in `ESConfig`.
@@ -491,11 +496,12 @@ class CudaEngine(Engine):
 
     def __init__(
         self, model, tokenizer, rewards, prompts, *, device: str = "cuda", members: int | None = None,
-        population: int = 30, chunk_rows: int = 256, distribution: str = "gaussian", anchor_decay: float = 0.0,
-        rank: int = 0, options=PLAIN, **common: Any,
+        population: int = 30, step_rows: int | None = None, chunk_rows: int = 256, distribution: str = "gaussian",
+        anchor_decay: float = 0.0, rank: int = 0, options=PLAIN, **common: Any,
     ):  # fmt: skip
-        for name, number in {"members": members or 1, "population": population, "chunk_rows": chunk_rows}.items():
-            whole_number(name, number, 1)
+        for name, number in {"members": members, "population": population, "chunk_rows": chunk_rows}.items():
+            if number is not None:
+                whole_number(name, number, 1)
         dtypes = sorted({str(parameter.dtype) for parameter in model.parameters()})
         reasons = {
             "torch sees no GPU": device == "cuda" and not torch.cuda.is_available(),
@@ -504,7 +510,7 @@ class CudaEngine(Engine):
             f"generation_kwargs={options.generation_kwargs!r} are settings of transformers": options.generation_kwargs,
             f"the parameters are {' and '.join(dtypes)}, not of one dtype": len(dtypes) > 1,
         }
-        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        reason = next((reason for reason, holds in reasons.items() if holds), None) or uncovered(model, model.dtype)
         if reason:
             raise ValueError(f"engine='cuda' cannot run this: {reason}. Use engine='local'.")
         check_movable(model)
@@ -512,7 +518,7 @@ class CudaEngine(Engine):
         weights = DeviceMaster(model, layout, distribution, 0, 1, anchor_decay)
         super().__init__(model, tokenizer, rewards, prompts, options=options, weights=weights, **common)
         self.chunk_rows, self.device = chunk_rows, torch.device(device)
-        self.members = min(population, members or self._room())
+        self.members = min(population, members or self._room(step_rows))
         self.decoder = PopulationDecoder(model, self.members, device, None, chunk_rows)
         most_members = max(4096, population)
         self._held: list[Any] = []  # of each member decoded at once: its working copy, all beside one master
@@ -526,6 +532,11 @@ class CudaEngine(Engine):
         if self.device.type == "cuda":  # so that `write_model`, after every step, copies at the bus's full speed
             for parameter in model.parameters():
                 parameter.data = parameter.data.pin_memory()
+
+    @property
+    def master(self):
+        """Float32 master, (layout.size,), as it is now; read-only, because the one that counts is on the device."""
+        return read_only(self.weights.flat)
 
     @property
     def plan(self):
@@ -578,31 +589,33 @@ class CudaEngine(Engine):
         for name, parameter in self.model.named_parameters():
             parameter.copy_(self.decoder.working(name), non_blocking=True)
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.synchronize()
 
     def close(self):
         self.decoder.close()
 
-    def _room(self) -> int:
-        """Return how many members the free memory has room for, beside the master.
+    def _room(self, step_rows: int | None) -> int:
+        """Return how many members the free memory has room for, beside the master; step_rows: rows of each in a step.
 
         Raises:
             ValueError: not even for one.
         """
         shape, width, item = memory.shape(self.model.config), self.longest(), self.model.dtype.itemsize
-        if self.device.type == "cuda":
-            kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            free = torch.cuda.mem_get_info(self.device)[0] + kept
+        if self.device.type == "cuda":  # what torch keeps for later is free, too
+            free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         else:
             pages = next(name for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES") if name in os.sysconf_names)
             free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+        # of a row: its cache; and the pass over its prompt, with masks and float32 scores, and the logits of a step
         cache = memory.kv_bytes(shape, width=item) * (width + 24)
-        # a pass over the prompts, with its scores in float32 as the slowest attention has them, and a step's logits
-        passing = width * (8 * shape.hidden + 4 * shape.intermediate) * item + 8 * shape.heads * width**2
+        passing = width * (8 * shape.hidden + 4 * shape.intermediate) * item + 10 * shape.heads * width**2
         passing += 2 * shape.vocabulary * item
         rows = min(self.chunk_rows, max(map(len, self.prompts.values())))
-        left, one = memory.USABLE * free - 4 * self.layout.d, shape.d * item + rows * cache
-        if left < one:
-            what = f"a member and the master take {(one + 4 * self.layout.d) / 2**30:.1f} GiB with {rows} rows"
-            raise ValueError(f"{what}, and {free / 2**30:.1f} GiB are free on {self.device}: lower chunk_rows={rows}.")
-        return max(1, int(left // (one + rows * passing)))
+        left = memory.USABLE * free - 4 * self.layout.d
+        if left < (least := shape.d * item + rows * cache):
+            what = (
+                f"a member and the master take {(least + 4 * self.layout.d) / 2**30:.1f} GiB with {rows} rows at once"
+            )
+            raise ValueError(f"{what}, and {free / 2**30:.1f} GiB are free on {self.device}: lower chunk_rows.")
+        left -= rows * (cache + passing)  # to decode with the run's own weights
+        return max(1, int(left // (shape.d * item + min(self.chunk_rows, step_rows or rows) * (cache + passing))))
