@@ -279,9 +279,10 @@ class Bench:
         moved = self._moved(end["of"])
         if "walk" in end:
             length = float(self._moved(end["as_long_as"]).norm())
-            eps, zeros = np.zeros(self.layout.size, np.float32), np.zeros(self.layout.size, np.float32)
-            noise.perturb(eps, zeros, self.layout, noise.member_key(noise.run_key("walk", 0), 0, end["walk"]), 1.0)
-            walk = torch.from_numpy(eps).to(self.device).double()
+            walk = torch.zeros(self.layout.size, device=self.device)
+            law = noise.device_weights(noise.Piece(view, name) for name, view in self.layout.views(walk).items())
+            law.perturb(noise.member_key(noise.run_key("walk", 0), 0, end["walk"]), 1.0)
+            walk = walk.double()
             square, along, short = float(walk @ walk), float(moved @ walk), length**2 - float(moved @ moved)
             moved += walk * (((along**2 + square * short) ** 0.5 - along) / square)
         return end["factor"] * moved
