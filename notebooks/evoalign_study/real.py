@@ -48,6 +48,7 @@ from evoalign_study.records import (
     Record,
     Spec,
     append_record,
+    plain_json,
     read_records,
     record_files,
     record_line,
@@ -235,6 +236,8 @@ class Session:
         record = {"spec": spec, "spec_hash": spec_hash(spec), "notebook": notebook, "commit": self.commit}
         record |= {"status": FINISHED, "environment": provenance.environment("cuda")} | result
         record.setdefault("budget", {})["wall_seconds"] = round(wall, 2)
+        if "diverged" in record:
+            record = plain_json(json.dumps(record))
         if kept is not None:
             with zipfile.ZipFile(self.out / "ledgers.zip", "a") as packed:
                 packed.write(kept, f"{record['spec_hash']}.jsonl.gz")
@@ -274,16 +277,19 @@ class Session:
             self.left_out.append(name)
             return None
         began, keep = time.monotonic(), self.out / ".ledger"
-        made = self.tried(name, lambda: self.bench.trained(spec, None if arm == "grpo" else keep))
-        wall = time.monotonic() - began
+
+        def make() -> tuple[Record, dict[str, float]]:
+            result, cost = self.bench.trained(spec, None if arm == "grpo" else keep)
+            return self.store(spec, result, time.monotonic() - began, keep if keep.exists() else None), cost
+
+        made, wall = self.tried(name, make), time.monotonic() - began
+        keep.unlink(missing_ok=True)
         if made is None:
             self.failed.add(arm)
             return None
-        result, cost = made
+        record, cost = made
         # what a later run of the arm will not need: compiling in the first steps of the first one
         self.costs[arm] = cost | {"tested": 0.0 if spec["test_problems"] else self.tested}
-        record = self.store(spec, result, wall, keep if keep.exists() else None)
-        keep.unlink(missing_ok=True)
         told = {name: record["test"][name] for name in ("greedy", "t0.6", "t1")} if "test" in record else score(record)
         self.say(f"{name}: {wall:.1f} s, {cost['step']:.3f} s a step and {cost['rest']:.1f} s; {told}")
         return record
@@ -296,13 +302,10 @@ class Session:
             self.left_out.append(f"a record of kind {made}")
             return
         began = time.monotonic()
-        result = self.tried(made, lambda: getattr(self.bench, made)(spec))
-        wall = time.monotonic() - began
-        if result is None:
-            return
-        self.costs[made] = {"rest": wall}
-        self.store(spec, result, wall)
-        self.say(f"{spec['kind']}: {wall:.1f} s")
+        make = getattr(self.bench, made)
+        self.tried(made, lambda: self.store(spec, make(spec), time.monotonic() - began))
+        self.costs[made] = {"rest": time.monotonic() - began}
+        self.say(f"{spec['kind']}: {self.costs[made]['rest']:.1f} s")
 
     # ---- the list
 

@@ -255,7 +255,9 @@ class Bench:
             torch.set_float32_matmul_precision(before)
         result = {"budget": _rounded(look()), "counts": dict(budget.counts), "curve": progress.curve}
         result |= {"decoder": "loop", "trl": trl.__version__, "plan": self.judge.plan}
-        yield self.flat(dict(trainer.model.named_parameters())), result, watch
+        end = self.flat(dict(trainer.model.named_parameters()))
+        trainer.accelerator.free_memory()  # it outlives the trainer and would keep model and optimiser on the GPU
+        yield end, result, watch
 
     def _fresh(self, dtype: torch.dtype) -> Any:
         """Return a new copy of the base, to be trained."""
