@@ -629,11 +629,10 @@ class CudaEngine(Engine):
         passing = width * (8 * shape.hidden + 4 * shape.intermediate) * item + 10 * shape.heads * width**2
         passing += 2 * shape.vocabulary * item
         rows = min(self.chunk_rows, max(map(len, self.prompts.values())))
-        left = memory.USABLE * free - 4 * self.layout.d
-        if left < (least := shape.d * item + rows * cache):
-            what = (
-                f"a member and the master take {(least + 4 * self.layout.d) / 2**30:.1f} GiB with {rows} rows at once"
-            )
-            raise ValueError(f"{what}, and {free / 2**30:.1f} GiB are free on {self.device}: lower chunk_rows.")
+        master, least = 4 * self.layout.d, shape.d * item + rows * cache
+        if (left := memory.USABLE * free - master) < least:
+            needed, there = ((n / 2**30) for n in (least + master, free))
+            what = f"a member with {rows} rows and the master take {needed:.1f} GiB, and {there:.1f} GiB are free"
+            raise ValueError(f"{what} on {self.device}: lower chunk_rows={self.chunk_rows}, or use a smaller model.")
         left -= rows * (cache + passing)  # to decode with the run's own weights
         return max(1, int(left // (shape.d * item + min(self.chunk_rows, step_rows or rows) * (cache + passing))))
