@@ -299,7 +299,7 @@ class ESTrainer(TrainerSurface):
         due = recording and not known and (self.ledger is None or step and step % ledger.DIGEST_EVERY == 0)
         if due:
             self.engine.check()
-        digest = weights.digest() if due else None
+        digest = self.engine.begin_digest() if due else None
         self._parted |= recording and weights.drifts
         if known:
             record = self.ledger.steps[step]
@@ -309,7 +309,7 @@ class ESTrainer(TrainerSurface):
             record = self._evaluate_members(step, members)
         with interrupts_wait():  # all or nothing: record the step, move the weights, count it
             if recording and not known:
-                self._record(record, digest)
+                self._record(record, digest and digest())
             self._parted |= recording or self.ledger is not None
             self._count(record)
             cpu = time.process_time()

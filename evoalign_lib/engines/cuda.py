@@ -15,10 +15,13 @@ bfloat16 or float16. At the start the decoder's logits are held against those of
 are those of `engine="local"` wherever no token is a near-tie. With device "cpu" the same code runs without graphs.
 """
 
+import gc
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -43,7 +46,7 @@ CHECK = 8
 """steps between two looks at whether every row has ended"""
 SHAPES = 4
 """shapes whose buffers and graphs are kept, the last ones used"""
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.15}
+TOLERANCE = {torch.float32: 0.02, torch.float16: 0.03, torch.bfloat16: 0.15}
 """largest difference from the model's own logits, as a share of their norm about the mean over the vocabulary"""
 _DRAWN = 1 << 26  # probabilities in memory at once when sampling: 256 MB, and a few times that in between
 _HEAD, _NORM = "lm_head.weight", "model.norm.weight"
@@ -220,7 +223,10 @@ class PopulationDecoder:
         batch = self._batches.pop(shape, None)
         while batch is None and len(self._batches) >= SHAPES:
             del self._batches[next(iter(self._batches))]
-        self._batches[shape] = batch = batch or _Batch(self, *shape)
+        if batch is None:
+            gc.collect()  # nothing must be freed on a GPU while a graph is captured
+            batch = _Batch(self, *shape)
+        self._batches[shape] = batch
         return batch
 
     # ---- the network; the first dimension is the member
@@ -268,7 +274,8 @@ class _Batch:
     """
 
     def __init__(self, decoder: PopulationDecoder, members: int, rows: int, width: int, new: int, prefix: int):
-        self.decoder, self.members, self.rows, self.width, self.prefix = decoder, members, rows, width, prefix
+        self.decoder = weakref.proxy(decoder)  # which holds this: without a cycle its memory is free at once
+        self.members, self.rows, self.width, self.prefix = members, rows, width, prefix
         columns = -(-(width + new) // 16) * 16
         integers = partial(torch.zeros, dtype=torch.int64, device=decoder.device)
         numbers = partial(torch.zeros, dtype=decoder.dtype, device=decoder.device)
@@ -445,14 +452,18 @@ class DeviceMaster(MasterWeights):
     @property
     def planes(self) -> tuple[np.ndarray]:
         """The whole state: this process's copy of the master."""
-        if self._stale:
-            torch.from_numpy(self._planes[0]).copy_(self.on_device)
-            self._stale = False
+        self.pull()
         return self._planes
 
     @planes.setter
     def planes(self, planes: tuple[np.ndarray]) -> None:
         self._planes = planes
+
+    def pull(self) -> None:
+        """Bring this process's copy up to the master."""
+        if self._stale:
+            torch.from_numpy(self._planes[0]).copy_(self.on_device)
+            self._stale = False
 
     def _push(self) -> None:
         self.on_device.copy_(torch.from_numpy(self._planes[0]))
@@ -591,6 +602,13 @@ class CudaEngine(Engine):
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
+    def begin_digest(self):
+        self.weights.pull()  # here, because only one thread may talk to the GPU
+        pool = ThreadPoolExecutor(1)
+        pending = pool.submit(self.weights.digest)  # hashing takes a second per GB and leaves Python's lock to others
+        pool.shutdown(wait=False)
+        return pending.result
+
     def close(self):
         self.decoder.close()
 
@@ -611,11 +629,10 @@ class CudaEngine(Engine):
         passing = width * (8 * shape.hidden + 4 * shape.intermediate) * item + 10 * shape.heads * width**2
         passing += 2 * shape.vocabulary * item
         rows = min(self.chunk_rows, max(map(len, self.prompts.values())))
-        left = memory.USABLE * free - 4 * self.layout.d
-        if left < (least := shape.d * item + rows * cache):
-            what = (
-                f"a member and the master take {(least + 4 * self.layout.d) / 2**30:.1f} GiB with {rows} rows at once"
-            )
-            raise ValueError(f"{what}, and {free / 2**30:.1f} GiB are free on {self.device}: lower chunk_rows.")
+        master, least = 4 * self.layout.d, shape.d * item + rows * cache
+        if (left := memory.USABLE * free - master) < least:
+            needed, there = ((n / 2**30) for n in (least + master, free))
+            what = f"a member with {rows} rows and the master take {needed:.1f} GiB, and {there:.1f} GiB are free"
+            raise ValueError(f"{what} on {self.device}: lower chunk_rows={self.chunk_rows}, or use a smaller model.")
         left -= rows * (cache + passing)  # to decode with the run's own weights
         return max(1, int(left // (shape.d * item + min(self.chunk_rows, step_rows or rows) * (cache + passing))))
