@@ -20,6 +20,7 @@ committed records, each to those of the notebook that it belongs to.
 `--trial` runs the same code with sizes that mean nothing, at scale smoke, on the CPU.
 """
 
+import argparse
 import hashlib
 import json
 import os
@@ -30,15 +31,13 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
 
 from evoalign_lib import smollm2
 from evoalign_lib.arms import SWEEP_SEED
 from evoalign_lib.checks import require
-from evoalign_lib.cli import refusals
 from evoalign_lib.tasks.arithmetic import MAX_COMPLETION_LENGTH
 from evoalign_study import paths, provenance
 from evoalign_study.kinds.decode import base_specs
@@ -55,7 +54,6 @@ from evoalign_study.records import (
     spec_hash,
 )
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help='The runs of scale "real", on one GPU.')
 NOTEBOOK = {"products": "08_weight_geometry", "path": "09_lmc_analysis", "merge": "08_weight_geometry"}
 """Kind -> the notebook whose records have it; all other kinds belong to notebook 02."""
 _OTHERS = "02_grpo_countdown"
@@ -460,38 +458,46 @@ def _ledger(record: Record, out: Path, place: Path) -> Path:
     return place / name
 
 
-@app.command()
-def run(
-    out: Annotated[Path, typer.Option(help="Folder for records, ledgers and the device line.")],
-    minutes: Annotated[float, typer.Option(help="Time for all of it, loading included.")] = 9.0,
-    commit: Annotated[str, typer.Option(help="Commit of the code, where git cannot tell.")] = "",
-    trial: Annotated[bool, typer.Option(help="Sizes that mean nothing, on the CPU, at scale smoke.")] = False,
-    plan: Annotated[str, typer.Option(help='Changes to the plan as JSON, for --trial: {"seeds": 1}.')] = "{}",
-) -> None:
-    """Make the runs that are missing, in order of value, until the time is over."""
-    began = time.monotonic()
-    with refusals():
-        changes = {k: _tuples(v) for k, v in json.loads(plan).items()}
-        require(trial or not changes, "--plan is for --trial alone: the declared plan stands in the code")
-        wanted = replace(TRIAL, **changes) if trial else Plan()
-        known = read_folder(out)
-        known += [] if trial else [r for path in record_files(wanted.scale) for r in read_records(path)]
-        Session(wanted, out, minutes, commit or provenance.commit(), known, began).work()
+def run(out: Path, minutes: float, commit: str, trial: bool, plan: str, began: float) -> None:
+    """Make the runs that are missing, in order of value, until the time is over; arguments as on the command line."""
+    changes = {name: _tuples(value) for name, value in json.loads(plan).items()}
+    require(trial or not changes, "--plan is for --trial alone: the declared plan stands in the code.")
+    wanted = replace(TRIAL, **changes) if trial else Plan()
+    known = read_folder(out)
+    known += [] if trial else [r for path in record_files(wanted.scale) for r in read_records(path)]
+    Session(wanted, out, minutes, commit or provenance.commit(), known, began).work()
 
 
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-@app.command("import")
-def import_(folder: Annotated[Path, typer.Argument(help="A folder that `run` has filled.")]) -> None:
+def take(folder: Path) -> None:
     """Check the records and ledgers of a folder, and add them to the committed records of their notebooks."""
-    with refusals():
-        for record, kept in checked(folder):
-            path = paths.RESULTS / record["notebook"] / f"{record['spec']['scale']}.jsonl"
-            append_record(path, record, kept)
-            typer.echo(f"{record['spec_hash']} {record['spec']['kind']} {record['spec'].get('arm', '')} -> {path}")
+    for record, kept in checked(folder):
+        path = paths.RESULTS / record["notebook"] / f"{record['spec']['scale']}.jsonl"
+        append_record(path, record, kept)
+        print(f"{record['spec_hash']} {record['spec']['kind']} {record['spec'].get('arm', '')} -> {path}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; an error that says what to do is printed without a traceback."""
+    began = time.monotonic()
+    parser = argparse.ArgumentParser(prog="python -m evoalign_study.real", description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(required=True, dest="command")
+    running = commands.add_parser("run", help="make the runs that are missing")
+    running.add_argument("--out", type=Path, required=True, help="folder for records, ledgers and the device line")
+    running.add_argument("--minutes", type=float, default=9.0, help="time for all of it, loading included")
+    running.add_argument("--commit", default="", help="commit of the code, where git cannot tell")
+    running.add_argument("--trial", action="store_true", help="sizes that mean nothing, on the CPU, at scale smoke")
+    running.add_argument("--plan", default="{}", help='changes to the plan of a trial as JSON, such as {"seeds": 1}')
+    commands.add_parser("import", help="add them to the committed records").add_argument("folder", type=Path)
+    given = vars(parser.parse_args(arguments))
+    try:
+        take(given["folder"]) if given.pop("command") == "import" else run(began=began, **given)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"{error}") from error
 
 
 if __name__ == "__main__":
-    app()
+    main()

@@ -357,7 +357,7 @@ def line_spec(begun: Spec, first: Record, last: Record, points: int) -> Spec:
 
 def without_spec(begun: Spec, runs: Sequence[Record], run: Record) -> Spec:
     """Return the spec of the mean of all other runs with a fresh walk that makes it as long as this run."""
-    others = [each for each in runs if each["digest"] != run["digest"]]
+    others = [each for each in runs if each["spec"]["seed"] != run["spec"]["seed"]]
     end = weight_cache.end(others, as_long_as=[run], walk=run["spec"]["seed"])
     return begun | {"kind": "merge", "arm": run["spec"]["arm"]} | end
 
