@@ -66,6 +66,8 @@ class Plan:
     scale: str = "real"
     base: str = smollm2.NAME
     device: str = "cuda"
+    dtype: str = "bfloat16"
+    """of decoding, in ES and in all measurements"""
     operation: str = "*"
     validation_problems: int = 100
     test_problems: int = 355
@@ -103,7 +105,7 @@ class Plan:
         return {"task": "arithmetic", "curve_spacing": "log"} | {name: getattr(self, name) for name in names}
 
     def _made(self, spec: Spec, **more: Any) -> Spec:
-        return spec | {"engine": "cuda", "dtype": "bfloat16"} | more
+        return spec | {"engine": "cuda", "dtype": self.dtype} | more
 
     @property
     def of_base(self) -> Spec:
@@ -141,6 +143,7 @@ class Plan:
 TRIAL = Plan(
     scale="smoke",
     device="cpu",
+    dtype="float32",
     validation_problems=2,
     test_problems=2,
     max_completion_length=3,
@@ -212,7 +215,7 @@ class Session:
         out.mkdir(parents=True, exist_ok=True)
         from evoalign_study.real_runs import Bench
 
-        self.bench = Bench(plan.base, plan.of_base, plan.device)
+        self.bench = Bench(plan.of_base, plan.device)
         self.say(f"{plan.base} is on {plan.device}")
 
     @property

@@ -110,18 +110,17 @@ class Bench:
     """The base and all that its runs share on one device.
 
     Args:
-        base: as a spec names it.
-        spec: any spec of these runs, for the problems.
+        spec: that of the base.
         device: "cuda" or "cpu".
     """
 
-    def __init__(self, base: str, spec: Spec, device: str):
-        self.device, self.base = device, base
-        self.model, self.tokenizer = models.load(base, keywords={"dtype": torch.bfloat16})
+    def __init__(self, spec: Spec, device: str):
+        self.device = device
+        self.model, self.tokenizer = models.load(spec["base"], keywords={"dtype": getattr(torch, spec["dtype"])})
         self.layout: Layout = layout_of(self.model)
         self.measure = measures.of(spec)
         self.start = self.flat(dict(self.model.named_parameters()))
-        sets = self.measure.sets({k: v for k, v in spec.items() if k not in ("prompts_per_step", "seed")})
+        sets = self.measure.sets(spec)
         rows = {name: self.measure.rows(spec, self.tokenizer, problems) for name, problems in sets.items()}
         self.judge = Judge(self.model, self.tokenizer, rows, spec["max_completion_length"], device)
         self.sets = sets
@@ -208,7 +207,7 @@ class Bench:
         settings |= {"max_steps": spec["steps"], "engine": "cuda", "use_cpu": self.device == "cpu"}
         settings |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
         rows = self.measure.rows(spec, self.tokenizer, self.measure.sets(spec)["train"])
-        model, watch = self._fresh(torch.bfloat16), Stopwatch()
+        model, watch = copy.deepcopy(self.model), Stopwatch()
         config = ESConfig(output_dir=str(place), **settings)
         es = ESTrainer(model, self.measure.reward(spec), config, rows, None, self.tokenizer, [watch, curve])
         es.warm_start_cost = None  # `evolution.spent` asks
@@ -240,7 +239,7 @@ class Bench:
         settings |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
         settings |= {"use_cpu": True} if self.device == "cpu" else {}
         rows, watch = self.measure.rows(spec, self.tokenizer, self.measure.sets(spec)["train"]), Stopwatch()
-        args, model = grpo.config(spec["arm"], output_dir=str(place), **settings), self._fresh(torch.float32)
+        args, model = grpo.config(spec["arm"], output_dir=str(place), **settings), copy.deepcopy(self.model).float()
         reward = self.measure.reward(spec)
         trainer, budget = grpo.trainer(model, reward, args, rows, self.tokenizer, [watch, curve])
         trainer.remove_callback(PrinterCallback)
@@ -258,10 +257,6 @@ class Bench:
         end = self.flat(dict(trainer.model.named_parameters()))
         trainer.accelerator.free_memory()  # it outlives the trainer and would keep model and optimiser on the GPU
         yield end, result, watch
-
-    def _fresh(self, dtype: torch.dtype) -> Any:
-        """Return a new copy of the base, to be trained."""
-        return copy.deepcopy(self.model).to(dtype)
 
     # ---- what needs the weights of ends
 
