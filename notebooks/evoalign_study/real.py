@@ -83,19 +83,19 @@ class Plan:
     """sigma and alpha; the second pair is that of Qiu et al. (arXiv 2509.24372)"""
     grpo_sweep: tuple[float, ...] = (1e-5, 3e-5, 3e-6, 1e-4)
     """learning rates of AdamW; there is no KL penalty"""
-    sweep_steps: tuple[int, int] = (30, 50)
+    sweep_steps: tuple[int, int] = (25, 35)
     """of ES and of GRPO"""
-    sweep_share: float = 0.25
+    sweep_share: float = 0.22
     """of all minutes"""
     lengths: tuple[tuple[int, int, float], ...] = (
-        *((6, 100, 1.0), (6, 80, 1.0), (6, 60, 1.0), (6, 60, 0.5)),
+        *((6, 100, 1.0), (6, 80, 1.0), (6, 60, 1.0), (6, 60, 0.5), (6, 50, 0.5), (6, 40, 0.5)),
         *((4, 100, 1.0), (4, 80, 1.0), (4, 60, 1.0), (4, 60, 0.5), (4, 40, 0.5)),
     )
     """seeds, ES steps, and GRPO's forward FLOPs as a share of ES's, best first: the first that fits is taken"""
     seeds: int = 6
     """at most"""
     path_points: int = 5
-    reserve: float = 45.0
+    reserve: float = 40.0
     """seconds kept for products, lines and merges"""
 
     @property
