@@ -379,7 +379,7 @@ class Session:
         for arm in ("es", "es_random"):
             for first, last in pairs(runs[arm], runs["grpo"]):
                 self.measure(real_runs.line_spec(begun, first, last, plan.path_points), "path")
-        for run in runs["es"] if len(runs["es"]) > 1 else ():
+        for run in runs["es"] if len(runs["es"]) > 2 else ():  # the mean of the others must be shorter than the run
             self.measure(real_runs.without_spec(begun, runs["es"], run), "merged")
 
     def told(self) -> None:

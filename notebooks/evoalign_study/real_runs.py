@@ -24,6 +24,7 @@ from transformers import TrainerCallback
 
 from evoalign_lib import arms, grpo, ledger, models, noise
 from evoalign_lib.analysis import geometry
+from evoalign_lib.checks import require
 from evoalign_lib.engines.base import Decoding, Prompts, _eos_ids, check_temperature
 from evoalign_lib.engines.cuda import PopulationDecoder
 from evoalign_lib.es import ESConfig, ESTrainer
@@ -281,6 +282,7 @@ class Bench:
             law.perturb(noise.member_key(noise.run_key("walk", 0), 0, end["walk"]), 1.0)
             walk = walk.double()
             square, along, short = float(walk @ walk), float(moved @ walk), length**2 - float(moved @ moved)
+            require(short >= 0, "the mean of the others is longer than the run: average more runs.")
             moved += walk * (((along**2 + square * short) ** 0.5 - along) / square)
         return end["factor"] * moved
 

@@ -70,7 +70,15 @@ def test_gram_is_that_of_the_library() -> None:
         np.testing.assert_array_equal(found.moved[dtype], counts)
 
 
-CHANGES = {"test_problems": 6, "max_completion_length": 8, "es_sweep": [[0.2, 0.05], [0.1, 0.05]]}
+RULED = ["R0", "R3", "R4", "R8", "R9", "R11"]
+CHANGES = {
+    "seeds": 3,
+    "grpo_prompts": 2,
+    "num_generations": 8,
+    "test_problems": 6,
+    "max_completion_length": 8,
+    "es_sweep": [[0.2, 0.05], [0.1, 0.05]],
+}
 
 
 @pytest.fixture(scope="module")
@@ -92,17 +100,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command_makes_every_kind_of_record_once(folder: Path) -> None:
     records = read_records(folder / "records.jsonl")
     kinds = [record["spec"]["kind"] for record in records]
-    assert {kind: kinds.count(kind) for kind in kinds} == {"base": 1, "train": 10, "products": 6, "path": 4, "merge": 2}
+    assert {kind: kinds.count(kind) for kind in kinds} == {"base": 1, "train": 13, "products": 6, "path": 6, "merge": 3}
     trained = [record for record in records if record["spec"]["kind"] == "train" and "test" in record]
     assert {(r["spec"]["arm"], r["spec"]["seed"]) for r in trained} == {
-        (arm, seed) for arm in ("es", "grpo", "es_random") for seed in (0, 1)
+        (arm, seed) for arm in ("es", "grpo", "es_random") for seed in (0, 1, 2)
     }
-    judged = {
-        v.id: v for v in claims.evaluate_named(["R0", "R8", "R9"], records_at_real(records), "real", resamples=50)
-    }
+    judged = {v.id: v for v in claims.evaluate_named(RULED, records_at_real(records), "real", resamples=50)}
     (law, _, walk, _) = judged["R0"].findings
-    assert law.n == walk.n == 2 and abs(walk.interval.value - 1) < 0.01  # 0.14 M weights
-    assert judged["R8"].n == judged["R9"].n == 2 and judged["R8"].verdict == "underpowered"
+    assert law.n == walk.n == 3 and abs(walk.interval.value - 1) < 0.01  # 0.14 M weights
+    assert {judged[name].verdict for name in RULED} == {"underpowered"}
+    assert judged["R8"].n == judged["R9"].n == 3
     assert json.loads((folder / "device.json").read_text())["left_out"] == []
 
 
@@ -129,7 +136,7 @@ def test_import_takes_declared_runs_with_their_ledgers(folder: Path, tmp_path: P
     (tmp_path / "ledgers.zip").write_bytes((folder / "ledgers.zip").read_bytes())
     taken = list(real.checked(tmp_path))
     assert [record["spec_hash"] for record, _ in taken] == [spec_hash(record["spec"]) for record in records]
-    assert sum(kept is not None for _, kept in taken) == 6
+    assert sum(kept is not None for _, kept in taken) == 8
     (tmp_path / "ledgers.zip").unlink()
     with pytest.raises(FileNotFoundError):
         list(real.checked(tmp_path))
