@@ -108,7 +108,8 @@ def test_the_command_makes_every_kind_of_record_once(folder: Path) -> None:
     judged = {v.id: v for v in claims.evaluate_named(RULED, records_at_real(records), "real", resamples=50)}
     (law, _, walk, _) = judged["R0"].findings
     assert law.n == walk.n == 3 and abs(walk.interval.value - 1) < 0.01  # 0.14 M weights
-    assert {judged[name].verdict for name in RULED} == {"underpowered"}
+    assert judged.pop("R4").verdict == "open"  # fewer runs than it needs were decoded under each decoding
+    assert {verdict.verdict for verdict in judged.values()} == {"underpowered"}
     assert judged["R8"].n == judged["R9"].n == 3
     assert json.loads((folder / "device.json").read_text())["left_out"] == []
 
