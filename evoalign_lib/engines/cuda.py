@@ -362,7 +362,7 @@ class _Batch:
             self._turn_to(torch.arange(p, device=decoder.device)[None])
 
             def attend(i: int, qk: Tensor, v: Tensor) -> Tensor:
-                q, k = self._turned(qk, 1)
+                q, k = self._turned(qk)
                 for cache, part in ((self.keys, k), (self.values, v)):
                     cache[i].view(n, self.rows, *cache.shape[2:])[:, :, :, :p] = part[:, None]
                 return self._attention(q, k, v, self.prefix_mask.flatten(2, 3))
@@ -371,7 +371,7 @@ class _Batch:
         self._turn_to(self.positions[:, p:width])
 
         def attend(i: int, qk: Tensor, v: Tensor) -> Tensor:
-            q, k = self._turned(qk, self.rows)
+            q, k = self._turned(qk)
             for cache, part in ((self.keys, k), (self.values, v)):
                 cache[i][:, :, p:width] = part
             k, v = (cache[i][:, :, :width] for cache in (self.keys, self.values))
@@ -387,7 +387,7 @@ class _Batch:
         mask = self.visible[None, :, None, None].expand(n, -1, 1, 1, -1).reshape(n * rows, 1, 1, -1)
 
         def attend(i: int, qk: Tensor, v: Tensor) -> Tensor:
-            q, k = self._turned(qk, rows)
+            q, k = self._turned(qk)
             self.keys[i].index_copy_(2, self.column, k)
             self.values[i].index_copy_(2, self.column, v)
             return self._attention(q, self.keys[i], self.values[i], mask)
@@ -416,13 +416,14 @@ class _Batch:
 
     def _turn_to(self, positions: Tensor) -> None:
         """Look up the rotary embedding of the tokens that are read next, by their positions, (rows, length)."""
+        positions = positions.repeat(self.members, 1)
         self._turns = self.cos[positions][:, None], self.sin[positions][:, None]
 
-    def _turned(self, x: Tensor, rows: int) -> Sequence[Tensor]:
+    def _turned(self, x: Tensor) -> Sequence[Tensor]:
         """Rotate queries and keys, (members * rows, heads, length, head_dim); return queries, then keys."""
-        (cos, sin), x = self._turns, x.view(self.members, rows, *x.shape[1:])
-        turned = x * cos + x.roll(x.shape[-1] // 2, -1) * sin  # the sines of the first half are negative
-        return turned.flatten(0, 1).split([self.decoder.heads, self.decoder.kv_heads], 1)
+        (cos, sin), (low, high) = self._turns, x.chunk(2, -1)
+        turned = x * cos + torch.cat([high, low], -1) * sin  # the sines of the first half are negative
+        return turned.split([self.decoder.heads, self.decoder.kv_heads], 1)
 
 
 def uncovered(model: Any, dtype: torch.dtype) -> str | None:
