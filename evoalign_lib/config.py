@@ -150,16 +150,19 @@ class ESConfig(TrainingArguments):
     reward_timeout: float | None = field(default=None, metadata={"help": "seconds per call of a reward function"})
     """seconds that one call of a reward function may take on a member's completions; after that each completion is
     scored alone, with the same limit, and those that exceed it again count as failures. None: no limit"""
-    engine: str = field(default="local", metadata={"help": "local, vllm or ray"})
-    """what generates (`evoalign_lib.engines`): "local", worker processes on this machine's cores; "vllm", one engine
-    for each group of `tensor_parallel` GPUs; "ray", actors on any cluster (RAY_ADDRESS), with vLLM if there are GPUs"""
+    engine: str = field(default="local", metadata={"help": "local, cuda, vllm or ray"})
+    """what generates (`evoalign_lib.engines`): "local", worker processes on this machine's cores; "cuda", one GPU
+    without vLLM, on which as many members as there is memory for decode at once (Llama and Qwen2; with use_cpu=True,
+    for tests, on the CPU); "vllm", one engine for each group of `tensor_parallel` GPUs; "ray", actors on any cluster
+    (RAY_ADDRESS), with vLLM if there are GPUs"""
     gpus: int = field(default=0, metadata={"help": "GPUs to use"})
     """GPUs to use; 0: with engine="vllm" as many as tensor_parallel, with "ray" none"""
     tensor_parallel: int = field(default=1, metadata={"help": "GPUs that share one copy of the model"})
     """GPUs that share a copy of the model; needs vLLM"""
     engine_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "further arguments of vllm.LLM"})
     """further arguments of `vllm.LLM`, such as gpu_memory_utilization (on a command line, as JSON). With an adapter,
-    max_loras is the number of members that decode in one batch (default: 16)"""
+    max_loras is the number of members that decode in one batch (default: 16). With engine="cuda", `members` is the
+    number of members that decode at once (default: as many as there is memory for)"""
     workers: int | None = field(default=None, metadata={"help": "worker processes; None: one per core"})
     """worker processes, or actors without GPUs; None: one per core (1 if there is no master); 1: this process alone"""
     chunk_rows: int = field(default=256, metadata={"help": "rows decoded at once"})
@@ -258,9 +261,12 @@ class ESConfig(TrainingArguments):
             (self.sampling != "greedy", "greedy completions are identical, set sampling='common'", ["num_generations"]),
             (samples, "set sampling='common' or num_generations_eval", ["temperature", "top_p", "top_k"]),
             (self.engine == "local", "set engine='local'", ["precision"]),
-            (self.engine != "local", "set engine='vllm' or 'ray'", ["gpus"]),
-            (not vllm, "use an engine without GPUs", ["decoder", "chunk_rows", "workers"]),
-            (vllm, "set engine='vllm', or 'ray' with gpus", ["tensor_parallel", "engine_kwargs"]),
+            (self.engine in ("vllm", "ray"), "set engine='vllm' or 'ray'", ["gpus"]),
+            (not vllm and self.engine != "cuda", "use an engine without GPUs", ["decoder", "workers"]),
+            (not vllm, "use an engine without vLLM", ["chunk_rows"]),
+            (vllm, "set engine='vllm', or 'ray' with gpus", ["tensor_parallel"]),
+            (vllm or self.engine == "cuda", "set engine='cuda' or 'vllm', or 'ray' with gpus", ["engine_kwargs"]),
+            (self.engine != "cuda", "set engine='local', or 'vllm'", ["perturbation", "generation_kwargs"]),
         ):
             for name in names:
                 if not read and getattr(self, name) != _DEFAULTS[name]:
@@ -290,9 +296,9 @@ class ESConfig(TrainingArguments):
                 yield f": GenerationConfig has no {name!r}.{nearest(name, known)}"
 
     def _check_best(self) -> Iterator[str]:
-        if self.load_best_model_at_end and self.engine != "local":
+        if self.load_best_model_at_end and self.engine not in ("local", "cuda"):
             remedy = "write the best step with evoalign replay --step and state.best_global_step"
-            yield f"load_best_model_at_end needs engine='local', not {self.engine!r}: {remedy}."
+            yield f"load_best_model_at_end needs engine='local' or 'cuda', not {self.engine!r}: {remedy}."
         elif self.load_best_model_at_end and self.eval_strategy == IntervalStrategy.NO:
             yield "load_best_model_at_end needs evaluations: set eval_strategy='steps' and eval_steps."
         elif self.save_strategy == SaveStrategy.BEST and self.metric_for_best_model is None:

@@ -219,10 +219,14 @@ class ESTrainer(TrainerSurface):
             folder=models.place(_adapters.base_if_adapter(model)) if isinstance(model, (str, os.PathLike)) else None,
             load=load,
             weights=self._weights(),
+            device="cpu" if args.use_cpu else "cuda",
+            population=args.population_size,
+            step_rows=self.prompts_per_step * args.num_generations,
             **{name: getattr(args, name) for name in (*names, "tensor_parallel", "engine_kwargs")},
         )
         if args.engine == "local" and not args.use_cpu and (gpus := gpus_here()):
-            logger.warning_once(f"{gpus} GPU(s) stay idle: set engine='vllm', or use_cpu=True to keep to the CPU.")
+            remedy = "set engine='cuda' or 'vllm', or use_cpu=True to keep to the CPU"
+            logger.warning_once(f"{gpus} GPU(s) stay idle: {remedy}.")
         self.budget = {"completions": 0, "generated_tokens": 0, "prompt_tokens": 0, "core_seconds": 0.0}
         self.counts = {"tied": 0} | dict.fromkeys(KINDS, 0)
         self.ledger: ledger.Ledger | None = None
@@ -295,7 +299,7 @@ class ESTrainer(TrainerSurface):
         due = recording and not known and (self.ledger is None or step and step % ledger.DIGEST_EVERY == 0)
         if due:
             self.engine.check()
-        digest = weights.digest() if due else None
+        digest = self.engine.begin_digest() if due else None
         self._parted |= recording and weights.drifts
         if known:
             record = self.ledger.steps[step]
@@ -305,7 +309,7 @@ class ESTrainer(TrainerSurface):
             record = self._evaluate_members(step, members)
         with interrupts_wait():  # all or nothing: record the step, move the weights, count it
             if recording and not known:
-                self._record(record, digest)
+                self._record(record, digest and digest())
             self._parted |= recording or self.ledger is not None
             self._count(record)
             cpu = time.process_time()

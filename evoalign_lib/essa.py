@@ -113,8 +113,8 @@ class ESSAConfig(ESConfig):
         for name, why in _OF_ES.items():
             if getattr(self, name) != ESConfig.__dataclass_fields__[name].default:
                 yield name, f"{name}={getattr(self, name)!r} has no effect on ESSA: {why}. Remove it."
-        if self.engine == "ray":
-            yield "engine", "engine='ray' cannot evaluate ESSA candidates: use engine='local' or 'vllm'."
+        if self.engine in ("cuda", "ray"):
+            yield "engine", f"engine={self.engine!r} cannot evaluate ESSA candidates: use engine='local' or 'vllm'."
         if not isinstance(self.shared_batch, bool):
             yield "shared_batch", f"shared_batch={self.shared_batch!r} must be True or False."
         yield from super()._problems()

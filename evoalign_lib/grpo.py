@@ -205,8 +205,8 @@ def config(
         vllm: None: the model itself generates. Otherwise TRL's vLLM engine in each process ("colocate") does, with
             eos_ids (token ids that end a completion), max_model_length (maximum tokens of a prompt with its completion)
             and gpu_memory (its share of the GPU's memory). See 14 in the module's docstring.
-        decoder: the decoder if the model itself generates: "generate" (transformers) or "loop" (our loop for small
-            models on a CPU, see `LoopRollouts`; only for arms of TRL's GRPO trainer).
+        decoder: the decoder if the model itself generates: "generate" (transformers) or "loop" (our loops for Llama and
+            Qwen2: on a CPU see `LoopRollouts`, on a GPU `PopulationRollouts`; only for arms of TRL's GRPO trainer).
         others: further settings of `transformers.TrainingArguments`, such as report_to, save_steps or use_cpu, and of
             TRL's logging.
 
@@ -403,7 +403,9 @@ def trainer(
         raise ValueError("rollouts need GRPO's trainer: TRL's RLOOTrainer generates by itself. Use an arm of GRPO.")
     if reweighted and looped:
         raise ValueError("decoder='loop' has no effect with rollouts, which decode by themselves: use 'generate'.")
-    given |= {"rollout_func": rollouts or LoopRollouts()} if reweighted or looped else {}
+    if looped:
+        rollouts = LoopRollouts() if args.device.type == "cpu" else PopulationRollouts()
+    given |= {"rollout_func": rollouts} if reweighted or looped else {}
     ratios = 2 if reweighted else 0
     budget = Budget(rewards, old_logprobs=kind is RLOOTrainer, reference=args.beta > 0, ratios=ratios)
     own = [budget, *([RoundedWeights()] if rounded else []), *([rollouts] if reweighted else [])]
@@ -475,18 +477,64 @@ class LoopRollouts:
             reason = f"it is on {trainer.accelerator.device}"
         if reason:
             raise ValueError(f"decoder='loop' does not cover this model: {reason}. Use decoder='generate'.")
-        found, weights = Prompts([{"prompt": prompt} for prompt in prompts], tokenizer), _adapters.dense(model)
+        found, weights = Prompts(_rows(prompts), tokenizer), _adapters.dense(model)
         if self.drop_rows is None:
             self.drop_rows = rows_are_exact(model.config, weights, len(found))
         ends, pad, prefix = list(trainer.eos_token_ids), tokenizer.pad_token_id, torch.from_numpy(found.prefix)
         decoder = Decoder(model.config, weights, ends, pad, prefix, self.drop_rows)
         ids, mask = torch.from_numpy(found.ids), torch.from_numpy(found.mask)
         written = decoder.generate(ids, mask, trainer.max_completion_length, multinomial(len(found))).numpy()
-        return {
-            "prompt_ids": [row[known == 1].tolist() for row, known in zip(found.ids, found.mask, strict=True)],
-            "completion_ids": until_end(written, ends),
-            "logprobs": None,  # TRL reads them only for vLLM
-        }
+        return _told(found, until_end(written, ends))
+
+
+class PopulationRollouts:
+    """A `rollout_func` for TRL that generates a gradient arm's completions on a GPU as `engine="cuda"` does for ES.
+
+    The policy's weights are copied into a decoder (`engines.cuda.PopulationDecoder`) before each batch of rollouts.
+    Samples are drawn from logits in the policy's own dtype, which for these arms is float32, at temperature 1 by
+    inversion, one number per token from torch's global random state on the CPU. So they are on-policy to the last
+    digits, and a resumed run draws the same numbers; they are not the tokens of transformers' generate.
+    """
+
+    _decoder: Any = None
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        """Return the token ids of prompts and completions.
+
+        Raises:
+            ValueError: a model that the decoder does not cover.
+        """
+        import torch
+
+        from evoalign_lib import _adapters
+        from evoalign_lib.engines.base import Prompts, until_end
+        from evoalign_lib.engines.cuda import PopulationDecoder
+
+        model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
+        found = Prompts(_rows(prompts), tokenizer)
+        if self._decoder is None:
+            # one shape for all batches, because each costs the capture of a graph
+            every = Prompts(_rows(trainer.train_dataset["prompt"]), tokenizer)
+            self._width, self._prefix = every.width, len(every.prefix)
+            self._decoder = PopulationDecoder(model, 1, trainer.accelerator.device, chunk_rows=len(found))
+            self._decoder.check(model, found.ids[0][found.mask[0] == 1], self._prefix)
+        else:
+            self._decoder.load(_adapters.dense(model))
+        ends, new = list(trainer.eos_token_ids), trainer.max_completion_length
+        ids, mask = (np.pad(a, ((0, 0), (self._width - found.width, 0))) for a in (found.ids, found.mask))
+        uniforms = torch.rand(len(found), new).numpy()
+        written = self._decoder.decode(ids, mask, new, ends, uniforms, prefix=self._prefix)[0]
+        return _told(found, until_end(written, ends))
+
+
+def _rows(prompts: Iterable[Any]) -> list[dict[str, Any]]:
+    return [{"prompt": prompt} for prompt in prompts]
+
+
+def _told(prompts: Any, completions: list[list[int]]) -> dict[str, Any]:
+    """Return what TRL expects from a `rollout_func`: the ids of prompts (`engines.base.Prompts`) and completions."""
+    ids = [row[known == 1].tolist() for row, known in zip(prompts.ids, prompts.mask, strict=True)]
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}  # TRL reads these only for vLLM
 
 
 def _extended(kind: type, rewards: Rewards, adapted: bool, reweighted: bool) -> type:

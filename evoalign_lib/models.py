@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from evoalign_lib import _adapters, precision, tiny
+from evoalign_lib import _adapters, precision, smollm2, tiny
 from evoalign_lib._model_checks import check_decoder, check_quantisation
 from evoalign_lib.files import canonical_json
 from evoalign_lib.tiny.base import without_bars
@@ -36,9 +36,9 @@ def load(
     """Load a model in evaluation mode on the CPU, and its tokenizer, with a padding token.
 
     Args:
-        model: a model object, a folder, the name of a shipped base ("A0", see `evoalign_lib.tiny`), or a name on the
-            Hub. A loaded model is float32 unless keywords say otherwise; weights are read from safetensors only, and
-            code that lies beside them is never run.
+        model: a model object, a folder, the name of a shipped base ("A0", see `evoalign_lib.tiny`), "SmolLM2-135M" once
+            it is converted (`evoalign_lib.smollm2`), or a name on the Hub. A loaded model is float32 unless keywords
+            say otherwise; weights are read from safetensors only, and code that lies beside them is never run.
         tokenizer: the model's tokenizer; None: the one saved with the model.
         keywords: further arguments of from_pretrained; those that select files on the Hub (`revision`, `cache_dir`,
             ...) apply to the tokenizer, too.
@@ -83,6 +83,7 @@ def tokenizer_of(folder: str, **origin: Any) -> Any:
 
     lacking = f"no tokenizer lies beside the model {folder!r}: save it there, or pass it as processing_class. "
     lacking += "A tokenizer.model without tokenizer.json needs the package sentencepiece."
+    folder = place(folder) if folder == smollm2.NAME else folder
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **origin)
     except (ImportError, OSError, ValueError) as error:
@@ -100,7 +101,7 @@ def _from_pretrained(name: str, keywords: Mapping[str, Any], quantised: bool) ->
     if trusted := keywords.get("trust_remote_code"):
         raise ValueError(f"trust_remote_code={trusted!r} would run code beside the model: pass a model object.")
     shipped = name in tiny.SHIPPED
-    folder = place(name) if shipped else name
+    folder = place(name) if shipped or name == smollm2.NAME else name
     safe = {"trust_remote_code": False}  # unset, transformers would ask the user, and `yes |` would answer
     files = {k: v for k, v in keywords.items() if k in _HUB} | safe
     settings = {"dtype": torch.float32, "use_safetensors": True} | dict(keywords) | safe
@@ -144,19 +145,25 @@ def masked(keywords: Any) -> Any:
 
 
 def place(model: str | os.PathLike) -> str:
-    """Return where a named model is: the absolute path of its folder, or its name on the Hub."""
+    """Return where a named model is: the absolute path of its folder, or its name on the Hub.
+
+    Raises ValueError for the model of `evoalign_lib.smollm2` if it is not converted yet.
+    """
     if str(model) in tiny.SHIPPED:
         return str(tiny.bases_folder() / str(model))
+    if str(model) == smollm2.NAME:
+        return smollm2.place()
     return os.path.abspath(model) if os.path.isdir(model) else str(model)
 
 
 def name_of(model: Any) -> str | None:
     """Return the name or folder that a model was loaded from; None if it has none.
 
-    For a shipped base it is the name alone, because its folder differs between machines.
+    For a shipped base, or the converted one, it is the name alone, because its folder differs between machines.
     """
     origin = getattr(model.config, "_name_or_path", "")
-    return Path(origin).name if origin and Path(origin).parent == tiny.bases_folder() else origin or None
+    named = origin and (Path(origin).parent == tiny.bases_folder() or Path(origin) == smollm2.folder())
+    return Path(origin).name if named else origin or None
 
 
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]], **settings: Any) -> str:
@@ -204,6 +211,8 @@ def plan_digest(name: str) -> str:
     """
     from transformers import AutoConfig
 
+    if name == smollm2.NAME:
+        return smollm2.DIGEST
     folder = Path(name)
     files = {path.suffix for path in folder.iterdir()} if folder.is_dir() else set()
     bare = (folder / "config.json").is_file() and not files & {".safetensors", ".bin"}

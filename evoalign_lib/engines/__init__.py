@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from evoalign_lib.engines.base import Engine
     from evoalign_lib.precision import Weights
 
-ENGINES = ("local", "vllm", "ray")
+ENGINES = ("local", "cuda", "vllm", "ray")
 # the arguments of from_pretrained that select the files, and vLLM's names for them
 _OF_VLLM = {"revision": "revision", "cache_dir": "download_dir", "token": "hf_token"}
 
@@ -28,6 +28,9 @@ def open_engine(
     chunk_rows: int = 256,
     decoder: str = "auto",
     workers: int | None = None,
+    device: str = "cuda",
+    population: int = 30,
+    step_rows: int | None = None,
     gpus: int = 0,
     tensor_parallel: int = 1,
     engine_kwargs: Mapping[str, Any] | None = None,
@@ -39,14 +42,16 @@ def open_engine(
     """Open an engine; only the one that was asked for is imported.
 
     Args:
-        engine: "local", "vllm" or "ray".
+        engine: "local", "cuda", "vllm" or "ray".
         model, tokenizer, rewards, prompts: see `engines.base.Engine`.
         precision: how the weights are kept, with engine "local".
-        chunk_rows, decoder: see `engines.local.LocalEngine`; used where transformers or our loop decodes.
+        chunk_rows, decoder: see `engines.local.LocalEngine`; used where transformers or our loop decodes, and
+            chunk_rows with engine "cuda".
         workers: processes of engine "local", or actors without GPUs; None: one per core (without a master: 1).
+        device, population, step_rows: see `engines.cuda.CudaEngine`; used with engine "cuda".
         gpus: GPUs to use; 0: as many as tensor_parallel with "vllm", none with "ray".
         tensor_parallel: GPUs that share a copy of the model.
-        engine_kwargs: further arguments of `vllm.LLM`.
+        engine_kwargs: further arguments of `vllm.LLM`; with engine "cuda", only `members` (see `CudaEngine`).
         folder: where the model was loaded from, a folder or a name on the Hub; None: it was passed as an object.
         load: the arguments of from_pretrained that it was loaded with.
         weights: the run's weights if they exist already, with engine "local" or adapters (see `engines.base.Engine`).
@@ -66,6 +71,14 @@ def open_engine(
             workers = processes.default_workers() if precision == "master" else 1
         own = {"chunk_rows": chunk_rows, "decoder": decoder, "precision": precision, "weights": weights}
         return local.LocalEngine(model, tokenizer, rewards, prompts, workers=workers, **own, **common)
+    if engine == "cuda":
+        from evoalign_lib.engines import cuda
+
+        if more := sorted(engine_kwargs.keys() - {"members"} if engine_kwargs else ()):
+            raise ValueError(f"engine_kwargs: engine='cuda' takes members, not {more[0]!r}. Remove it.")
+        own = {"chunk_rows": chunk_rows, "device": device, "population": population, "step_rows": step_rows}
+        own |= engine_kwargs or {}
+        return cuda.CudaEngine(model, tokenizer, rewards, prompts, **own, **common)
     adapted = is_adapted(model) and engine == "vllm" and gpus <= tensor_parallel
     if not adapted:
         check_nothing_frozen(model, engine)

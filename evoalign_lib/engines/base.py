@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -440,6 +440,11 @@ class Engine(Decoding):
 
     def check(self) -> None:
         """Compare the weights of all generators with those of this process; repair a difference or raise."""
+
+    def begin_digest(self) -> Callable[[], str]:
+        """Return a function that returns the digest of the present weights; call it before they change."""
+        digest = self.weights.digest()
+        return lambda: digest
 
     def write_model(self) -> None:
         """Copy the weights into the model's parameters, in the model's dtype."""

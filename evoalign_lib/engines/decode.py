@@ -30,10 +30,10 @@ BLOCK = 8
 """rows are dropped in blocks of this many; at least this many are kept"""
 Draw = Callable[[Tensor, Tensor, int], Tensor]
 """Chooses tokens: (logits of some rows of a batch, their indices in it, the step 0, 1, ...) -> a token for each"""
-_EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING = "model.embed_tokens.weight"
 _MODEL_TYPES = {"qwen2", "llama"}
 # the products of a layer, each with the matrices that it joins
-_JOINED = {
+JOINED = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o": ("self_attn.o_proj",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
@@ -86,14 +86,14 @@ def _products(config: Any, weights: Mapping[str, Tensor], layers: int) -> Iterat
     """Iterate over (name, matrix) of the products of the first layers and the head, matrices of one input joined."""
     for i in range(layers):
         p = f"model.layers.{i}."
-        for product, names in _JOINED.items():
+        for product, names in JOINED.items():
             parts = [weights[f"{p}{name}.weight"] for name in names]
             yield p + product, torch.cat(parts) if len(parts) > 1 else parts[0]
     yield "head", weights[_head_name(config)]
 
 
 def _head_name(config) -> str:
-    return _EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
+    return EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
 
 
 def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -196,7 +196,7 @@ class Decoder:
         theta = rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
         exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
         self._inverse_frequency = 1.0 / theta**exponent
-        self._embedding = weights[_EMBEDDING]
+        self._embedding = weights[EMBEDDING]
         self._population = population
         # gains of norms, float32: (members, hidden), or (1, hidden) without a population
         gains = {name: t.float()[None].numpy() for name, t in weights.items() if name.endswith("norm.weight")}
@@ -204,7 +204,7 @@ class Decoder:
         self._products = {}
         for product, matrix in _products(config, weights, config.num_hidden_layers):
             layer, _, kind = product.rpartition(".")
-            names = [f"{layer}.{name}" for name in _JOINED[kind]] if layer else [_head_name(config)[: -len(".weight")]]
+            names = [f"{layer}.{name}" for name in JOINED[kind]] if layer else [_head_name(config)[: -len(".weight")]]
             self._products[product] = _Product(matrix, names, weights, population)
         self._prefix = torch.empty(0, dtype=torch.int64) if prefix is None else prefix
         # keys and values of the prefix: (layers, members, kv_heads, length, head_dim)
@@ -290,7 +290,7 @@ class Decoder:
         owner = np.repeat(owners[slots], length)  # of each token
         x = self._embedding[ids].float()
         if self._population:
-            _decode_cpu.add_own_rows(x.numpy(), ids.numpy(), owner, *self._population.matrices[_EMBEDDING])
+            _decode_cpu.add_own_rows(x.numpy(), ids.numpy(), owner, *self._population.matrices[EMBEDDING])
         change = torch.zeros_like(x)
         for i, (keys, values) in enumerate(zip(*(held.numpy() for held in cache), strict=True)):
             p = f"model.layers.{i}."

@@ -23,6 +23,7 @@ TASKS: dict[str, str] = {
     "countdown": "evoalign_lib.tasks.countdown",
     "conciseness": "evoalign_lib.tasks.conciseness",
     "safety": "evoalign_lib.tasks.safety",
+    "arithmetic": "evoalign_lib.tasks.arithmetic",
 }
 """Task name -> module, imported on first use. A new task needs a module and a line here."""
 

@@ -103,6 +103,7 @@ def claims(
     id: Annotated[list[str] | None, typer.Option(help="Only this claim, in full; may be repeated.")] = None,
     lock: Annotated[bool, typer.Option("--lock", help="Add the hashes of new rules to paper/claims.lock.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything known about each claim, as JSON.")] = False,
+    scale: Annotated[str, typer.Option(help="Scale of the records: tiny, full or real.")] = "tiny",
 ) -> None:
     """Print the claims with their verdicts from the committed records."""
     from evoalign_study import artifacts, claims, records
@@ -119,7 +120,8 @@ def claims(
             return
         known = [claim["id"] for claim in claims.load_claims()]
         chosen = [_named("claim", name, known) for name in id or known]
-        verdicts = [verdict for verdict in claims.evaluate_all() if verdict.id in chosen]
+        _named("scale", scale, records.SCALES)
+        verdicts = [verdict for verdict in claims.evaluate_all(scale) if verdict.id in chosen]
     if as_json:
         found = json.dumps([dataclasses.asdict(verdict) for verdict in verdicts], default=lambda number: number.item())
         plain = records.plain_json(found)  # as JSON that every parser reads

@@ -43,7 +43,7 @@ def errors(records: Sequence[Record], decoding: str) -> NDArray[np.float64]:
     records: of kind "path", with equally many problems and points. decoding: "greedy", "t0.6" or "t1".
     Raises ValueError for no records, lines of different sizes, or a decoding that they lack.
     """
-    sizes = {(record["n"], len(record["points"]["nll"])) for record in records}
+    sizes = {(record["n"], len(record["points"]["greedy_bits"])) for record in records}
     require(len(sizes) == 1, f"lines have {sorted(sizes)} problems and points: pass at least one, all of one size")
     ((n, _),) = sizes
     key = f"{decoding}_bits"

@@ -33,7 +33,7 @@ from evoalign_study import paths
 ENGINE_VERSION = 2
 FINISHED = "finished"
 """The status of every record; a run that did not finish has no record."""
-SCALES = ("smoke", "tiny", "full")
+SCALES = ("smoke", "tiny", "full", "real")
 MAX_RECORD = 8_000
 """Maximum size of a record, bytes."""
 MAX_CURVE = 50

@@ -44,12 +44,14 @@ def test_no_committed_verdict_rests_on_a_rule_that_a_null_passes(committed_verdi
 
 def test_without_records_nothing_is_judged() -> None:
     for verdict in claims.evaluate_named(list(DECLARED), []):
-        at = {"C15": "not testable at this scale", "C17": "not testable at this scale"}
+        at = {name: "not testable at this scale" for name, claim in DECLARED.items() if "tiny" not in claim["scales"]}
         at |= dict.fromkeys((name for name, claim in DECLARED.items() if "superseded" in claim), "superseded")
         assert verdict.verdict == at.get(verdict.id, "open")
         assert (verdict.n, verdict.intervals, verdict.p, verdict.key, verdict.placebo) == (0, {}, None, "", "")
     full = claims.evaluate_named(["E1", "C17"], [], "full")
     assert [verdict.verdict for verdict in full] == ["not testable at this scale", "open"]
+    real = [name for name, claim in DECLARED.items() if claim["scales"] == ["real"]]
+    assert real and {verdict.verdict for verdict in claims.evaluate_named(real, [], "real")} == {"open"}
 
 
 def ruled(name: str, **change: object) -> dict:

@@ -19,7 +19,7 @@ from evoalign_study.claims.rules import check_rule
 from evoalign_study.claims.selection import Claim, committed_records, has_runs
 from evoalign_study.records import canonical_json
 
-SCALES = ("tiny", "full")
+SCALES = ("tiny", "full", "real")
 """The scales at which a claim may be decided."""
 
 _SCHEMA: dict[str, Schema] = dict.fromkeys(("id", "title", "statement", "quantity", "source"), str)
@@ -29,6 +29,7 @@ _JUDGED = {"unit": str, "arms": dict, "test": str, "margin": Real, "min_seeds": 
 """Further fields of a claim, required unless its rule is open."""
 _UNHASHED = ("title", "notebooks", "note", "caveat", "superseded")
 _FEWEST_SEEDS = 8
+_FEWEST_REAL = 6  # at scale "real" alone: a run costs minutes of a GPU, and effects are expected to be large
 _MOST_PRIMARY = 4
 
 
@@ -62,12 +63,12 @@ def check_claim(claim: Claim) -> None:
     name = f"claim {claim.get('id', '(without id)')}"
     is_open = claim.get("rule", {}).get("kind") == "open"
     check(name, claim, _SCHEMA | ({f"{key}?": each for key, each in _JUDGED.items()} if is_open else _JUDGED))
-    cells, margin, seeds = claim.get("cells", {}), claim.get("margin", 0), claim.get("min_seeds", _FEWEST_SEEDS)
+    least = _FEWEST_REAL if claim["scales"] == ["real"] else _FEWEST_SEEDS
+    cells, margin, seeds = claim.get("cells", {}), claim.get("margin", 0), claim.get("min_seeds", least)
     primary = claim.get("primary", claim["notebooks"][0])
     require(len(cells) < 2, f"{name}: cells vary {', '.join(cells)}: declare one field of the spec")
     require(margin >= 0, f"{name}: margin {margin} is negative: declare 0 for no margin")
-    fewest = f"declare at least {_FEWEST_SEEDS}, which a verdict needs in each cell"
-    require(seeds >= _FEWEST_SEEDS, f"{name}: min_seeds {seeds}: {fewest}")
+    require(seeds >= least, f"{name}: min_seeds {seeds}: declare at least {least}, which a verdict needs in each cell")
     require(primary in claim["notebooks"], f"{name} is primary of {primary}, which is not one of its notebooks")
     check_rule(claim)
 

@@ -178,6 +178,14 @@ def _tested(case: Case, taken: Taken, arms: _Arms) -> _Arrays:
     return [first, second]
 
 
+def _tested_at_most(case: Case, taken: Taken, arms: _Arms) -> _Arrays:
+    """Read right answers on the test problems at the ends, if the first arm spent no more than the second did."""
+    first, second = (np.mean([axis[-1] for axis in arm]) for arm in curves_of(arms, taken.at["at_most"]))
+    if first > (1 + _CLOSE) * second:
+        raise Undecided(f"the first arm spent {first / second:.2f} times as much as the second")
+    return [accuracy_matrix(arm, taken.decoding) for arm in arms]
+
+
 def _right_at(case: Case, taken: Taken, arms: _Arms) -> _Arrays:
     """Read right answers on split B at each run's first point where proxy reward, or KL, has reached the level.
 
@@ -214,6 +222,9 @@ MEASURES: dict[str, Measure] = {
         _tested,
         walks=True,
     ),
+    "tested": Measure(
+        "test", lambda r, decoding: _key(decoding) in r.get("test", {}), _tested_at_most, at=("at_most",)
+    ),
     "validation": Measure("validation", _on_curve("validation"), _validation, at=("at_equal", "at_mean")),
     "validated": Measure("validation problems", _has_validated, _validated, at=("at_equal",)),
     "best": Measure("best validation", _on_curve("validation"), _of_curve(np.max)),
@@ -232,6 +243,7 @@ MEASURES: dict[str, Measure] = {
 
 AT: dict[str, Callable[[Any], str]] = {
     "at_equal": lambda axis: f"at equal {axis.replace('_', ' ')}",
+    "at_most": lambda axis: f"at no more {axis.replace('_', ' ')}",
     "at_proxy": lambda level: f"at proxy {level:g}",
     "at_kl": lambda level: f"at KL {level:g}",
     "at_mean": lambda level: f"at mean {100 * level:g} %",
@@ -241,7 +253,8 @@ AT: dict[str, Callable[[Any], str]] = {
 
 def check_measure(where: str, measure: Mapping[str, Any]) -> None:
     """Raise ValueError if the declaration of a measure is malformed."""
-    levels = {"at_equal?": BUDGETS} | some(AT.keys() - {"at_equal"}, Real)
+    budgets = {"at_equal", "at_most"}
+    levels = some(budgets, BUDGETS) | some(AT.keys() - budgets, Real)
     check(where, measure, levels | some(MEASURES, DECODINGS))
     kinds = sorted(measure.keys() & MEASURES.keys())
     require(len(kinds) == 1, f"{where}: measure {dict(measure)}: declare one of {', '.join(MEASURES)}")

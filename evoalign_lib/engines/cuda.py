@@ -1,0 +1,639 @@
+"""Generate for a population on one GPU without vLLM: many members decode at once.
+
+The working copies of the members lie stacked, (members, out, in), so that a decoding step of all of them is one batched
+product per matrix. The cache is static, and a decoding step, like the pass over the prompts, is captured in a CUDA
+graph per shape. What all prompts begin with is computed once per member. Decoding ends when every row has ended, which
+is looked up every `CHECK` steps, so that the GPU rarely waits for this process; a stop string cuts a completion
+afterwards. The float32 master lies on the GPU, too (`noise.device_weights`): a member's weights are written from it by
+a few kernel launches, an update is one pass over it, and it is read back for digests, checkpoints and export.
+
+How many members decode at once is decided by the free memory. In float32 on a CPU their number changes no bit; on a GPU
+products of another shape may be summed in another order, so it is part of the batch plan, like `chunk_rows`.
+
+It covers what the decoding loop covers (`decode.supports`): Qwen2 and Llama with default rotary embedding, in float32,
+bfloat16 or float16. At the start the decoder's logits are held against those of the model itself. Rewards and weights
+are those of `engine="local"` wherever no token is a near-tie. With device "cpu" the same code runs without graphs.
+"""
+
+import gc
+import math
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from evoalign_lib import noise
+from evoalign_lib._adapters import check_movable, dense, is_adapted, not_dense
+from evoalign_lib._noise_host import read_only
+from evoalign_lib.checks import whole_number
+from evoalign_lib.engines import memory
+from evoalign_lib.engines.base import PLAIN, Decoding, Engine
+from evoalign_lib.engines.decode import EMBEDDING, JOINED, inversion, supports
+from evoalign_lib.engines.local import LocalEngine
+from evoalign_lib.engines.processes import one_thread
+from evoalign_lib.precision import MasterWeights, layout_of
+
+CHECK = 8
+"""steps between two looks at whether every row has ended"""
+SHAPES = 4
+"""shapes whose buffers and graphs are kept, the last ones used"""
+TOLERANCE = {torch.float32: 0.02, torch.float16: 0.03, torch.bfloat16: 0.15}
+"""largest difference from the model's own logits, as a share of their norm about the mean over the vocabulary"""
+_DRAWN = 1 << 26  # probabilities in memory at once when sampling: 256 MB, and a few times that in between
+_HEAD, _NORM = "lm_head.weight", "model.norm.weight"
+
+How = tuple[float, int, float] | None
+"""temperature, top_k and top_p of samples; None: greedy decoding"""
+
+
+class PopulationDecoder:
+    """Stacked working copies of a model's weights, and a decoder for all of them at once.
+
+    Args:
+        model: a Llama or Qwen2 of Hugging Face, on any device, perhaps with a LoRA adapter. Its configuration and
+            weights are read; the first working copy starts with them, the others are empty until they are loaded.
+        members: number of working copies.
+        device: where they lie and are computed with, such as "cuda" or "cpu".
+        dtype: of working copies, products and cache; None: the model's.
+        chunk_rows: rows that a member decodes at once.
+
+    Raises:
+        ValueError: an architecture or a dtype that is not covered; the message says why.
+    """
+
+    def __init__(self, model: Any, members: int = 1, device: str = "cuda", dtype=None, chunk_rows: int = 256):
+        self.members, self.chunk_rows = members, chunk_rows
+        self.device, self.dtype = torch.device(device), dtype or model.dtype
+        config = model.config
+        weights = dense(model) if (reason := uncovered(model, self.dtype)) is None else {}
+        self._places: dict[str, tuple[Tensor, int, int]] = {}  # name -> stacked tensor, first and last row
+        if reason is None:
+            self._layers = [self._layer(f"model.layers.{i}.", weights) for i in range(config.num_hidden_layers)]
+            self._embedding, self._norm = self._stack([EMBEDDING], weights), self._stack([_NORM], weights)
+            self._head = self._stack([_HEAD], weights) if _HEAD in weights else self._embedding
+            unknown = sorted(weights.keys() - self._places.keys())
+            reason = f"the parameter {unknown[0]!r} has no place in it" if unknown else None
+        if reason:
+            raise ValueError(f"the population decoder does not cover this model: {reason}. Use engine='local'.")
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.layers, self._eps = config.num_hidden_layers, config.rms_norm_eps
+        self.vocabulary, self.hidden = self._embedding.shape[1:]
+        rope = getattr(config, "rope_parameters", None) or {}
+        theta = rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
+        self.inverse_frequency = 1.0 / theta ** (torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim)
+        self._batches: dict[tuple, _Batch] = {}
+        self.load(weights)
+
+    def _stack(self, names: Sequence[str], weights: Mapping[str, Tensor]) -> Tensor:
+        """Make the working copies of parameters that are used as one: (members, sum of their rows, columns)."""
+        missing = [name for name in names if name not in weights]
+        if missing:
+            raise ValueError(f"the population decoder does not cover this model: it has no parameter {missing[0]!r}.")
+        rows, rest = [len(weights[name]) for name in names], weights[names[0]].shape[1:]
+        stacked = torch.zeros((self.members, sum(rows), *rest), dtype=self.dtype, device=self.device)
+        for i, name in enumerate(names):
+            self._places[name] = stacked, sum(rows[:i]), sum(rows[: i + 1])
+        return stacked
+
+    def _layer(self, prefix: str, weights: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """Return a layer's parts: name -> (matrices, biases), or (gains, None) for the two norms."""
+        parts = {}
+        for part, modules in JOINED.items():
+            names = [f"{prefix}{module}" for module in modules]
+            biases = [f"{name}.bias" for name in names if f"{name}.bias" in weights]
+            matrix = self._stack([f"{name}.weight" for name in names], weights)
+            parts[part] = matrix, self._stack(biases, weights) if biases else None
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            parts[norm] = self._stack([f"{prefix}{norm}.weight"], weights), None
+        return parts
+
+    def working(self, name: str, member: int = 0) -> Tensor:
+        """Return a member's working copy of a parameter, a view."""
+        stacked, first, last = self._places[name]
+        return stacked[member, first:last]
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor], member: int = 0) -> None:
+        """Copy weights, by the model's names and of any dtype and device, into a member's working copy.
+
+        Names that the decoder does not have are ignored, such as the head of a model that ties it to its embedding.
+        """
+        for name in self._places:
+            self.working(name, member).copy_(weights[name])
+
+    def close(self) -> None:
+        """Free buffers and graphs; the next call makes new ones."""
+        self._batches.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        ids: np.ndarray,
+        mask: np.ndarray,
+        new: int,
+        eos: Sequence[int],
+        uniforms: np.ndarray | None = None,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        prefix: int = 0,
+        members: int = 1,
+    ) -> np.ndarray:
+        """Decode prompts with the weights of the first members, each prompt with each of them.
+
+        Args:
+            ids, mask: (rows, width) tokens, padded on the left, and 0 at padding; any number of rows.
+            new: maximum number of new tokens.
+            eos: tokens that end a completion.
+            uniforms: (rows, new) numbers in [0, 1), which draw the same tokens for every member by inversion
+                (`decode.inversion`); None: greedy decoding.
+            temperature, top_k, top_p: how to sample. On a GPU, top_k and top_p are computed outside CUDA graphs.
+            prefix: number of tokens with which all prompts begin, less than the shortest has; they are computed once.
+            members: number of members.
+
+        Returns:
+            (members, rows, new) int64; what follows a row's end token is arbitrary.
+
+        Raises:
+            ValueError: a prefix or a number of members that is too large, or arrays of different shapes.
+        """
+        rows, shortest = len(ids), int(mask.sum(1).min(initial=ids.shape[1]))
+        if mask.shape != ids.shape or uniforms is not None and uniforms.shape != (rows, new):
+            shapes = f"{ids.shape}, {mask.shape} and {None if uniforms is None else uniforms.shape}"
+            raise ValueError(f"ids, mask and uniforms are {shapes}: pass (rows, width) twice, and (rows, {new}).")
+        if not 0 <= prefix < max(1, shortest):
+            raise ValueError(f"prefix={prefix}: the shortest prompt has {shortest} tokens. Leave its last token out.")
+        if not 1 <= members <= self.members:
+            raise ValueError(f"members={members}, but the decoder was made for {self.members}.")
+        size, found = min(rows, self.chunk_rows), np.empty((members, rows, new), np.int64)
+        width = -(-ids.shape[1] // 8) * 8  # few different shapes, and rows of masks aligned as the fast kernels want
+        ids, mask = (np.pad(array, ((0, 0), (width - array.shape[1], 0))) for array in (ids, mask))
+        how = None if uniforms is None else (float(temperature), int(top_k), float(top_p))
+        for start in range(0, rows, max(1, size)):  # a short last chunk is filled with its last row
+            chunk = np.minimum(np.arange(start, start + size), rows - 1)
+            batch = self._batch(members, size, width, new, prefix)
+            batch.start(ids[chunk], mask[chunk], None if uniforms is None else uniforms[chunk])
+            found[:, start : start + size] = batch.decode(eos, how)[:, : rows - start]
+        return found
+
+    @torch.no_grad()
+    def check(self, model: Any, ids: np.ndarray, prefix: int = 0) -> float:
+        """Hold the first member's logits after a prompt, and after one more token, against a model's own.
+
+        Args:
+            model: the model whose weights the first member has.
+            ids: (width,) tokens of the prompt.
+            prefix: as for `decode`.
+
+        Returns:
+            The difference, as a share of the norm of the model's logits about their mean.
+
+        Raises:
+            ValueError: it exceeds `TOLERANCE`, or is not a number.
+        """
+        pads = 8 - len(ids) % 8
+        batch = _Batch(self, 1, 1, pads + len(ids), 2, prefix)
+        known = (np.arange(pads + len(ids)) >= pads).astype(np.int64)
+        batch.start(np.pad(ids, (pads, 0))[None], known[None], None)
+        first = batch.prefill()
+        batch.choose(first, None)
+        token = batch.tokens[0, 0].item()
+        found = torch.cat([first[0], batch.step()[0]]).float().cpu()
+        given = torch.tensor([[*ids.tolist(), token]], device=next(model.parameters()).device)
+        expected = model(input_ids=given, use_cache=False).logits[0, -2:].float().cpu()
+        error = float((found - expected).norm() / (expected - expected.mean(-1, keepdim=True)).norm())
+        if not error <= TOLERANCE[self.dtype]:
+            what = f"the population decoder's logits differ from the model's by {error:.3g} of their norm, and rounding"
+            raise ValueError(f"{what} in {self.dtype} by {TOLERANCE[self.dtype]} at most. Use engine='local'.")
+        return error
+
+    def _batch(self, *shape: int) -> "_Batch":
+        batch = self._batches.pop(shape, None)
+        while batch is None and len(self._batches) >= SHAPES:
+            del self._batches[next(iter(self._batches))]
+        if batch is None:
+            gc.collect()  # nothing must be freed on a GPU while a graph is captured
+            batch = _Batch(self, *shape)
+        self._batches[shape] = batch
+        return batch
+
+    # ---- the network; the first dimension is the member
+
+    def network(self, ids: Tensor, rows: int, attend: Callable[..., Tensor]) -> Tensor:
+        """Pass new tokens through all layers.
+
+        Args:
+            ids: (members, rows * length) tokens, row by row.
+            rows: number of rows.
+            attend: attention: (layer, queries and keys, values of the new tokens), (members * rows, heads, length,
+                head_dim) each -> the same for the queries.
+
+        Returns:
+            (members, rows, vocabulary) logits of the tokens that follow.
+        """
+        n, length = len(ids), ids.shape[1] // rows
+        widths = [heads * self.head_dim for heads in (self.heads + self.kv_heads, self.kv_heads)]
+        first = torch.arange(n, device=self.device)[:, None] * self.vocabulary
+        x = self._embedding.view(-1, self.hidden)[(ids + first).view(-1)].view(n, rows * length, self.hidden)
+        for i, layer in enumerate(self._layers):
+            y = self._product(self._normed(x, layer["input_layernorm"][0]), *layer["qkv"])
+            parts = (t.reshape(n * rows, length, -1, self.head_dim).transpose(1, 2) for t in y.split(widths, -1))
+            mixed = attend(i, *parts).transpose(1, 2).reshape(n, rows * length, -1)
+            x = x + self._product(mixed, *layer["o"])
+            both = self._product(self._normed(x, layer["post_attention_layernorm"][0]), *layer["gate_up"])
+            gate, up = both.chunk(2, -1)
+            x = x + self._product(F.silu(gate) * up, *layer["down"])
+        last = x.view(n, rows, length, self.hidden)[:, :, -1]
+        return self._product(self._normed(last, self._norm), self._head)
+
+    def _normed(self, x: Tensor, gains: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], None, self._eps) * gains[: len(x), None]
+
+    def _product(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
+        transposed = matrices[: len(x)].transpose(1, 2)
+        return torch.bmm(x, transposed) if biases is None else torch.baddbmm(biases[: len(x), None], x, transposed)
+
+
+class _Batch:
+    """Buffers for one shape, at fixed addresses, and what is computed in them, on a GPU as CUDA graphs.
+
+    Columns of the cache: the shared prefix, padding, the rest of each prompt, new tokens, and room up to a multiple
+    of 16.
+    """
+
+    def __init__(self, decoder: PopulationDecoder, members: int, rows: int, width: int, new: int, prefix: int):
+        self.decoder = weakref.proxy(decoder)  # which holds this: without a cycle its memory is free at once
+        self.members, self.rows, self.width, self.prefix = members, rows, width, prefix
+        columns = -(-(width + new) // 16) * 16
+        integers = partial(torch.zeros, dtype=torch.int64, device=decoder.device)
+        numbers = partial(torch.zeros, dtype=decoder.dtype, device=decoder.device)
+        self.start_ids, self.ids = integers(prefix), integers(rows, width - prefix)
+        self.positions, self.out = integers(rows, columns), integers(members, rows, new)
+        # what a step changes besides the cache and the result
+        self.column, self.next = integers(1), integers(1)  # column of the tokens to be read; index of the new token
+        self.tokens, self.visible = integers(members, rows), numbers(rows, columns)  # added to scores: 0 or -inf
+        self.row = torch.arange(rows, device=decoder.device)
+        self.uniforms = torch.zeros(rows, new, device=decoder.device)
+        cache = len(decoder._layers), members * rows, decoder.kv_heads, columns, decoder.head_dim
+        self.keys, self.values = numbers(cache), numbers(cache)
+        # as `visible`, for the prefix and for the rest of the prompts, once for each head of a group (see `_attention`)
+        group, aligned = decoder.heads // decoder.kv_heads, -(-prefix // 8) * 8
+        self.prefix_mask = numbers(1, 1, group, prefix, aligned)[..., :prefix]
+        self.prefix_mask += numbers(prefix, prefix).fill_(-math.inf).triu_(1)
+        self.prompt_mask = numbers(members * rows, 1, group, width - prefix, width)
+        angles = torch.arange(columns, dtype=torch.float32)[:, None] * decoder.inverse_frequency
+        cos, sin = angles.cos(), angles.sin()
+        self.cos, self.sin = (torch.cat(two, 1).to(decoder.device, decoder.dtype) for two in ((cos, cos), (-sin, sin)))
+        self.graphs: dict[tuple[str, How], Any] = {}
+
+    def start(self, ids: np.ndarray, mask: np.ndarray, uniforms: np.ndarray | None) -> None:
+        """Put prompts, (rows, width) padded on the left, and random numbers, (rows, new), into the buffers."""
+        p, width, device = self.prefix, self.width, self.decoder.device
+        lengths = mask.sum(1)
+        self.start_ids.copy_(torch.from_numpy(ids[0, width - lengths[0] :][:p]))
+        # without its first p columns, a row holds padding or tokens of the prefix, then the rest of its prompt
+        self.ids.copy_(torch.from_numpy(np.ascontiguousarray(ids[:, p:])))
+        pads = torch.from_numpy(width - lengths).to(device)[:, None]
+        column = torch.arange(self.positions.shape[1], device=device)
+        self.positions.copy_((column - pads * (column >= p)).clamp_(min=0))
+        known = ((column < p) | (column >= p + pads))[:, :width]
+        self.visible.fill_(-math.inf)
+        self.visible[:, :width].masked_fill_(known, 0.0)
+        read, own = column[:width], column[p:width, None]
+        seen = known[:, None] & (read <= own) | (read == own)  # padding sees itself, so that no row is empty
+        masks = self.prompt_mask.view(self.members, self.rows, -1, width - p, width)
+        masks.fill_(-math.inf).masked_fill_(seen[:, None], 0.0)
+        self.column.fill_(width)
+        self.next.fill_(0)
+        if uniforms is not None:
+            self.uniforms.copy_(torch.from_numpy(np.ascontiguousarray(uniforms)))
+
+    def decode(self, eos: Sequence[int], how: How) -> np.ndarray:
+        """Decode what `start` put into the buffers; return (members, rows, new)."""
+        ends, new = torch.tensor(list(eos), device=self.decoder.device), self.out.shape[2]
+        self._run("prefill", how)
+        for t in range(1, new):
+            if t % CHECK == 0 and bool(torch.isin(self.out[:, :, :t], ends).any(-1).all()):
+                break
+            self._run("step", how)
+        return self.out.cpu().numpy()
+
+    def _run(self, what: str, how: How) -> None:
+        """Compute logits and choose tokens: by replaying a graph on a GPU, which is captured the first time."""
+        if self.decoder.device.type != "cuda" or how is not None and how[1:] != (0, 1.0):
+            self.choose(getattr(self, what)(), how)
+            return
+        if (what, how) not in self.graphs:
+            self.graphs[what, how] = self._captured(lambda: self.choose(getattr(self, what)(), how))
+        self.graphs[what, how].replay()
+
+    def _captured(self, compute: Callable[[], None]) -> Any:
+        """Capture a CUDA graph, after one trial on another stream as torch asks for; the state stays as it is."""
+        state = self.column, self.next, self.tokens, self.visible
+        before = [tensor.clone() for tensor in state]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            compute()
+        for tensor, held in zip(state, before, strict=True):
+            tensor.copy_(held)
+        return graph
+
+    def prefill(self) -> Tensor:
+        """Read the prompts; return the logits of their first new tokens, (members, rows, vocabulary)."""
+        decoder, n, p, width = self.decoder, self.members, self.prefix, self.width
+        if p:
+            self._turn_to(torch.arange(p, device=decoder.device)[None])
+
+            def attend(i: int, qk: Tensor, v: Tensor) -> Tensor:
+                q, k = self._turned(qk)
+                for cache, part in ((self.keys, k), (self.values, v)):
+                    cache[i].view(n, self.rows, *cache.shape[2:])[:, :, :, :p] = part[:, None]
+                return self._attention(q, k, v, self.prefix_mask.flatten(2, 3))
+
+            decoder.network(self.start_ids.expand(n, -1), 1, attend)
+        self._turn_to(self.positions[:, p:width])
+
+        def attend(i: int, qk: Tensor, v: Tensor) -> Tensor:
+            q, k = self._turned(qk)
+            for cache, part in ((self.keys, k), (self.values, v)):
+                cache[i][:, :, p:width] = part
+            k, v = (cache[i][:, :, :width] for cache in (self.keys, self.values))
+            return self._attention(q, k, v, self.prompt_mask.flatten(2, 3))
+
+        return decoder.network(self.ids.view(1, -1).expand(n, -1), self.rows, attend)
+
+    def step(self) -> Tensor:
+        """Read the last tokens; return the logits of those that follow, (members, rows, vocabulary)."""
+        decoder, n, rows = self.decoder, self.members, self.rows
+        self.visible.index_fill_(1, self.column, 0.0)
+        self._turn_to(self.positions.index_select(1, self.column))
+        mask = self.visible[None, :, None, None].expand(n, -1, 1, 1, -1).reshape(n * rows, 1, 1, -1)
+
+        def attend(i: int, qk: Tensor, v: Tensor) -> Tensor:
+            q, k = self._turned(qk)
+            self.keys[i].index_copy_(2, self.column, k)
+            self.values[i].index_copy_(2, self.column, v)
+            return self._attention(q, self.keys[i], self.values[i], mask)
+
+        logits = decoder.network(self.tokens, rows, attend)
+        self.next.add_(1)
+        self.column.add_(1)
+        return logits
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """Compute attention; the query heads that share keys stand where more queries of one head would."""
+        grouped = q.reshape(len(q), k.shape[1], -1, q.shape[3])
+        mask = mask.expand(len(q), k.shape[1], grouped.shape[2], -1)
+        return F.scaled_dot_product_attention(grouped, k, v, mask).reshape(q.shape)
+
+    def choose(self, logits: Tensor, how: How) -> None:
+        """Choose the next token of each row: the most probable one, among ties the first, or a sample."""
+        if how is None:
+            self.tokens.copy_(logits.argmax(-1))
+        else:
+            draw, at_once = inversion(self.uniforms, *how), max(1, _DRAWN // logits[0].numel())
+            for part, tokens in zip(logits.split(at_once), self.tokens.split(at_once), strict=True):
+                drawn = draw(part.float().flatten(0, 1), self.row.repeat(len(part)), self.next)
+                tokens.copy_(drawn.view(tokens.shape))
+        self.out.index_copy_(2, self.next, self.tokens[..., None])
+
+    def _turn_to(self, positions: Tensor) -> None:
+        """Look up the rotary embedding of the tokens that are read next, by their positions, (rows, length)."""
+        positions = positions.repeat(self.members, 1)
+        self._turns = self.cos[positions][:, None], self.sin[positions][:, None]
+
+    def _turned(self, x: Tensor) -> Sequence[Tensor]:
+        """Rotate queries and keys, (members * rows, heads, length, head_dim); return queries, then keys."""
+        (cos, sin), (low, high) = self._turns, x.chunk(2, -1)
+        turned = x * cos + torch.cat([high, low], -1) * sin  # the sines of the first half are negative
+        return turned.split([self.decoder.heads, self.decoder.kv_heads], 1)
+
+
+def uncovered(model: Any, dtype: torch.dtype) -> str | None:
+    """Return why the population decoder cannot decode a model in a dtype; None if it can."""
+    if reason := supports(model.config) or not_dense(model):
+        return reason
+    if EMBEDDING not in dense(model):
+        return f"the parameters of {type(model).__name__} have other names"
+    return None if dtype in TOLERANCE else f"its dtype is {dtype}, the decoder computes {[*map(str, TOLERANCE)]}"
+
+
+class DeviceMaster(MasterWeights):
+    """The float32 master on a device; this process's copy follows when it is read."""
+
+    _stale = False
+
+    def attach(self, held: Any) -> None:
+        """Keep the weights in a `noise.DeviceWeights` (or `HostWeights`) of all parameters, in the layout's order."""
+        self._held = held
+        self._push()
+
+    @property
+    def on_device(self) -> Tensor:
+        """The master itself, float32 (layout.size,) on the device."""
+        return self._held.master
+
+    @property
+    def planes(self) -> tuple[np.ndarray]:
+        """The whole state: this process's copy of the master."""
+        self.pull()
+        return self._planes
+
+    @planes.setter
+    def planes(self, planes: tuple[np.ndarray]) -> None:
+        self._planes = planes
+
+    def pull(self) -> None:
+        """Bring this process's copy up to the master."""
+        if self._stale:
+            torch.from_numpy(self._planes[0]).copy_(self.on_device)
+            self._stale = False
+
+    def _push(self) -> None:
+        self.on_device.copy_(torch.from_numpy(self._planes[0]))
+        self._stale = False
+
+    def load(self, tensors):
+        super().load(tensors)
+        self._push()
+
+    def update(self, keys, coefficients):
+        self._held.update(np.asarray(keys), np.asarray(coefficients))
+        self._stale = True
+
+
+class CudaEngine(Engine):
+    """Engine on one GPU, without vLLM.
+
+    Args:
+        model: a Llama or Qwen2 of Hugging Face on the CPU; all its parameters are the master at the start.
+        tokenizer: its tokenizer, with a padding token.
+        rewards: scores completions, in this process.
+        prompts: name -> prompts (for example "train" and "eval").
+        device: "cuda", or "cpu" for tests.
+        members: members decoded at once; None: as many as the free memory has room for.
+        population: size of the population: no more members decode at once.
+        step_rows: completions of a member in a step; None: one of each prompt of the largest set.
+        chunk_rows: rows of a member decoded at once.
+        distribution: distribution of the noise.
+        anchor_decay: as in `ESConfig`.
+        rank: rank of the noise; only 0.
+        **common: max_completion_length and options of `Engine`.
+
+    Raises:
+        ValueError: no GPU, an architecture that is not covered, low rank, an adapter, frozen parameters, parameters of
+            several dtypes, generation_kwargs, too little memory for a single member, logits that differ from the
+            model's (`PopulationDecoder.check`), or what `Engine` raises.
+    """
+
+    perturbed = Decoding._perturbed_elsewhere
+    _numbers, _seeded = LocalEngine._numbers, LocalEngine._seeded  # the same random numbers
+
+    def __init__(
+        self, model, tokenizer, rewards, prompts, *, device: str = "cuda", members: int | None = None,
+        population: int = 30, step_rows: int | None = None, chunk_rows: int = 256, distribution: str = "gaussian",
+        anchor_decay: float = 0.0, rank: int = 0, options=PLAIN, **common: Any,
+    ):  # fmt: skip
+        for name, number in {"members": members, "population": population, "chunk_rows": chunk_rows}.items():
+            if number is not None:
+                whole_number(name, number, 1)
+        dtypes = sorted({str(parameter.dtype) for parameter in model.parameters()})
+        reasons = {
+            "torch sees no GPU": device == "cuda" and not torch.cuda.is_available(),
+            f"rank={rank}, but its noise has full rank": rank,
+            "the model has an adapter, and all weights of a model move": is_adapted(model),
+            f"generation_kwargs={options.generation_kwargs!r} are settings of transformers": options.generation_kwargs,
+            f"the parameters are {' and '.join(dtypes)}, not of one dtype": len(dtypes) > 1,
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), None) or uncovered(model, model.dtype)
+        if reason:
+            raise ValueError(f"engine='cuda' cannot run this: {reason}. Use engine='local'.")
+        check_movable(model)
+        layout = layout_of(model)
+        weights = DeviceMaster(model, layout, distribution, 0, 1, anchor_decay)
+        super().__init__(model, tokenizer, rewards, prompts, options=options, weights=weights, **common)
+        self.chunk_rows, self.device = chunk_rows, torch.device(device)
+        self.members = min(population, members or self._room(step_rows))
+        self.decoder = PopulationDecoder(model, self.members, device, None, chunk_rows)
+        most_members = max(4096, population)
+        self._held: list[Any] = []  # of each member decoded at once: its working copy, all beside one master
+        for j in range(self.members):
+            pieces = [noise.Piece(self.decoder.working(entry.name, j), entry.name) for entry in layout.entries]
+            self._held.append(noise.device_weights(pieces, distribution, most_members, 0.0 if j else anchor_decay))
+            self._held[j].master = self._held[0].master
+        weights.attach(self._held[0])
+        first = prompts["train"] if "train" in prompts else next(iter(prompts.values()))
+        self.decoder.check(model, first.ids[0][first.mask[0] == 1], len(first.prefix))
+        if self.device.type == "cuda":  # so that `write_model`, after every step, copies at the bus's full speed
+            for parameter in model.parameters():
+                parameter.data = parameter.data.pin_memory()
+
+    @property
+    def master(self):
+        """Float32 master, (layout.size,), as it is now; read-only, because the one that counts is on the device."""
+        return read_only(self.weights.flat)
+
+    @property
+    def plan(self):
+        """The batch plan of training; floating-point results depend on it."""
+        prompts, plan = self.prompts["train"], {"decoder": "population", "device": self.device.type}
+        plan |= {"chunk_rows": self.chunk_rows, "width": prompts.width, "prefix": len(prompts.prefix)}
+        return plan | {"members": self.members}
+
+    def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None):
+        rows, uniforms = self._drawn(np.asarray(indices), sampling)
+        size = -(-len(members) // -(-len(members) // self.members))  # parts of nearly equal size
+        found = []
+        for first in range(0, len(members), size):
+            started, part = time.process_time(), members[first : first + size]
+            for held, (key, sign) in zip(self._held, part, strict=False):
+                held.perturb(key, sigma, sign)
+            # a short last part is filled with members of the one before, so that all have one shape
+            ids = self._ids(name, rows, uniforms, self.options.temperature, size)[: len(part)]
+            each = (time.process_time() - started) / len(part)
+            for i, own in enumerate(ids):
+                started = time.process_time() - each
+                completions = self.completions(self.until_end(own))
+                found.append(self.scored(first + i, name, rows, completions, trainer_state, started))
+        return found
+
+    def _generate(self, parts):
+        return [self.generate_rows(*part) for part in parts]
+
+    def _decode(self, name, rows, numbers, temperature, member=None):
+        """See `Decoding._decode`."""
+        if (member := member or self._noise) is None:
+            self._held[0].restore()
+        else:
+            (key, sign), sigma = member
+            self._held[0].perturb(key, sigma, sign)
+        (ids,) = self._ids(name, rows, numbers, temperature, 1)
+        return self.completions(self.until_end(ids))
+
+    def _ids(self, name: str, rows: np.ndarray, uniforms, temperature: float, members: int) -> np.ndarray:
+        """Decode rows of a set of prompts with the first members' weights, (members, rows, new)."""
+        prompts, options = self.prompts[name], self.options
+        how = uniforms, temperature, options.top_k, options.top_p, len(prompts.prefix), members
+        ids, mask, new = prompts.ids[rows], prompts.mask[rows], self.max_completion_length
+        with one_thread() if self.device.type == "cpu" else nullcontext():
+            return self.decoder.decode(ids, mask, new, self.eos_ids, *how)
+
+    @torch.no_grad()
+    def write_model(self):
+        self._held[0].restore()
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(self.decoder.working(name), non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def begin_digest(self):
+        self.weights.pull()  # here, because only one thread may talk to the GPU
+        pool = ThreadPoolExecutor(1)
+        pending = pool.submit(self.weights.digest)  # hashing takes a second per GB and leaves Python's lock to others
+        pool.shutdown(wait=False)
+        return pending.result
+
+    def close(self):
+        self.decoder.close()
+
+    def _room(self, step_rows: int | None) -> int:
+        """Return how many members the free memory has room for, beside the master; step_rows: rows of each in a step.
+
+        Raises:
+            ValueError: not even for one.
+        """
+        shape, width, item = memory.shape(self.model.config), self.longest(), self.model.dtype.itemsize
+        if self.device.type == "cuda":  # what torch keeps for later is free, too
+            free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        else:
+            pages = next(name for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES") if name in os.sysconf_names)
+            free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+        # of a row: its cache; and the pass over its prompt, with masks and float32 scores, and the logits of a step
+        cache = memory.kv_bytes(shape, width=item) * (width + 24)
+        passing = width * (8 * shape.hidden + 4 * shape.intermediate) * item + 10 * shape.heads * width**2
+        passing += 2 * shape.vocabulary * item
+        rows = min(self.chunk_rows, max(map(len, self.prompts.values())))
+        master, least = 4 * self.layout.d, shape.d * item + rows * cache
+        if (left := memory.USABLE * free - master) < least:
+            needed, there = ((n / 2**30) for n in (least + master, free))
+            what = f"a member with {rows} rows and the master take {needed:.1f} GiB, and {there:.1f} GiB are free"
+            raise ValueError(f"{what} on {self.device}: lower chunk_rows={self.chunk_rows}, or use a smaller model.")
+        left -= rows * (cache + passing)  # to decode with the run's own weights
+        return max(1, int(left // (shape.d * item + min(self.chunk_rows, step_rows or rows) * (cache + passing))))

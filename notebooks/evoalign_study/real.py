@@ -1,0 +1,506 @@
+"""Scale "real": the declared runs on SmolLM2-135M-Instruct, made by one command that fits ten minutes of a GPU.
+
+`python -m evoalign_study.real run --minutes 9 --out FOLDER` works through the runs of `Plan` in order of value:
+
+1. the base: test set greedily and at temperatures 0.6 and 1, 16 samples each;
+2. the sweep: settings of ES and of GRPO in turn, one seed, on the validation set only, until each arm has tried all or
+   the sweep's share of the time is over; both arms have tried equally many. The best has the highest mean of greedy and
+   temperature-1 validation accuracy over the last two points of its curve (`chosen`);
+3. rounds, seed by seed: ES, GRPO, ES with random fitness. Of `Plan.lengths` the first is taken with which so many seeds
+   fit into the time that is left, by the times measured in the sweep (`length`). A length is a number of ES steps and
+   the share of ES's forward FLOPs that GRPO gets;
+4. products of all displacements; lines between paired ends of ES and GRPO, and of random fitness and GRPO; merges.
+
+A run is started only if its measured cost says that it will end in time. Each record is written as soon as it is made,
+and a repeated command goes on from the records in FOLDER and the committed ones; but ends of earlier commands are gone,
+so products, lines and merges are made of runs of the same command only. FOLDER then holds `records.jsonl`,
+`ledgers.zip` and `device.json`. `python -m evoalign_study.real import FOLDER` checks them and adds them to the
+committed records, each to those of the notebook that it belongs to.
+
+`--trial` runs the same code with sizes that mean nothing, at scale smoke, on the CPU.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import tempfile
+import time
+import traceback
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evoalign_lib import smollm2
+from evoalign_lib.arms import SWEEP_SEED
+from evoalign_lib.checks import require
+from evoalign_lib.tasks.arithmetic import MAX_COMPLETION_LENGTH
+from evoalign_study import paths, provenance
+from evoalign_study.kinds.decode import base_specs
+from evoalign_study.kinds.train import train_specs
+from evoalign_study.records import (
+    FINISHED,
+    Record,
+    Spec,
+    append_record,
+    plain_json,
+    read_records,
+    record_files,
+    record_line,
+    spec_hash,
+)
+
+NOTEBOOK = {"products": "08_weight_geometry", "path": "09_lmc_analysis", "merge": "08_weight_geometry"}
+"""Kind -> the notebook whose records have it; all other kinds belong to notebook 02."""
+_OTHERS = "02_grpo_countdown"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run, and at which sizes. A record's spec has all that determines its result."""
+
+    scale: str = "real"
+    base: str = smollm2.NAME
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    """of decoding, in ES and in all measurements"""
+    operation: str = "*"
+    validation_problems: int = 100
+    test_problems: int = 355
+    """all that there are"""
+    max_completion_length: int = MAX_COMPLETION_LENGTH
+    population_size: int = 30
+    es_prompts: int = 64
+    """prompts of an ES step; greedy decoding"""
+    grpo_prompts: int = 16
+    num_generations: int = 16
+    curve_points: int = 7
+    es_sweep: tuple[tuple[float, float], ...] = ((0.002, 0.001), (0.001, 0.0005), (0.002, 0.002), (0.001, 0.001))
+    """sigma and alpha; the second pair is that of Qiu et al. (arXiv 2509.24372)"""
+    grpo_sweep: tuple[float, ...] = (1e-5, 3e-5, 3e-6, 1e-4)
+    """learning rates of AdamW; there is no KL penalty"""
+    sweep_steps: tuple[int, int] = (25, 35)
+    """of ES and of GRPO"""
+    sweep_share: float = 0.22
+    """of all minutes"""
+    lengths: tuple[tuple[int, int, float], ...] = (
+        *((6, 100, 1.0), (6, 80, 1.0), (6, 60, 1.0), (6, 60, 0.5), (6, 50, 0.5), (6, 40, 0.5)),
+        *((4, 100, 1.0), (4, 80, 1.0), (4, 60, 1.0), (4, 60, 0.5), (4, 40, 0.5)),
+    )
+    """seeds, ES steps, and GRPO's forward FLOPs as a share of ES's, best first: the first that fits is taken"""
+    seeds: int = 6
+    """at most"""
+    path_points: int = 5
+    reserve: float = 40.0
+    """seconds kept for products, lines and merges"""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that all runs share."""
+        names = ("operation", "validation_problems", "test_problems", "max_completion_length", "curve_points")
+        return {"task": "arithmetic", "curve_spacing": "log"} | {name: getattr(self, name) for name in names}
+
+    def _made(self, spec: Spec, **more: Any) -> Spec:
+        return spec | {"engine": "cuda", "dtype": self.dtype} | more
+
+    @property
+    def of_base(self) -> Spec:
+        """The spec of the untrained base."""
+        asked = {k: v for k, v in self.settings.items() if not k.startswith("curve")}
+        return self._made(base_specs([self.base], asked, self.scale)[0])
+
+    def es(self, arm: str, seed: int, setting: Mapping[str, float], steps: int, **changed: Any) -> Spec:
+        """Return the spec of an ES run."""
+        own = {"population_size": self.population_size, "prompts_per_step": self.es_prompts, "steps": steps}
+        return self._made(
+            *train_specs(arm, [self.base], [seed], self.settings | own | dict(setting) | changed, self.scale)
+        )
+
+    def grpo(self, seed: int, setting: Mapping[str, float], steps: int, **changed: Any) -> Spec:
+        """Return the spec of a GRPO run."""
+        own = {"num_generations": self.num_generations, "prompts_per_step": self.grpo_prompts, "steps": steps}
+        asked = self.settings | own | {"beta": 0.0} | dict(setting) | changed
+        return self._made(*train_specs("grpo", [self.base], [seed], asked, self.scale), products="tf32")
+
+    @property
+    def sweep(self) -> list[tuple[Spec, Spec]]:
+        """The specs of the sweep: a setting of ES and one of GRPO in turn."""
+        how = {"test_problems": 0}
+        es = [{"sigma": sigma, "alpha": alpha} for sigma, alpha in self.es_sweep]
+        return [
+            (
+                self.es("es", SWEEP_SEED, a, self.sweep_steps[0], **how),
+                self.grpo(SWEEP_SEED, b, self.sweep_steps[1], **how),
+            )
+            for a, b in zip(es, ({"learning_rate": rate} for rate in self.grpo_sweep), strict=True)
+        ]
+
+
+TRIAL = Plan(
+    scale="smoke",
+    device="cpu",
+    dtype="float32",
+    validation_problems=2,
+    test_problems=2,
+    max_completion_length=3,
+    population_size=2,
+    es_prompts=2,
+    grpo_prompts=1,
+    num_generations=2,
+    curve_points=3,
+    es_sweep=((0.002, 0.001), (0.001, 0.0005)),
+    grpo_sweep=(1e-5, 3e-5),
+    sweep_steps=(2, 2),
+    sweep_share=0.9,
+    lengths=((2, 2, 1.0),),
+    seeds=2,
+    path_points=3,
+    reserve=0.0,
+)
+"""Sizes that mean nothing, for the CPU."""
+
+
+def score(record: Record) -> float:
+    """Return the validation accuracy by which a sweep ranks: mean of both decodings over the last two points."""
+    return float(np.mean([record["curve"][f"validation_{decoding}"][-2:] for decoding in ("greedy", "t1")]))
+
+
+def chosen(records: Sequence[Record]) -> dict[str, float]:
+    """Return the best setting of a sweep; of equal scores, the one tried first."""
+    best = max(records, key=score)["spec"]
+    return {name: best[name] for name in ("sigma", "alpha", "learning_rate") if name in best}
+
+
+def flops(record: Record) -> float:
+    """Return the forward-equivalent FLOPs of a step."""
+    return record["budget"]["forward_flops"] / record["spec"]["steps"]
+
+
+def length(plan: Plan, left: float, cost: Callable[[int, int], float], ratio: float) -> Sequence[int]:
+    """Return the numbers of steps of ES and of GRPO: the first of `Plan.lengths` that fits, else the last.
+
+    Args:
+        plan: the plan.
+        left: seconds left for the rounds.
+        cost: (ES steps, GRPO steps) -> seconds of a round.
+        ratio: GRPO steps that cost as many FLOPs as a step of ES.
+    """
+    every = [(seeds, steps, max(1, int(steps * share * ratio))) for seeds, steps, share in plan.lengths]
+    return next((pair for seeds, *pair in every if seeds * cost(*pair) <= left), every[-1][1:])
+
+
+class Session:
+    """One command: what it has made so far, and what time is left.
+
+    Args:
+        plan: what to run.
+        out: folder for records, ledgers and the device line.
+        minutes: time for all of it, from `began` on.
+        commit: of the code, where git cannot tell.
+        known: records of earlier commands.
+        began: `time.monotonic()` at the start of the process.
+    """
+
+    def __init__(self, plan: Plan, out: Path, minutes: float, commit: str, known: Sequence[Record], began: float):
+        self.plan, self.out, self.commit = plan, out, commit
+        self.minutes, self.began = minutes, began
+        self.records = {record["spec_hash"]: record for record in known}
+        self.costs: dict[str, dict[str, float]] = {}  # arm -> seconds of a step, of the rest, of the first two steps
+        self.left_out: list[str] = []
+        self.failed: set[str] = set()  # arms of which a run failed, which are not tried again
+        out.mkdir(parents=True, exist_ok=True)
+        from evoalign_study.real_runs import Bench
+
+        self.bench = Bench(plan.of_base, plan.device)
+        self.say(f"{plan.base} is on {plan.device}")
+
+    @property
+    def left(self) -> float:
+        """Seconds left."""
+        return 60 * self.minutes - (time.monotonic() - self.began)
+
+    def say(self, what: str) -> None:
+        """Print a line with the seconds since the start."""
+        print(f"[{time.monotonic() - self.began:6.1f} s] {what}", flush=True)
+
+    def has(self, spec: Spec) -> Record | None:
+        """Return the record of a spec, if there is one."""
+        return self.records.get(spec_hash(spec))
+
+    def store(self, spec: Spec, result: Record, wall: float, kept: Path | None = None) -> Record:
+        """Write a record, and its ledger, to the folder at once."""
+        notebook = NOTEBOOK.get(spec["kind"], _OTHERS)
+        record = {"spec": spec, "spec_hash": spec_hash(spec), "notebook": notebook, "commit": self.commit}
+        record |= {"status": FINISHED, "environment": provenance.environment("cuda")} | result
+        record.setdefault("budget", {})["wall_seconds"] = round(wall, 2)
+        if "diverged" in record:
+            record = plain_json(json.dumps(record))
+        if kept is not None:
+            with zipfile.ZipFile(self.out / "ledgers.zip", "a") as packed:
+                packed.write(kept, f"{record['spec_hash']}.jsonl.gz")
+        with open(self.out / "records.jsonl", "a", encoding="utf-8") as file:
+            file.write(record_line(record))
+            file.flush()
+            os.fsync(file.fileno())
+        self.records[record["spec_hash"]] = record
+        return record
+
+    def expected(self, arm: str, steps: int) -> float:
+        """Return the seconds that a run will take, from the last one of its arm; 0 if there was none."""
+        cost = self.costs.get(arm)
+        return 0.0 if cost is None else steps * cost["step"] + cost["rest"] + cost["tested"]
+
+    def tried(self, what: str, make: Callable[[], Any]) -> Any:
+        """Return what a function makes; None if it fails: other runs go on, since a GPU is lent for minutes only.
+
+        The error is printed and stands in the device line.
+        """
+        try:
+            return make()
+        except Exception:
+            self.say(f"{what} FAILED\n{traceback.format_exc()}")
+            self.left_out.append(f"{what} failed: {traceback.format_exc()[-1500:]}")
+            return None
+
+    def train(self, spec: Spec, reserve: float) -> Record | None:
+        """Return the record of a run, trained now unless there is one; None if it would not end in time."""
+        if (known := self.has(spec)) is not None:
+            return known
+        arm, name = spec["arm"], f"{spec['arm']} seed {spec['seed']}, {spec['steps']} steps"
+        if arm in self.failed:
+            return None
+        if self.expected(arm, spec["steps"]) > self.left - reserve:
+            self.say(f"no time for {name}")
+            self.left_out.append(name)
+            return None
+        began, keep = time.monotonic(), self.out / ".ledger"
+
+        def make() -> tuple[Record, dict[str, float]]:
+            result, cost = self.bench.trained(spec, None if arm == "grpo" else keep)
+            return self.store(spec, result, time.monotonic() - began, keep if keep.exists() else None), cost
+
+        made, wall = self.tried(name, make), time.monotonic() - began
+        keep.unlink(missing_ok=True)
+        if made is None:
+            self.failed.add(arm)
+            return None
+        record, cost = made
+        # what a later run of the arm will not need: compiling in the first steps of the first one
+        self.costs[arm] = cost | {"tested": 0.0 if spec["test_problems"] else self.tested}
+        told = {name: record["test"][name] for name in ("greedy", "t0.6", "t1")} if "test" in record else score(record)
+        self.say(f"{name}: {wall:.1f} s, {cost['step']:.3f} s a step and {cost['rest']:.1f} s; {told}")
+        return record
+
+    def measure(self, spec: Spec, made: str) -> None:
+        """Make a record of ends' weights, of the same kind in as many seconds as the last, if there is time."""
+        if self.has(spec) is not None:
+            return
+        if self.costs.get(made, {"rest": 0.0})["rest"] > self.left:
+            self.left_out.append(f"a record of kind {made}")
+            return
+        began = time.monotonic()
+        make = getattr(self.bench, made)
+        self.tried(made, lambda: self.store(spec, make(spec), time.monotonic() - began))
+        self.costs[made] = {"rest": time.monotonic() - began}
+        self.say(f"{spec['kind']}: {self.costs[made]['rest']:.1f} s")
+
+    # ---- the list
+
+    def work(self) -> None:
+        """Work through the list."""
+        began, spec = time.monotonic(), self.plan.of_base
+        if (base := self.has(spec)) is None:
+            base = self.store(spec, self.bench.untrained(spec), time.monotonic() - began)
+        again = time.monotonic()  # without capturing graphs, unless the record was there already
+        self.bench.tested()
+        self.tested = time.monotonic() - again
+        self.say(
+            f"base: { ({name: base['test'][name] for name in ('greedy', 't0.6', 't1')}) }; {self.tested:.1f} s a test"
+        )
+        es, grpo = self.sweep()
+        if es:
+            self.of_weights(self.rounds(es, grpo))
+        self.told()
+
+    def sweep(self) -> tuple[list[Record], list[Record]]:
+        """Make the sweep; return the records of ES and of GRPO, equally many."""
+        tried: tuple[list[Record], list[Record]] = [], []
+        least = self.left - self.plan.sweep_share * 60 * self.minutes
+        for pair in self.plan.sweep:
+            if self.left - sum(self.expected(spec["arm"], spec["steps"]) for spec in pair) < least:
+                self.left_out.append(f"{len(self.plan.sweep) - len(tried[0])} settings an arm of the sweep")
+                break
+            for spec, records in zip(pair, tried, strict=True):
+                records += filter(None, [self.train(spec, 0.0)])
+        return tried
+
+    def rounds(self, es: Sequence[Record], grpo: Sequence[Record]) -> dict[str, list[Record]]:
+        """Make the rounds with the settings that the sweep chose; return arm -> the runs whose ends are known."""
+        plan, best, other = self.plan, chosen(es), chosen(grpo) if grpo else None
+
+        def cost(steps: int, others: int) -> float:
+            # a walk decodes nothing: a tenth of ES is more than its steps take
+            walk = 0.1 * self.costs["es"]["step"] * steps + self.costs["es"]["rest"] + self.tested
+            return self.expected("es", steps) + self.expected("grpo", others) + walk
+
+        earlier = {
+            record["spec"]["arm"]: record["spec"]["steps"]
+            for record in self.records.values()
+            if record["spec"]["kind"] == "train" and record["spec"]["seed"] < SWEEP_SEED
+        }
+        ratio = flops(es[-1]) / flops(grpo[-1]) if grpo else 1.0
+        if {"es", "grpo"} <= earlier.keys():
+            steps = earlier["es"], earlier["grpo"]
+        else:
+            steps = length(plan, self.left - plan.reserve, cost, ratio)
+        self.say(f"ES {best}, {steps[0]} steps; GRPO {other}, {steps[1]} steps; {self.left:.0f} s left")
+        found: dict[str, list[Record]] = {"es": [], "grpo": [], "es_random": []}
+        for seed in range(plan.seeds):
+            specs = [plan.es("es", seed, best, steps[0])]
+            specs += [] if other is None else [plan.grpo(seed, other, steps[1])]
+            for spec in (*specs, plan.es("es_random", seed, best, steps[0])):
+                record = self.train(spec, plan.reserve)
+                if record is not None and self.bench.knows(record):
+                    found[spec["arm"]].append(record)
+        return found
+
+    def of_weights(self, runs: Mapping[str, Sequence[Record]]) -> None:
+        """Make the records of products, lines and merges, in this order."""
+        from evoalign_study import real_runs
+
+        plan, groups = self.plan, [records for records in runs.values() if records]
+        begun = {k: v for k, v in plan.of_base.items() if k not in ("validation_problems",)}
+        for spec in blocks(groups, begun):
+            self.measure(spec, "products")
+        for arm in ("es", "es_random"):
+            for first, last in pairs(runs[arm], runs["grpo"]):
+                self.measure(real_runs.line_spec(begun, first, last, plan.path_points), "path")
+        for run in runs["es"] if len(runs["es"]) > 2 else ():  # the mean of the others must be shorter than the run
+            self.measure(real_runs.without_spec(begun, runs["es"], run), "merged")
+
+    def told(self) -> None:
+        """Write the device line: the machine, the plan, measured times, and what was left out."""
+        told = provenance.environment("cuda") | {
+            "seconds": round(time.monotonic() - self.began, 1),
+            "minutes": self.minutes,
+        }
+        told |= {"plan": asdict(self.plan), "costs": self.costs, "left_out": self.left_out, "commit": self.commit}
+        if self.plan.device == "cuda":
+            import torch
+
+            told["gpu_memory_bytes"] = torch.cuda.max_memory_allocated()
+        (self.out / "device.json").write_text(json.dumps(told, indent=1) + "\n")
+        self.say(f"done; left out: {'; '.join(self.left_out) or 'nothing'}")
+
+
+def pairs(first: Sequence[Record], last: Sequence[Record]) -> Iterator[tuple[Record, Record]]:
+    """Yield the runs of two arms that have the same seed."""
+    other = {record["spec"]["seed"]: record for record in last}
+    return ((run, other[run["spec"]["seed"]]) for run in first if run["spec"]["seed"] in other)
+
+
+def blocks(groups: Sequence[Sequence[Record]], begun: Spec) -> list[Spec]:
+    """Return the specs of all products among the runs of groups."""
+    from evoalign_study import weight_cache
+
+    named = list(map(weight_cache.group, groups))
+    kept = {k: v for k, v in begun.items() if k not in ("test_problems", "max_completion_length")}
+    return [kept | {"kind": "products", "a": a, "b": b} for i, a in enumerate(named) for b in named[i:]]
+
+
+def read_folder(out: Path) -> list[Record]:
+    """Return the records in a folder of `run`; none if there is no such file."""
+    return read_records(out / "records.jsonl")
+
+
+def checked(out: Path) -> Iterator[tuple[Record, Path | None]]:
+    """Yield the records in a folder, each with its unpacked ledger, once all of them have passed.
+
+    Raises:
+        ValueError: no records; one that the plan does not declare, or that was not made on a GPU; seeds with another
+            setting than the sweep chose; a ledger that is missing or not the recorded one.
+    """
+    found, plan = read_folder(out), Plan()
+    require(found, f"{out} holds no records.jsonl: run `python -m evoalign_study.real run --out {out}` first.")
+    sweeps = [r for r in found if r["spec"]["kind"] == "train" and r["spec"]["seed"] == SWEEP_SEED]
+    best = {arm: chosen(runs) for arm in ("es", "grpo") if (runs := [r for r in sweeps if r["spec"]["arm"] == arm])}
+    declared = {spec_hash(spec) for pair in plan.sweep for spec in pair} | {spec_hash(plan.of_base)}
+    for record in found:
+        spec, where = record["spec"], f"{out}, record {record['spec_hash']}"
+        if spec["kind"] == "train" and spec["seed"] != SWEEP_SEED:
+            arm = "grpo" if spec["arm"] == "grpo" else "es"
+            require(arm in best, f"{where}: the folder lacks the sweep of {arm}.")
+            seed, made = spec["seed"], (best[arm], spec["steps"])
+            declared.add(spec_hash(plan.grpo(seed, *made) if arm == "grpo" else plan.es(spec["arm"], seed, *made)))
+        known = spec["kind"] in NOTEBOOK or record["spec_hash"] in declared
+        require(known and spec["scale"] == plan.scale, f"{where} is not what the plan and its sweep declare.")
+        require(" x " in record["environment"]["device"], f"{where} was made on {record['environment']['device']}.")
+    with tempfile.TemporaryDirectory() as place:
+        kept = {record["spec_hash"]: _ledger(record, out, Path(place)) for record in found if "ledger" in record}
+        for record in found:
+            yield record, kept.get(record["spec_hash"])
+
+
+def _ledger(record: Record, out: Path, place: Path) -> Path:
+    """Unpack a record's ledger, and check its chain of lines. Raises ValueError if it is not the recorded one."""
+    from evoalign_lib import ledger
+
+    name = f"{record['spec_hash']}.jsonl.gz"
+    with zipfile.ZipFile(out / "ledgers.zip") as packed:
+        require(name in packed.namelist(), f"{out}/ledgers.zip lacks {name}: copy the whole folder.")
+        data = packed.read(name)
+    other = f"{name} in {out}/ledgers.zip is not the ledger that was recorded: copy the folder again."
+    require(hashlib.sha256(data).hexdigest() == record["ledger"]["sha256"], other)
+    (place / name).write_bytes(data)
+    steps = len(ledger.read(place / name).steps)
+    require(steps == record["spec"]["steps"], f"{name} has {steps} steps, its record {record['spec']['steps']}.")
+    return place / name
+
+
+def run(out: Path, minutes: float, commit: str, trial: bool, plan: str, began: float) -> None:
+    """Make the runs that are missing, in order of value, until the time is over; arguments as on the command line."""
+    changes = {name: _tuples(value) for name, value in json.loads(plan).items()}
+    require(trial or not changes, "--plan is for --trial alone: the declared plan stands in the code.")
+    wanted = replace(TRIAL, **changes) if trial else Plan()
+    known = read_folder(out)
+    known += [] if trial else [r for path in record_files(wanted.scale) for r in read_records(path)]
+    Session(wanted, out, minutes, commit or provenance.commit(), known, began).work()
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def take(folder: Path) -> None:
+    """Check the records and ledgers of a folder, and add them to the committed records of their notebooks."""
+    for record, kept in checked(folder):
+        path = paths.RESULTS / record["notebook"] / f"{record['spec']['scale']}.jsonl"
+        append_record(path, record, kept)
+        print(f"{record['spec_hash']} {record['spec']['kind']} {record['spec'].get('arm', '')} -> {path}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; an error that says what to do is printed without a traceback."""
+    began = time.monotonic()
+    parser = argparse.ArgumentParser(prog="python -m evoalign_study.real", description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(required=True, dest="command")
+    running = commands.add_parser("run", help="make the runs that are missing")
+    running.add_argument("--out", type=Path, required=True, help="folder for records, ledgers and the device line")
+    running.add_argument("--minutes", type=float, default=9.0, help="time for all of it, loading included")
+    running.add_argument("--commit", default="", help="commit of the code, where git cannot tell")
+    running.add_argument("--trial", action="store_true", help="sizes that mean nothing, on the CPU, at scale smoke")
+    running.add_argument("--plan", default="{}", help='changes to the plan of a trial as JSON, such as {"seeds": 1}')
+    commands.add_parser("import", help="add them to the committed records").add_argument("folder", type=Path)
+    given = vars(parser.parse_args(arguments))
+    try:
+        take(given["folder"]) if given.pop("command") == "import" else run(began=began, **given)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"{error}") from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""The engine on one GPU, run here on a CPU device: members, completions and weights are those of the local engine."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from es_runs import cut, digest, model_bytes, outcome, read, trained, trainer
+from helpers import PROMPTS, ROWS, greedy, lora, random_model, token_sum, tokenizer
+from test_engine import gpt2, members
+
+from evoalign_lib import _adapters, grpo, ledger
+from evoalign_lib.engines import cuda
+from evoalign_lib.engines.base import Options, Prompts, until_end
+from evoalign_lib.engines.cuda import CudaEngine, PopulationDecoder
+from evoalign_lib.engines.decode import Decoder, inversion
+from evoalign_lib.engines.local import LocalEngine
+from evoalign_lib.es import ESConfig
+from evoalign_lib.rewards import Rewards
+
+ALL = np.arange(len(ROWS))
+CPU = {"engine": "cuda", "use_cpu": True, "workers": None}
+SHARED = [{"prompt": "Using the numbers" + p} for p in PROMPTS]
+SAMPLED = {"sampling": "common", "num_generations": 2, "temperature": 0.8, "top_k": 40, "top_p": 0.9}
+
+
+def engine(kind=CudaEngine, model=None, rows=ROWS, **settings):
+    settings = {"max_completion_length": 12} | settings | ({"device": "cpu"} if kind is CudaEngine else {})
+    model = random_model() if model is None else model
+    return kind(model, tokenizer(), Rewards(token_sum), {"train": Prompts(rows, tokenizer())}, **settings)
+
+
+def ended_early(**config):
+    """Return a model with so many end tokens that rows end at different steps."""
+    model = random_model(**config)
+    model.generation_config.eos_token_id = list(range(0, 273, 5))
+    return model
+
+
+# ---- decoding
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"kind": "qwen2"},
+        {"kind": "llama", "tie_word_embeddings": False, "rope_parameters": {"rope_theta": 77.0}},
+        {"kind": "llama", "attention_bias": True, "head_dim": 12, "num_key_value_heads": 4},
+    ],
+)
+def test_completions_are_those_of_transformers(config):
+    assert [ids for _, ids in engine(model=random_model(**config)).generate("train")[0]] == greedy(
+        random_model(**config), 12
+    )
+
+
+@pytest.mark.parametrize("rows", [ROWS, SHARED])
+@pytest.mark.parametrize("options", [Options(), Options(top_k=30, top_p=0.8), Options(stop_strings=("a", "0"))])
+def test_greedy_and_drawn_completions_are_those_of_the_local_engine(rows, options):
+    """In chunks of three rows, rows that end early among them."""
+    settings = {"rows": rows, "chunk_rows": 3, "options": options}
+    ours, local = (engine(kind, ended_early(), **settings) for kind in (CudaEngine, LocalEngine))
+    assert ours.generate("train") == local.generate("train")
+    samples = ours.generate("train", samples=2, seed=1, temperature=0.7)
+    assert samples == local.generate("train", samples=2, seed=1, temperature=0.7) != ours.generate("train", samples=2)
+    with ours.perturbed(5, 0.05), local.perturbed(5, 0.05):
+        assert ours.generate("train") == local.generate("train") != engine(model=ended_early()).generate("train")
+
+
+@pytest.mark.parametrize("sampling", [None, (9, 2)])
+def test_members_have_the_same_results_however_many_decode_at_once(sampling):
+    found = []
+    for kind, settings in ((LocalEngine, {}), *((CudaEngine, {"members": n}) for n in (1, 2, 5, 30))):
+        e = engine(kind, ended_early(), options=Options(temperature=0.9), **settings)
+        evaluations = e.evaluate(members(5), 0.05, "train", ALL[:6], sampling=sampling)
+        found.append([np.stack([e.scored.rewards, e.lengths, e.clipped]).tolist() for e in evaluations])
+    assert len({str(one) for one in found[0]}) == 5 and all(one == found[0] for one in found[1:])
+
+
+def test_a_members_logits_do_not_depend_on_the_others():
+    logits = []
+    prompts = Prompts(SHARED, tokenizer())
+    for n in (1, 3):
+        decoder = PopulationDecoder(random_model(), n, "cpu")
+        for j in range(n):
+            decoder.load(dict(random_model(seed=2 + j).named_parameters()), j)
+        decoder.decode(prompts.ids, prompts.mask, 4, [0], prefix=len(prompts.prefix), members=n)
+        (batch,) = decoder._batches.values()
+        with torch.inference_mode():
+            logits.append([batch.prefill()[0].numpy().tobytes(), batch.step()[0].numpy().tobytes()])
+    assert logits[0] == logits[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_decodes_nearly_as_the_model_does(dtype):
+    e = engine(model=random_model().to(dtype))
+    assert all(0 < len(ids) <= 12 for _, ids in e.generate("train")[0]) and e.decoder.dtype == dtype
+
+
+# ---- the weights
+
+
+def test_the_model_and_this_process_follow_the_master():
+    ours, local = engine(), engine(LocalEngine)
+    keys = np.array([m.key for m in members(4)], np.uint64)
+    for e in (ours, local):
+        e.update(keys, np.full(4, 0.02, np.float32))
+        e.write_model()
+    assert ours.master.tobytes() == local.master.tobytes() == ours.weights.on_device.numpy().tobytes()
+    assert model_bytes(ours.model) == model_bytes(local.model)
+    with pytest.raises(ValueError, match="read-only"):
+        ours.master[:] = 0
+    assert ours.generate("train") == local.generate("train") != engine().generate("train")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{}, SAMPLED, {"antithetic": True, "anchor_decay": 0.1, "noise": "byte_sum"}, {"fitness": "random"}],
+    ids=["plain", "sampled", "decayed", "random"],
+)
+def test_a_run_has_the_rewards_and_weights_of_the_local_engine(tmp_path, changed):
+    local = trained(tmp_path / "local", model=ended_early(), **changed)
+    kwargs = {} if changed else {"engine_kwargs": {"members": 4}}
+    ours = trained(tmp_path / "ours", model=ended_early(), **changed, **CPU, **kwargs)
+    one, other = read(tmp_path / "ours"), read(tmp_path / "local")
+    assert [s.rewards.tolist() for s in one.steps] == [s.rewards.tolist() for s in other.steps]
+    assert digest(ours) == digest(local) == one.weights[4] and model_bytes(ours.model) == model_bytes(local.model)
+    assert ledger.replay(one, random_model()).tobytes() == ours.engine.master.tobytes()
+    plan = {"decoder": "population", "device": "cpu", "chunk_rows": 256, "width": 17, "prefix": 0}
+    assert one.settings | plan | {"members": 6 if changed else 4} == one.settings
+
+
+@pytest.mark.parametrize("saving", [{}, {"save_strategy": "steps", "save_steps": 2}])
+def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path, saving):
+    best = {"eval_dataset": ROWS[:3], "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
+    settings = SAMPLED | CPU | best | saving
+    cut(tmp_path / "cut", 3, **settings)
+    resumed = trained(tmp_path / "cut", resume=True, **settings)
+    whole = trained(tmp_path / "whole", **settings)
+    assert outcome(resumed) == outcome(whole) and model_bytes(resumed.model) == model_bytes(whole.model)
+
+
+# ---- GRPO
+
+
+def test_rollouts_of_a_gradient_arm():
+    """From the policy's present weights, by inversion of torch's random numbers."""
+    model, tok, writer = random_model(), tokenizer(), grpo.PopulationRollouts()
+    accelerator = SimpleNamespace(unwrap_model=lambda m: m, device=torch.device("cpu"))
+    rest = {"processing_class": tok, "eos_token_ids": list(range(0, 273, 9)), "max_completion_length": 12}
+    given = SimpleNamespace(model=model, accelerator=accelerator, train_dataset={"prompt": PROMPTS}, **rest)
+    for prompts in (PROMPTS[:3], PROMPTS[2:4]):
+        found = Prompts([{"prompt": p} for p in prompts], tok)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(4)
+            told = writer(prompts, given)
+            torch.manual_seed(4)
+            draw = inversion(torch.rand(len(prompts), 12))
+        decoder = Decoder(model.config, _adapters.dense(model), given.eos_token_ids, tok.pad_token_id)
+        expected = decoder.generate(torch.from_numpy(found.ids), torch.from_numpy(found.mask), 12, draw)
+        assert told["completion_ids"] == until_end(expected.numpy(), given.eos_token_ids)
+        assert told["prompt_ids"] == [tok(p)["input_ids"] for p in prompts] and told["logprobs"] is None
+        with torch.no_grad():
+            model.lm_head.weight.mul_(-1)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "named"),
+    [
+        (random_model, {"rank": 2}, "rank=2"),
+        (random_model, {"options": Options(generation_kwargs={"repetition_penalty": 2.0})}, "repetition_penalty"),
+        (random_model, {"chunk_rows": 0}, "chunk_rows=0"),
+        (random_model, {"members": 0}, "members=0"),
+        (lambda: random_model("llama", hidden_act="gelu"), {}, "hidden_act 'gelu'"),
+        (lambda: random_model(use_sliding_window=True, sliding_window=4, max_window_layers=0), {}, "sliding-window"),
+        (gpt2, {}, "model_type 'gpt2'"),
+        (lambda: _adapters.attach(random_model(), lora(), 0), {}, "adapter"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(make, settings, named):
+    with pytest.raises(ValueError, match=named):
+        engine(model=make(), **settings)
+
+
+def test_too_little_memory_and_a_decoder_that_computes_something_else(monkeypatch):
+    with monkeypatch.context() as full, pytest.raises(ValueError, match="GiB are free on cpu: lower chunk_rows"):
+        full.setattr(cuda.memory, "USABLE", 0.0)
+        engine()
+    monkeypatch.setattr(cuda, "supports", lambda config: None)
+    linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(ValueError, match="differ from the model's by 0"):
+        engine(model=random_model(rope_parameters=linear), rows=SHARED)
+
+
+def test_settings_without_effect_and_a_machine_without_a_gpu(tmp_path):
+    refused = {"workers": 2, "decoder": "loop", "gpus": 1, "tensor_parallel": 2, "precision": "kahan"}
+    refused |= {"perturbation": "low_rank", "generation_kwargs": {"repetition_penalty": 2.0}}
+    for name, value in refused.items():
+        with pytest.raises(ValueError, match=f"{name}={value!r}.* has no effect here"):
+            ESConfig(engine="cuda", **{name: value})
+    with pytest.raises(ValueError, match="max_loras"):
+        trainer(tmp_path, **CPU, engine_kwargs={"max_loras": 2})
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="engine='cuda' cannot run this: torch sees no GPU"):
+            trainer(tmp_path, engine="cuda", workers=None)

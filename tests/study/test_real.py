@@ -1,0 +1,143 @@
+"""Scale "real": the plan that is declared, the choice of settings and lengths, and the whole command in miniature."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from evoalign_study import claims, real
+from evoalign_study.records import read_records, spec_hash
+
+from evoalign_lib import smollm2, tiny
+from evoalign_lib.analysis import geometry
+from evoalign_lib.tasks import arithmetic
+
+
+def test_the_plan_declares_a_sweep_of_equal_size_and_three_arms_from_one_base() -> None:
+    plan = real.Plan()
+    es, grpo = zip(*plan.sweep, strict=True)
+    assert len(es) == len(grpo) == 4 and {spec["test_problems"] for spec in (*es, *grpo)} == {0}
+    runs = [plan.es(arm, 3, {"sigma": 0.002, "alpha": 0.001}, 60) for arm in ("es", "es_random")]
+    runs += [plan.grpo(3, {"learning_rate": 1e-5}, 110)]
+    base = plan.of_base
+    assert base["base_digest"] == smollm2.DIGEST and base["scale"] == "real"
+    for spec in runs:  # so that claims find the base of a run, and a null that stands in
+        assert base.items() - {("kind", "base")} <= spec.items()
+    assert {k for k in runs[0] if runs[0][k] != runs[1][k]} == {"arm"}
+    declared = {claim["id"]: claim for claim in claims.load_claims() if claim["id"].startswith("R")}
+    assert {claim["scales"][0] for claim in declared.values()} == {"real"}
+    for arm, spec in {"es": runs[0], "grpo": runs[2], "base": base}.items():
+        wanted = next(c["arms"][arm] for c in declared.values() if arm in c.get("arms", {}))
+        assert wanted.items() <= spec.items()
+
+
+def test_settings_are_ranked_by_both_decodings_at_the_end() -> None:
+    def made(rate: float, greedy: list[float], t1: list[float]) -> dict:
+        return {"spec": {"learning_rate": rate}, "curve": {"validation_greedy": greedy, "validation_t1": t1}}
+
+    best = made(3.0, [0.9, 0.1, 0.4], [0.9, 0.3, 0.4])
+    assert real.chosen([made(1.0, [0.0, 0.1, 0.5], [0.0, 0.1, 0.2]), best]) == {"learning_rate": 3.0}
+
+
+def test_lengths_fit_all_seeds_before_they_are_long() -> None:
+    wanted = {0.1: (100, 200), 0.27: (60, 120), 0.4: (60, 60), 0.45: (50, 50), 9.0: (40, 40)}  # seconds of a step
+    for seconds, pair in wanted.items():
+        assert tuple(real.length(real.Plan(), 300.0, lambda es, grpo, s=seconds: s * (es + grpo), 2.0)) == pair
+
+
+def test_gram_is_that_of_the_library() -> None:
+    from evoalign_study import real_runs
+
+    from evoalign_lib.precision import layout_of
+
+    model, _ = tiny.load("A0")
+    layout, generator = layout_of(model), torch.Generator().manual_seed(0)
+    start = torch.zeros(layout.size)
+    for name, view in layout.views(start).items():
+        view.copy_(dict(model.named_parameters())[name].detach())
+    ends = [
+        start + 1e-3 * torch.randn(layout.size, generator=generator) * (torch.arange(layout.size) % k > 0)
+        for k in (2, 3)
+    ]
+    found = real_runs.gram(layout, start, ends, "cpu")
+    known = geometry.measure(layout.views(start), [layout.views(end) for end in ends], ("float32", "bfloat16"))
+    np.testing.assert_allclose(found.gram, known.gram, rtol=1e-12)
+    np.testing.assert_allclose(found.start, known.start, rtol=1e-12)
+    assert found.names == known.names and found.tied == known.tied
+    for dtype, counts in known.moved.items():
+        np.testing.assert_array_equal(found.moved[dtype], counts)
+
+
+RULED = ["R0", "R3", "R4", "R8", "R9", "R11"]
+CHANGES = {
+    "seeds": 3,
+    "grpo_prompts": 2,
+    "num_generations": 8,
+    "test_problems": 6,
+    "max_completion_length": 8,
+    "es_sweep": [[0.2, 0.05], [0.1, 0.05]],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the command makes of a model that knows no chat, in a few steps on the CPU, graded by what it can do."""
+    place = tmp_path_factory.mktemp("real")
+    model, tokenizer = tiny.load("A0")
+    for part in (model.to(torch.bfloat16), tokenizer):
+        part.save_pretrained(place / "model")
+    changes = CHANGES | {"base": str(place / "model")}
+    asked = ["run", "--out", str(place / "out"), "--minutes", "9", "--trial", "--plan", json.dumps(changes)]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(arithmetic, "grade", lambda completion, right: sum(completion.encode()) % 2)
+        for _ in range(2):  # the second call finds all records
+            real.main(asked)
+    return place / "out"
+
+
+def test_the_command_makes_every_kind_of_record_once(folder: Path) -> None:
+    records = read_records(folder / "records.jsonl")
+    kinds = [record["spec"]["kind"] for record in records]
+    assert {kind: kinds.count(kind) for kind in kinds} == {"base": 1, "train": 13, "products": 6, "path": 6, "merge": 3}
+    trained = [record for record in records if record["spec"]["kind"] == "train" and "test" in record]
+    assert {(r["spec"]["arm"], r["spec"]["seed"]) for r in trained} == {
+        (arm, seed) for arm in ("es", "grpo", "es_random") for seed in (0, 1, 2)
+    }
+    judged = {v.id: v for v in claims.evaluate_named(RULED, records_at_real(records), "real", resamples=50)}
+    (law, _, walk, _) = judged["R0"].findings
+    assert law.n == walk.n == 3 and abs(walk.interval.value - 1) < 0.01  # 0.14 M weights
+    assert judged.pop("R4").verdict == "open"  # fewer runs than it needs were decoded under each decoding
+    assert {verdict.verdict for verdict in judged.values()} == {"underpowered"}
+    assert judged["R8"].n == judged["R9"].n == 3
+    assert json.loads((folder / "device.json").read_text())["left_out"] == []
+
+
+def records_at_real(records: list[dict]) -> list[dict]:
+    """The same records as if they had been made at scale real."""
+    return json.loads(json.dumps(records).replace('"scale": "smoke"', '"scale": "real"'))
+
+
+def test_trials_cannot_be_imported(folder: Path) -> None:
+    with pytest.raises(SystemExit, match="is not what the plan and its sweep declare"):
+        real.main(["import", str(folder)])
+    with pytest.raises(SystemExit, match="--trial alone"):
+        real.main(["run", "--out", str(folder), "--plan", '{"seeds": 9}'])
+
+
+def test_import_takes_declared_runs_with_their_ledgers(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    base = read_records(folder / "records.jsonl")[0]["spec"]["base"]
+    plan = replace(real.TRIAL, **CHANGES | {"base": base, "es_sweep": tuple(map(tuple, CHANGES["es_sweep"]))})
+    monkeypatch.setattr(real, "Plan", lambda: plan)
+    records = read_records(folder / "records.jsonl")
+    for record in records:
+        record["environment"]["device"] = "1 x GPU"
+    (tmp_path / "records.jsonl").write_text("".join(map(real.record_line, records)))
+    (tmp_path / "ledgers.zip").write_bytes((folder / "ledgers.zip").read_bytes())
+    taken = list(real.checked(tmp_path))
+    assert [record["spec_hash"] for record, _ in taken] == [spec_hash(record["spec"]) for record in records]
+    assert sum(kept is not None for _, kept in taken) == 8
+    (tmp_path / "ledgers.zip").unlink()
+    with pytest.raises(FileNotFoundError):
+        list(real.checked(tmp_path))
