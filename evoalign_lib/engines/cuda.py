@@ -237,14 +237,14 @@ class PopulationDecoder:
         Args:
             ids: (members, rows * length) tokens, row by row.
             rows: number of rows.
-            attend: attention: (layer, queries, keys, values of the new tokens), (members * rows, heads, length,
-                head_dim) each -> the same shape as the queries.
+            attend: attention: (layer, queries and keys, values of the new tokens), (members * rows, heads, length,
+                head_dim) each -> the same for the queries.
 
         Returns:
             (members, rows, vocabulary) logits of the tokens that follow.
         """
         n, length = len(ids), ids.shape[1] // rows
-        widths = [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
+        widths = [heads * self.head_dim for heads in (self.heads + self.kv_heads, self.kv_heads)]
         first = torch.arange(n, device=self.device)[:, None] * self.vocabulary
         x = self._embedding.view(-1, self.hidden)[(ids + first).view(-1)].view(n, rows * length, self.hidden)
         for i, layer in enumerate(self._layers):
@@ -294,8 +294,8 @@ class _Batch:
         self.prefix_mask += numbers(prefix, prefix).fill_(-math.inf).triu_(1)
         self.prompt_mask = numbers(members * rows, 1, group, width - prefix, width)
         angles = torch.arange(columns, dtype=torch.float32)[:, None] * decoder.inverse_frequency
-        angles = torch.cat([angles, angles], 1).to(decoder.device)
-        self.cos, self.sin = angles.cos().to(decoder.dtype), angles.sin().to(decoder.dtype)
+        cos, sin = angles.cos(), angles.sin()
+        self.cos, self.sin = (torch.cat(two, 1).to(decoder.device, decoder.dtype) for two in ((cos, cos), (-sin, sin)))
         self.graphs: dict[tuple[str, How], Any] = {}
 
     def start(self, ids: np.ndarray, mask: np.ndarray, uniforms: np.ndarray | None) -> None:
@@ -361,8 +361,8 @@ class _Batch:
         if p:
             self._turn_to(torch.arange(p, device=decoder.device)[None])
 
-            def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                q, k = self._turned(q, 1), self._turned(k, 1)
+            def attend(i: int, qk: Tensor, v: Tensor) -> Tensor:
+                q, k = self._turned(qk)
                 for cache, part in ((self.keys, k), (self.values, v)):
                     cache[i].view(n, self.rows, *cache.shape[2:])[:, :, :, :p] = part[:, None]
                 return self._attention(q, k, v, self.prefix_mask.flatten(2, 3))
@@ -370,8 +370,8 @@ class _Batch:
             decoder.network(self.start_ids.expand(n, -1), 1, attend)
         self._turn_to(self.positions[:, p:width])
 
-        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k = self._turned(q, self.rows), self._turned(k, self.rows)
+        def attend(i: int, qk: Tensor, v: Tensor) -> Tensor:
+            q, k = self._turned(qk)
             for cache, part in ((self.keys, k), (self.values, v)):
                 cache[i][:, :, p:width] = part
             k, v = (cache[i][:, :, :width] for cache in (self.keys, self.values))
@@ -386,8 +386,8 @@ class _Batch:
         self._turn_to(self.positions.index_select(1, self.column))
         mask = self.visible[None, :, None, None].expand(n, -1, 1, 1, -1).reshape(n * rows, 1, 1, -1)
 
-        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k = self._turned(q, rows), self._turned(k, rows)
+        def attend(i: int, qk: Tensor, v: Tensor) -> Tensor:
+            q, k = self._turned(qk)
             self.keys[i].index_copy_(2, self.column, k)
             self.values[i].index_copy_(2, self.column, v)
             return self._attention(q, self.keys[i], self.values[i], mask)
@@ -416,13 +416,14 @@ class _Batch:
 
     def _turn_to(self, positions: Tensor) -> None:
         """Look up the rotary embedding of the tokens that are read next, by their positions, (rows, length)."""
+        positions = positions.repeat(self.members, 1)
         self._turns = self.cos[positions][:, None], self.sin[positions][:, None]
 
-    def _turned(self, x: Tensor, rows: int) -> Tensor:
-        """Rotate queries or keys, (members * rows, heads, length, head_dim)."""
-        (cos, sin), x = self._turns, x.view(self.members, rows, *x.shape[1:])
-        low, high = x.chunk(2, -1)
-        return (x * cos + torch.cat([-high, low], -1) * sin).flatten(0, 1)
+    def _turned(self, x: Tensor) -> Sequence[Tensor]:
+        """Rotate queries and keys, (members * rows, heads, length, head_dim); return queries, then keys."""
+        (cos, sin), (low, high) = self._turns, x.chunk(2, -1)
+        turned = x * cos + torch.cat([high, low], -1) * sin  # the sines of the first half are negative
+        return turned.split([self.decoder.heads, self.decoder.kv_heads], 1)
 
 
 def uncovered(model: Any, dtype: torch.dtype) -> str | None:
