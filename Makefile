@@ -35,10 +35,12 @@ export PYTHONDONTWRITEBYTECODE =
 .PHONY: quickstart reproduce real-model test test-slow test-failed test-engines smoke bench paper site lint
 .DELETE_ON_ERROR:
 
-$(STAMP): pyproject.toml notebooks/pyproject.toml constraints.txt
+$(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not a command here. Install Python 3.11, 3.12 or 3.13, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else "$(PYTHON) is Python %d.%d; EvoAlign needs 3.11, 3.12 or 3.13. Name another: make PYTHON=python3.12" % v)'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(STAMP): pyproject.toml notebooks/pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -c constraints.txt -e ".[analysis,notebooks,dev,judges,adapters]" -e notebooks
 	@touch $@
 
@@ -101,7 +103,7 @@ test-failed: $(STAMP)
 # uv reads neither pip's configuration nor its variables, so the places of wheels are passed on. A CPU build of torch is
 # needed, from PIP_FIND_LINKS or an extra index (see the README). Bytecode is compiled here, as pip does: Python images
 # set PYTHONDONTWRITEBYTECODE, and every test process would spend ten seconds or more compiling what it imports.
-$(ENGINES)/.installed: pyproject.toml constraints.txt tests/engines/requirements.txt tests/engines/overrides.txt $(STAMP)
+$(ENGINES)/.installed: pyproject.toml constraints.txt tests/engines/requirements.txt tests/engines/overrides.txt | $(BIN)/python
 	rm -rf $(ENGINES)
 	$(BIN)/python -m pip install -q "uv==0.13.9" --target $(ENGINES)/uv
 	PYTHONPATH=$(ENGINES)/uv $(BIN)/python -m uv venv -q --allow-existing --python $(BIN)/python $(ENGINES)
@@ -109,8 +111,8 @@ $(ENGINES)/.installed: pyproject.toml constraints.txt tests/engines/requirements
 		UV_FIND_LINKS="$${PIP_FIND_LINKS:-$$($(BIN)/python -m pip config get global.find-links 2>/dev/null)}" \
 		$(BIN)/python -m uv pip install -q --python $(ENGINES)/bin/python --index-strategy unsafe-best-match \
 		--compile-bytecode -c constraints.txt --overrides tests/engines/overrides.txt \
-		-r tests/engines/requirements.txt -e .
-	PYTHONPATH=$(ENGINES)/uv $(BIN)/python -m uv pip install -q --python $(ENGINES)/bin/python --no-deps -e notebooks
+		-r tests/engines/requirements.txt -r pyproject.toml
+	PYTHONPATH=$(ENGINES)/uv $(BIN)/python -m uv pip install -q --python $(ENGINES)/bin/python --no-deps -e . -e notebooks
 	@touch $@
 
 # Test the vLLM and Ray engines for real, without a GPU, against transformers in one process, with kills of actors.

@@ -53,6 +53,7 @@ def test_weights_that_are_pushed_decode_as_in_transformers(folder):
         ours.close()
 
 
+@pytest.mark.slow
 def test_every_seed_has_samples_of_its_own(folder):
     """TRL seeds vLLM with the number of the process: all seeds of an experiment would draw the same numbers."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]), "OMP_NUM_THREADS": "1"}
@@ -64,7 +65,8 @@ def test_every_seed_has_samples_of_its_own(folder):
     assert len({tuple(ids) for ids in first[:4]}) > 1  # a group's completions are samples, too
 
 
-@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", [1, 2])
 def test_a_run_and_its_record(folder, external_data, tmp_path, monkeypatch, gpus):
     monkeypatch.delenv("VLLM_CPU_CI_ENV", raising=False)  # its process compiles the model, as a user's does
     (spec,) = train_specs("grpo", [folder], [0], SMALL | {"tensor_parallel": 1, "gpus": gpus}, "full")
@@ -84,6 +86,7 @@ def test_a_run_and_its_record(folder, external_data, tmp_path, monkeypatch, gpus
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
+@pytest.mark.slow
 def test_what_fails_in_a_process_is_said(folder, external_data, tmp_path):
     (spec,) = train_specs("grpo", [folder], [0], SMALL | {"gpus": 1}, "full")
     with pytest.raises(RuntimeError, match=r"(?s)ended with code 1.*log.txt.*nowhere"):

@@ -176,6 +176,7 @@ class TestARun:
         engine.generate("train")
         assert engine.places[0].process != process
 
+    @pytest.mark.slow
     def test_wrong_weights_after_a_replay_end_the_run(self, runs):
         engine = runs[1].engine
         engine.master[7] += 1  # as if this machine computed the noise differently

@@ -145,6 +145,7 @@ def test_a_model_that_is_an_object_and_the_random_arm(tmp_path):
     ours.engine.close()
 
 
+@pytest.mark.slow
 def test_runs_at_full_scale_have_the_records_of_the_local_engine(folder, external_data):
     """A base and a run of ES, as notebooks ask for them: trained in bfloat16, evaluated, their KL measured."""
     settings = {"max_completion_length": 24, "validation_problems": 4, "test_problems": 6, "engine": "vllm", "gpus": 0}
