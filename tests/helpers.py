@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -215,6 +217,27 @@ def base_bits(model) -> dict[str, bytes]:
 def each_named(*changes: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], str]]:
     """Pair each set of refused settings with the start of its error: the name and value of its first setting."""
     return [(change, re.escape("{}={!r}".format(*next(iter(change.items()))))) for change in changes]
+
+
+def refused(*cases: tuple, call: Callable = lambda make: make(), error: type | tuple = ValueError) -> Callable:
+    """Return a test that has a case for each of these, which are all refused by an error that names what is wrong.
+
+    cases: arguments of `call`, perhaps the type of the error, and what its message matches.
+    call: its further parameters are names of fixtures.
+    """
+
+    def typed(case: tuple) -> tuple:
+        own = isinstance(case[-2], type) and issubclass(case[-2], BaseException)
+        return (case[:-2], case[-2], case[-1]) if own else (case[:-1], error, case[-1])
+
+    @pytest.mark.parametrize(("given", "error", "named"), [typed(case) for case in cases])
+    def test(request, given, error, named):
+        names = list(inspect.signature(call).parameters)[len(given) :]
+        fixtures = [request.getfixturevalue(name) for name in names]
+        with pytest.raises(error, match=named):
+            call(*given, *fixtures)
+
+    return test
 
 
 # ---- code that notebooks write out

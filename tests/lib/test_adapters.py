@@ -7,7 +7,19 @@ import signal
 import pytest
 import torch
 import transformers
-from helpers import ROWS, base_bits, greedy, in_child, lora, random_model, saved, short_run, token_sum, tokenizer
+from helpers import (
+    ROWS,
+    base_bits,
+    greedy,
+    in_child,
+    lora,
+    random_model,
+    refused,
+    saved,
+    short_run,
+    token_sum,
+    tokenizer,
+)
 from transformers import AutoModelForCausalLM
 
 from evoalign_lib import _adapters, ledger, models, weight_files
@@ -145,24 +157,19 @@ def prompt_tuned():
 VLLM = {"workers": None, "engine": "vllm"}
 
 
-@pytest.mark.parametrize(
-    ("make", "given", "error", "named"),
-    [
-        (unsaved, {}, ValueError, "norm.weight' .*modules_to_save"),
-        (lambda: adapted().requires_grad_(False), {}, ValueError, "is_trainable=True"),
-        (lambda: random_model().requires_grad_(False), {}, ValueError, "requires_grad=False"),
-        (merged, {}, ValueError, "q_proj.*unmerge_adapter"),
-        (prompt_tuned, {}, ValueError, "PROMPT_TUNING"),
-        (lambda: adapted(random_model().to(torch.float64)), {}, ValueError, "float64"),
-        (adapted, {"peft_config": lora()}, ValueError, "has an adapter"),
-        (random_model, {"peft_config": {"r": 3}}, TypeError, "dict"),
-        *((part, VLLM | more, ValueError, "of 26 .* frozen") for more in ({}, {"gpus": 2}, {"engine": "ray"})),
-        *((adapted, VLLM | more, ValueError, "of 38 .* frozen") for more in ({"gpus": 2}, {"engine": "ray"})),
-    ],
+test_what_is_refused = refused(
+    (unsaved, {}, ValueError, "norm.weight' .*modules_to_save"),
+    (lambda: adapted().requires_grad_(False), {}, ValueError, "is_trainable=True"),
+    (lambda: random_model().requires_grad_(False), {}, ValueError, "requires_grad=False"),
+    (merged, {}, ValueError, "q_proj.*unmerge_adapter"),
+    (prompt_tuned, {}, ValueError, "PROMPT_TUNING"),
+    (lambda: adapted(random_model().to(torch.float64)), {}, ValueError, "float64"),
+    (adapted, {"peft_config": lora()}, ValueError, "has an adapter"),
+    (random_model, {"peft_config": {"r": 3}}, TypeError, "dict"),
+    *((part, VLLM | more, ValueError, "of 26 .* frozen") for more in ({}, {"gpus": 2}, {"engine": "ray"})),
+    *((adapted, VLLM | more, ValueError, "of 38 .* frozen") for more in ({"gpus": 2}, {"engine": "ray"})),
+    call=lambda make, given, tmp_path: trainer(tmp_path, make(), **given),
 )  # one engine of vLLM takes adapters
-def test_what_is_refused(tmp_path, make, given, error, named):
-    with pytest.raises(error, match=named):
-        trainer(tmp_path, make(), **given)
 
 
 def test_a_model_that_is_elsewhere_is_refused():

@@ -15,6 +15,7 @@ from itertools import combinations_with_replacement, permutations
 
 import numpy as np
 import pytest
+from helpers import refused
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -46,36 +47,31 @@ def test_the_registry_is_lazy_and_countdown_needs_no_heavy_package():
 
 
 def _refused(call, error, named, *values):
-    return [(lambda value=value: call(value), error, named) for value in values]
+    return [(call, value, error, named) for value in values]
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "named"),
-    [
-        *_refused(tasks.get, ValueError, "'countdown'", "contdown"),
-        *_refused(countdown.load_public, ValueError, "'validation'", "validation"),
-        *_refused(lambda n: Problem(n, "3"), ValueError, "numbers", [1], (1, True), (1, -2), (), (1, "2")),
-        *_refused(lambda t: Problem((1, 2), t), ValueError, "target", 3, "three", "1e999999999", "٣", "1/0"),
-        *_refused(lambda n: generate(n, 0), ValueError, "n=-1", -1),
-        *_refused(lambda n: generate(1, 0, count=n), ValueError, "count=[17]", 1, 7),
-        *_refused(lambda n: generate(1, 0, low=n, high=8), ValueError, "low=(9|-1)", 9, -1),
-        *_refused(lambda n: generate(1, 0, high=n, count=6), ValueError, "high=10000", 10**4),
-        *_refused(lambda n: generate(1, 0, target_low=n, target_high=4), ValueError, "5 > 4", 5),
-        *_refused(lambda n: generate(1, 0, split=n), ValueError, "'dev'", "dev"),
-        *_refused(lambda n: generate(10, 0, high=5, target_low=n, target_high=n), ValueError, "only 0 of 10", 9999),
-        *_refused(countdown.attainable, ValueError, "got [07]", [], [1] * 7),
-        *_refused(countdown.prompt, ValueError, "tokenizer", Problem((1, 2), "3")),
-        *_refused(lambda t: _answer("3", [3], t), ValueError, "target", "x", "1e9", float("nan"), None, [3], "9" * 40),
-        *_refused(lambda n: countdown.reward("pp", "aa", n, "11"), ValueError, "numbers 1", [[1]]),
-        *_refused(lambda g: countdown.reward("p", "a", [[1]], "1", grader=g), ValueError, "'lenient'", "lenient"),
-        *_refused(lambda c: countdown.reward("p", [c], [[1]], "1"), TypeError, "completion", None, b"a", ["a"]),
-        *_refused(lambda n: grade("", n, 98), TypeError, "numbers", ["44"], "44 19", [44.0], [True, 19], [None]),
-        *_refused(lambda r: grade(r, [1], 1), TypeError, "NoneType", None),
-    ],
+test_what_is_refused = refused(
+    *_refused(tasks.get, ValueError, "'countdown'", "contdown"),
+    *_refused(countdown.load_public, ValueError, "'validation'", "validation"),
+    *_refused(lambda n: Problem(n, "3"), ValueError, "numbers", [1], (1, True), (1, -2), (), (1, "2")),
+    *_refused(lambda t: Problem((1, 2), t), ValueError, "target", 3, "three", "1e999999999", "٣", "1/0"),
+    *_refused(lambda n: generate(n, 0), ValueError, "n=-1", -1),
+    *_refused(lambda n: generate(1, 0, count=n), ValueError, "count=[17]", 1, 7),
+    *_refused(lambda n: generate(1, 0, low=n, high=8), ValueError, "low=(9|-1)", 9, -1),
+    *_refused(lambda n: generate(1, 0, high=n, count=6), ValueError, "high=10000", 10**4),
+    *_refused(lambda n: generate(1, 0, target_low=n, target_high=4), ValueError, "5 > 4", 5),
+    *_refused(lambda n: generate(1, 0, split=n), ValueError, "'dev'", "dev"),
+    *_refused(lambda n: generate(10, 0, high=5, target_low=n, target_high=n), ValueError, "only 0 of 10", 9999),
+    *_refused(countdown.attainable, ValueError, "got [07]", [], [1] * 7),
+    *_refused(countdown.prompt, ValueError, "tokenizer", Problem((1, 2), "3")),
+    *_refused(lambda t: _answer("3", [3], t), ValueError, "target", "x", "1e9", float("nan"), None, [3], "9" * 40),
+    *_refused(lambda n: countdown.reward("pp", "aa", n, "11"), ValueError, "numbers 1", [[1]]),
+    *_refused(lambda g: countdown.reward("p", "a", [[1]], "1", grader=g), ValueError, "'lenient'", "lenient"),
+    *_refused(lambda c: countdown.reward("p", [c], [[1]], "1"), TypeError, "completion", None, b"a", ["a"]),
+    *_refused(lambda n: grade("", n, 98), TypeError, "numbers", ["44"], "44 19", [44.0], [True, 19], [None]),
+    *_refused(lambda r: grade(r, [1], 1), TypeError, "NoneType", None),
+    call=lambda function, value: function(value),
 )
-def test_what_is_refused(call, error, named):
-    with pytest.raises(error, match=named):
-        call()
 
 
 # ------------------------------------------------------------------------------------------------------- public data

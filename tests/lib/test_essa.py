@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import ROWS, SFT_ROWS, chained, random_model, short_run, token_sum, tokenizer
+from helpers import ROWS, SFT_ROWS, chained, random_model, refused, short_run, token_sum, tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from trl import SFTConfig
@@ -110,9 +110,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "named"),
-    [
+test_what_is_refused = refused(
         *(
             (lambda _, given={name: value}: ESSAConfig(**given), ValueError, f"{name}={re.escape(repr(value))}")
             for name, values in SETTINGS.items()
@@ -136,11 +134,8 @@ SETTINGS = {
         (lambda folder: trainer(folder, adapter=drawn(use_dora=True)), ValueError, "lora_magnitude.*to be trained"),
         (lambda _: decompose({"a.lora_A.w": np.ones((2, 2, 2)), "a.lora_B.w": np.ones((2, 2))}, 1, "separate"),
          ValueError, r"\(2, 2, 2\)"),
-    ],
+    call=lambda make, tmp_path: make(tmp_path),
 )  # fmt: skip
-def test_what_is_refused(tmp_path, make, error, named):
-    with pytest.raises(error, match=named):
-        make(tmp_path)
 
 
 def lora_trainer(**given):

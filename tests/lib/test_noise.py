@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import refused
 from hypothesis import given
 from hypothesis import strategies as st
 from noise_by_numpy import bits, reference_perturb, reference_update
@@ -293,7 +294,7 @@ ONE_KEY, ONE = np.ones(1, np.uint64), np.ones(1, np.float32)
 perturb, update = partial(noise.perturb, BUFFER, OTHER, LAYOUT), partial(noise.update, BUFFER, LAYOUT)
 
 
-REFUSED = [
+test_errors_name_the_value = refused(
     (partial(run_key, "", 0), "arm"),
     (partial(run_key, "es", 2**64), f"seed.*{2**64}"),
     (partial(member_key, 0, 2**32, 0), f"step.*{2**32}"),
@@ -322,13 +323,8 @@ REFUSED = [
     (partial(update, ONE_KEY, np.ones(2, np.float32)), r"\(1,\) and \(2,\)"),
     (partial(update, ONE_KEY, ONE * np.float32(np.nan)), "nan for member 0"),
     (partial(update, ONE_KEY, ONE, part=(2, 2)), r"part.*\(2, 2\)"),
-]
-
-
-@pytest.mark.parametrize(("call", "named"), REFUSED)
-def test_errors_name_the_value(call, named):
-    with pytest.raises((ValueError, TypeError), match=named):
-        call()
+    error=(ValueError, TypeError),
+)
 
 
 # The compiled code's cache

@@ -14,7 +14,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from helpers import in_child
+from helpers import in_child, refused
 
 from evoalign_lib import tasks
 from evoalign_lib.rewards import METHODS, RewardError, Rewards, state_metrics
@@ -275,7 +275,7 @@ def loading(state):
     Rewards([Multiplied(), length]).load_state(state)
 
 
-REFUSED_STATES = [
+test_states_that_are_refused = refused(
     *((lambda name: Rewards(type("Part", (Multiplied,), {name: None})()), m, TypeError, f"'Part'.* {m}")
       for m in METHODS),
     (Rewards, [Multiplied(), Multiplied()], ValueError, "'Multiplied'"),
@@ -287,13 +287,8 @@ REFUSED_STATES = [
     *((loading, {"Multiplied": bad}, ValueError, "'size'") for bad in ({"size": 1.0}, {"scale": 1.0, "size": 2.0})),
     (Rewards, Clipped(3.0), ValueError, "'Clipped' has the state {'scale': 2.0}"),
     (lambda step: Rewards(Clipped()).end_of_step(step), [{"length": [5.0]}], ValueError, "'Clipped' has the state"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("call", "given", "error", "named"), REFUSED_STATES)
-def test_states_that_are_refused(call, given, error, named):
-    with pytest.raises(error, match=named):
-        call(given)
+    call=lambda function, given: function(given),
+)  # fmt: skip
 
 
 def test_a_state_stays_while_completions_are_scored():

@@ -10,7 +10,7 @@ from evoalign_study.kinds.decode import base_specs, run_base
 from evoalign_study.kinds.train import run, train_specs
 from evoalign_study.measures import safety
 from evoalign_study.measures.base import wins
-from helpers import each_named
+from helpers import each_named, refused
 
 from evoalign_lib import tiny
 from evoalign_lib.tiny import dialogues, scorers
@@ -42,19 +42,14 @@ def test_a_run_is_measured_by_every_judge_and_starts_as_its_base():
     assert "test" not in alone and alone["curve"]["proxy_t1"] == curve["proxy_t1"] and "kl" not in alone["curve"]
 
 
-REFUSED = [
+test_settings_that_no_run_can_have_are_refused = refused(
     *each_named({"cost_weight": -1.0}, {"test_problems": 321}, {"validation_problems": 0}),
     *each_named({"reward_model": "x"}),  # of a user's model
     ({"judge": "lenght 1"}, "'lenght 1'"),
     ({"judge": None}, "'judge'"),
     ({"task": "countdown"}, "'C0'"),
-]
-
-
-@pytest.mark.parametrize(("change", "named"), REFUSED)
-def test_settings_that_no_run_can_have_are_refused(change, named):
-    with pytest.raises(ValueError, match=named):
-        spec_of(**change)
+    call=lambda change: spec_of(**change),
+)
 
 
 def test_the_reward_is_what_the_training_judge_says_by_its_digest():

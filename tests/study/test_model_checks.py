@@ -8,7 +8,7 @@ import torch
 from evoalign_study import base_models, sweep
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.train import train_specs
-from helpers import PROMPTS, random_model, tokenizer
+from helpers import PROMPTS, random_model, refused, tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, Qwen2Config, T5Config
 from trl import GRPOConfig
 
@@ -144,19 +144,14 @@ def test_folders_are_refused_before_their_weights_are_read(tmp_path, config, nam
             use(str(tmp_path))
 
 
-LOADING = [
+test_arguments_of_load_that_are_refused = refused(
     (("A0", None, {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}), "bits"),
     (("A0", None, {"trust_remote_code": True}), "trust_remote_code=True"),
     ((random_model(), None, {"dtype": "float32"}), "model_init_kwargs"),
     (("./nowhere",), "'./nowhere' is neither"),
     (("no/such-model",), "'no/such-model' is neither"),
-]
-
-
-@pytest.mark.parametrize(("given", "named"), LOADING)
-def test_arguments_of_load_that_are_refused(given, named):
-    with pytest.raises(ValueError, match=named):
-        models.load(*given)
+    call=lambda given: models.load(*given),
+)
 
 
 def es(model, folder, rows=ROWS, tok=None, **changed):

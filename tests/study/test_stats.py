@@ -6,6 +6,7 @@ from math import log, sqrt
 import numpy as np
 import pytest
 from evoalign_study.records import accuracy_matrix, pack_bits, pack_counts, unpack_bits, unpack_counts
+from helpers import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import t as student
@@ -156,7 +157,7 @@ def test_accuracy_matrix() -> None:
 RECORD = _record([1, 0, 1], [16, 0, 8])
 
 
-REFUSED = [
+test_packed_results_that_are_none_are_refused = refused(
     (lambda: accuracy_matrix([RECORD, _record([1], [1])]), "one test set"),
     (lambda: accuracy_matrix([RECORD], "beam"), "unknown decoding 'beam'"),
     (lambda: accuracy_matrix([]), "one test set"),
@@ -166,13 +167,7 @@ REFUSED = [
     (lambda: unpack_bits("ff", 9), "need 2"),
     (lambda: unpack_bits("f8", 4), "beyond problem 4"),
     (lambda: unpack_counts("0h"), "'h'"),
-]
-
-
-@pytest.mark.parametrize(("call", "named"), REFUSED)
-def test_packed_results_that_are_none_are_refused(call, named) -> None:
-    with pytest.raises(ValueError, match=named):
-        call()
+)
 
 
 @given(st.lists(st.integers(0, 16), min_size=1, max_size=70))
