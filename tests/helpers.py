@@ -243,17 +243,11 @@ def refused(*cases: tuple, call: Callable = lambda make: make(), error: type | t
 # ---- code that notebooks write out
 
 
-def definitions(notebook: str, *names: str) -> list[ast.FunctionDef]:
-    """Return the syntax trees of functions defined in the cells of a committed notebook."""
-    cells = json.loads((NOTEBOOKS / f"{notebook}.ipynb").read_text(encoding="utf-8"))["cells"]
-    trees = [ast.parse("".join(cell["source"])) for cell in cells if cell["cell_type"] == "code"]
-    nodes = (node for tree in trees for node in tree.body)
-    return [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name in names]
-
-
 def written_out(notebook: str, *names: str) -> list[Callable]:
     """Return functions defined in the cells of a committed notebook."""
-    namespace = {"np": np, "noise": noise}
-    module = ast.Module(body=definitions(notebook, *names), type_ignores=[])
-    exec(compile(module, notebook, "exec"), namespace)  # our own notebook, as Jupyter would
+    cells = json.loads((NOTEBOOKS / f"{notebook}.ipynb").read_text(encoding="utf-8"))["cells"]
+    trees = [ast.parse("".join(cell["source"])) for cell in cells if cell["cell_type"] == "code"]
+    nodes = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
+    namespace = {"np": np, "noise": noise, "torch": torch}
+    exec(compile(ast.Module(nodes, []), notebook, "exec"), namespace)  # our own notebook, as Jupyter would
     return [namespace[name] for name in names]
