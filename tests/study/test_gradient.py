@@ -52,13 +52,6 @@ def enumerate_(model, **settings):
     return exact.enumerate_completions(model, PROMPTS, eos_ids=[END], max_new_tokens=LENGTH, **settings)
 
 
-def log_probability(model, prompt, completion):
-    """One string by itself: no padding, no cache, no tree."""
-    ids = torch.tensor([[*prompt, *completion]])
-    scores = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    return scores[range(len(completion)), list(completion)].sum()
-
-
 def expected_reward(model, enumeration, rewards):
     return exact.expected(model, exact.pack(enumeration, rewards), len(enumeration.prompts))
 
@@ -77,13 +70,6 @@ def test_everything_is_enumerated_once(model, full):
     assert full.prompt.tolist() == sorted(full.prompt)
     pairs = zip(full.prompt.tolist(), map(tuple, full.completions()), strict=True)
     assert sorted(pairs) == sorted(itertools.product(range(len(PROMPTS)), STRINGS))
-
-
-def test_probabilities_equal_those_of_single_strings(model, full):
-    some, completions = range(0, len(full), 11), full.completions()
-    with torch.inference_mode():
-        alone = [log_probability(model, PROMPTS[full.prompt[i]], completions[i]).item() for i in some]
-    assert full.log_probability[some] == pytest.approx(np.array(alone), abs=1e-4)
 
 
 @pytest.mark.parametrize("rows", [7, 1024])
