@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -151,6 +152,14 @@ def wait(pid: int, seconds: float = 120) -> int:
 def in_child(function: Callable[[], object]) -> int:
     """Run a function in a forked process and return its exit status."""
     return wait(fork(function), 190)
+
+
+def python(*arguments: object, folder: Path | None = None, env: Mapping | None = None) -> subprocess.CompletedProcess:
+    """Run this Python in a folder, and fail with what it said if it fails."""
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done
 
 
 def greedy(model, length: int = 6) -> list[list[int]]:

@@ -6,7 +6,6 @@ this file generates itself, without `**`, and check that the library, which neve
 
 import json
 import re
-import subprocess
 import sys
 import time
 import warnings
@@ -15,7 +14,7 @@ from itertools import combinations_with_replacement, permutations
 
 import numpy as np
 import pytest
-from helpers import refused
+from helpers import python, refused
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -42,7 +41,7 @@ def test_the_registry_is_lazy_and_countdown_needs_no_heavy_package():
         "import sys; import evoalign_lib.tasks as t; assert 'numpy' not in sys.modules; t.get('countdown');"
         "print(' '.join(m for m in sys.modules if '.' not in m))"
     )
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    loaded = python("-c", code).stdout.split()
     assert "numpy" in loaded and not heavy & set(loaded)
 
 

@@ -4,15 +4,13 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import refused
+from helpers import python, refused
 from hypothesis import given
 from hypothesis import strategies as st
 from noise_by_numpy import bits, reference_perturb, reference_update
@@ -341,6 +339,5 @@ def test_a_read_only_package_folder_is_no_hindrance(tmp_path, user_cache_is_writ
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
     environment |= {"PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": str(user_cache), "PYTHONDONTWRITEBYTECODE": "1"}
     code = "import noise_copy; print(noise_copy.add_noise.stats.cache_path)"
-    answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    found = answer.stdout.strip()
+    found = python("-c", code, env=environment).stdout.strip()
     assert Path(found).is_relative_to(user_cache) if user_cache_is_writable else found == "None"

@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from evoalign_study import paths
-from helpers import random_model
+from helpers import python, random_model
 from safetensors.torch import save_file
 
 from evoalign_lib import ledger, models
@@ -237,8 +236,5 @@ def test_two_models_are_compared_in_the_memory_of_a_part_of_one(tmp_path):
     base, end = (
         folder(tmp_path / str(k), {name: drawn + i for i, name in enumerate(names, k)}, shards=6) for k in range(2)
     )
-    environment = os.environ | {"PYTHONPATH": str(paths.ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", COMPARE, str(24 * 8 * 2**20), base, end, end]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = python("-c", COMPARE, 24 * 8 * 2**20, base, end, end, env=os.environ | {"PYTHONPATH": str(paths.ROOT)})
     assert "can't allocate memory" in done.stdout
