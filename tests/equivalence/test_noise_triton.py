@@ -2,18 +2,18 @@
 interpreter on any machine, and by numba on a CPU."""
 
 import json
-import math
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import python
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from noise_by_numpy import bits, reference_perturb, reference_update
+from noise_by_numpy import bits, filled, reference_perturb, reference_update, window
 from noise_by_numpy import keys_and_coefficients as members
 
 from evoalign_lib import _anchor, _noise_cpu, noise
@@ -72,9 +72,11 @@ def test_all_of_this_in_the_interpreter(which):
         pytest.skip("this is the interpreter")
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
         pytest.skip(f"the interpreter of Triton {triton.__version__} converts arrays in a way that NumPy deprecates")
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "-k", which, __file__]
-    said = python(*command, env=os.environ | {"TRITON_INTERPRET": "1"}).stdout
-    assert int(re.search(r"(\d+) passed", said)[1]) >= (3 if which == FAST else 30)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "-k", which, __file__]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= (3 if which == FAST else 30)
 
 
 @kernels
@@ -95,14 +97,12 @@ def test_known_answers(case):
 )
 @settings(max_examples=40)
 def test_a_window_is_a_slice_of_the_whole_in_tiles_of_any_size(shape, distribution, tile, data):
-    n_rows, n_cols = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
-    r0, r1 = sorted(data.draw(st.tuples(st.integers(0, n_rows), st.integers(0, n_rows))))
-    c0, c1 = sorted(data.draw(st.tuples(st.integers(0, n_cols), st.integers(0, n_cols))))
-    whole = normals(KEY, 9, shape, distribution=distribution, backend="numpy").reshape(n_rows, n_cols)
+    rows, cols, sizes = window(data, shape)
+    whole = normals(KEY, 9, shape, distribution=distribution, backend="numpy").reshape(sizes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_noise_triton, "TILE", tile)
-        window = normals(KEY, 9, shape, rows=(r0, r1), cols=(c0, c1), distribution=distribution, backend="triton")
-    assert (bits(window) == bits(whole[r0:r1, c0:c1])).all()
+        found = normals(KEY, 9, shape, rows=rows, cols=cols, distribution=distribution, backend="triton")
+    assert (bits(found) == bits(whole[slice(*rows), slice(*cols)])).all()
 
 
 # full rank and low rank, each distribution, and each dtype
@@ -190,10 +190,7 @@ def test_fused_and_sharded_tensors_get_the_noise_of_the_whole():
         part = whole[name][row0 : row0 + tensor.shape[0], col0 : col0 + tensor.shape[1]]
         tensor.copy_(torch.from_numpy(part))
     weights, (keys, coefficients) = device_weights(pieces), members(3)
-    layout = Layout.from_shapes(shapes.items())
-    master = np.zeros(layout.size, np.float32)
-    for name, view in layout.views(master).items():
-        view[...] = torch.from_numpy(whole[name]).to(dtype).float()
+    layout, master = filled({name: torch.from_numpy(values).to(dtype).float() for name, values in whole.items()})
 
     def holds(buffer: np.ndarray, tensors: list[torch.Tensor]) -> None:
         views = layout.views(buffer)

@@ -13,7 +13,7 @@ import pytest
 from helpers import python, refused
 from hypothesis import given
 from hypothesis import strategies as st
-from noise_by_numpy import bits, reference_perturb, reference_update
+from noise_by_numpy import bits, reference_perturb, reference_update, window
 from noise_by_numpy import keys_and_coefficients as members
 from numba import njit
 from scipy import stats
@@ -149,15 +149,13 @@ def test_backends_agree_bit_for_bit_on_four_million_numbers(distribution):
     data=st.data(),
 )
 def test_a_window_is_a_slice_of_the_whole(shape, key, backend, distribution, rank, data):
-    n_rows, n_cols = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
-    r0, r1 = sorted(data.draw(st.tuples(st.integers(0, n_rows), st.integers(0, n_rows))))
-    c0, c1 = sorted(data.draw(st.tuples(st.integers(0, n_cols), st.integers(0, n_cols))))
-    whole = noise.eps(key, 9, shape, rank, distribution=distribution, backend="numpy").reshape(n_rows, n_cols)
+    rows, cols, sizes = window(data, shape)
+    whole = noise.eps(key, 9, shape, rank, distribution=distribution, backend="numpy").reshape(sizes)
     law = {"distribution": distribution, "backend": backend}
-    for rows, cols in (((r0, r1), (c0, c1)), ((r0, r1), None), (None, (c0, c1))):
-        expected = whole[slice(*rows or (None,)), slice(*cols or (None,))]
-        window = noise.eps(key, 9, shape, rank, rows=rows, cols=cols, **law)
-        assert window.shape == expected.shape and (bits(window) == bits(expected)).all()
+    for r, c in ((rows, cols), (rows, None), (None, cols)):
+        expected = whole[slice(*r or (None,)), slice(*c or (None,))]
+        found = noise.eps(key, 9, shape, rank, rows=r, cols=c, **law)
+        assert found.shape == expected.shape and (bits(found) == bits(expected)).all()
 
 
 @pytest.mark.parametrize(

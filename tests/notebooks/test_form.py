@@ -16,6 +16,7 @@ from evoalign_study import execution, parameters, paths
 from evoalign_study.records import read_records, record_files
 from helpers import written_out
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from noise_by_numpy import filled
 
 from evoalign_lib import noise
 from evoalign_lib.analysis import kl, stats
@@ -119,10 +120,7 @@ def test_the_step_written_out_in_notebook_01_is_the_librarys():
     (es_step,) = written_out("01_es_countdown", "es_step")
     rng = np.random.default_rng(0)
     theta = {"a.weight": rng.standard_normal((7, 13)).astype(np.float32), "b.bias": np.ones(5, np.float32)}
-    layout = noise.Layout.from_shapes((name, w.shape) for name, w in theta.items())
-    master = np.zeros(layout.size, np.float32)
-    for name, view in layout.views(master).items():
-        view[...] = theta[name]
+    layout, master = filled(theta)
 
     def reward(weights):
         return float(sum(np.square(w - 0.5).sum(dtype=np.float64) for w in weights.values()))
