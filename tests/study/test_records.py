@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import os
 import random
+import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from evoalign_study import artifacts, claims, paths, records
 from evoalign_study.records import append_record, index_problems, read_records, record_files, spec_hash
-from helpers import refused
+from helpers import fork, refused, wait
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -127,41 +128,29 @@ def test_committed_records_are_those_of_every_notebook(tmp_path, monkeypatch):
 
 # ---- several writers, and writers that are killed
 
-WRITER = """
-import sys
-from pathlib import Path
-from evoalign_study.records import append_record, spec_hash
 
-first, count = map(int, sys.argv[2:])
-print("ready", flush=True)
-sys.stdin.read()
-for seed in range(first, first + count):
-    spec = {"seed": seed}
-    record = {"spec": spec, "spec_hash": spec_hash(spec), "status": "finished", "filler": "x" * 7000}
-    append_record(Path(sys.argv[1]), record)
-"""
-
-
-def _writer(file: Path, first: int, count: int) -> subprocess.Popen:
-    command = [sys.executable, "-c", WRITER, str(file), str(first), str(count)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def write(file: Path, first: int, count: int, begin: int) -> None:
+    """Append records once there is a byte to be read."""
+    os.read(begin, 1)
+    for seed in range(first, first + count):
+        append_record(file, record(seed, filler="x" * 7000))
 
 
 def test_a_killed_writer_and_two_at_once_lose_no_finished_record(tmp_path):
     """Unlocked, each of two would cut off what it takes for a torn line of the other."""
-    file, end = tmp_path / "tiny.jsonl", time.monotonic() + 100
-    with _writer(file, 0, 10**6) as killed:
-        killed.stdin.close()
-        while not (file.is_file() and len(read_records(file)) >= 5):
-            assert time.monotonic() < end
-        killed.kill()
+    file, end, (begin, begins) = tmp_path / "tiny.jsonl", time.monotonic() + 100, os.pipe()
+    killed = fork(write, file, 0, 10**6, begin)
+    os.write(begins, b"1")
+    while not (file.is_file() and len(read_records(file)) >= 5):
+        assert time.monotonic() < end
+    os.kill(killed, signal.SIGKILL)
+    assert wait(killed) == -signal.SIGKILL
     records.index(file)  # mends what it left
     known, count = len(read_records(file)), 40
     assert [r["spec"]["seed"] for r in read_records(file)] == list(range(known)) and known >= 5
-    with _writer(file, known, count) as one, _writer(file, known + count, count) as other:
-        assert one.stdout.readline() == other.stdout.readline() == b"ready\n"
-        one.stdin.close(), other.stdin.close()  # begin
-    assert one.returncode == other.returncode == 0
+    both = [fork(write, file, first, count, begin) for first in (known, known + count)]
+    os.write(begins, b"23")
+    assert [wait(pid) for pid in both] == [0, 0]
     seeds = [r["spec"]["seed"] for r in read_records(file)]
     assert sorted(seeds) == list(range(known + 2 * count)) and seeds != sorted(seeds)  # they did take turns
     assert index_problems(file) == []
