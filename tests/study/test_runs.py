@@ -242,15 +242,6 @@ test_settings_that_are_refused_before_any_run = refused(  # maker, settings (...
 )  # fmt: skip
 
 
-def test_specs_state_what_decides_a_run():
-    [base] = base_specs(["A0"], SETTINGS, "smoke")
-    assert base["kind"] == "base" and base["base_digest"] == models.base_digest(tiny.load("A0")[0])
-    made = train_specs("es", ["A0", "A1"], range(2), SETTINGS, "smoke")
-    made += train_specs("es", ["H0"], [0], SETTINGS | FILLED, "smoke")
-    assert [(s["base"], s["seed"]) for s in made] == [("A0", 0), ("A0", 1), ("A1", 0), ("A1", 1), ("H0", 0)]
-    assert made[-1]["filler_steps"] == 16 and len({spec_hash(s) for s in [base, *made]}) == 6
-
-
 def test_optional_settings_are_part_of_a_spec_only_where_they_are_set():
     plain = SETTINGS | {"curve_spacing": None, "unique_prompts": None}
     [spec] = train_specs("grpo", ["A0"], [0], plain, "smoke")
