@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import inspect
+import itertools
 import json
 import os
 import re
@@ -91,6 +92,11 @@ def random_model(kind: str = "qwen2", seed: int = 2, spread: float = 0.2, **conf
                 if parameter.ndim == 1:
                     parameter.add_(torch.randn_like(parameter) * spread)
     return model
+
+
+def every_resample(n: int) -> np.ndarray:
+    """Return (n**n, n): the indices of every resample of n units, each as likely as the others."""
+    return np.array(list(itertools.product(range(n), repeat=n)))
 
 
 def qwen(size: str, **changed) -> dict:

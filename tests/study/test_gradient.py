@@ -56,8 +56,8 @@ def expected_reward(model, enumeration, rewards):
     return exact.expected(model, exact.pack(enumeration, rewards), len(enumeration.prompts))
 
 
-def keys_of(repeat, n):
-    root = noise.run_key("test", repeat)
+def keys_of(repeat, n, arm="test"):
+    root = noise.run_key(arm, repeat)
     return np.array([noise.member_key(root, 0, i) for i in range(n)], np.uint64)
 
 
@@ -191,9 +191,7 @@ def test_a_run_measures_one_step(objective, base):
     assert first["predicted_cosine"] == first["rho"] * math.sqrt(8 / first["d"])
     assert first["norm_ratio"] == pytest.approx(1, abs=0.02)
     # with the spread of the projections and the step's true norm the prediction becomes an identity
-    root = noise.run_key("estimator", 0)
-    keys = np.array([noise.member_key(root, 0, i) for i in range(8)], np.uint64)
-    spread = exact.projections(objective.layout, keys, objective.gradient).std()
+    spread = exact.projections(objective.layout, keys_of(0, 8, "estimator"), objective.gradient).std()
     spread /= np.linalg.norm(objective.gradient.astype(float))
     assert first["cosine"] == pytest.approx(first["predicted_cosine"] * spread / first["norm_ratio"], rel=1e-4)
     assert not first["tied"] and 0 <= first["improving"] <= 1

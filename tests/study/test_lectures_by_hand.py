@@ -53,9 +53,8 @@ def test_the_best_setting_at_full_length_is_chosen_by_greedy_accuracy_where_arms
 
     tried = [run(1, 0.4), run(1, 0.2), run(2, 0.29, 0.25), run(2, 0.29, 0.25)]
     scores = nb02.final_scores({"grpo": tried, "finals es": tried, "prompts es": []})
-    assert scores["setting"].str[:18].tolist() == ["sigma 0.1, alpha 1", "sigma 0.1, alpha 2"] and set(scores["n"]) == {
-        2
-    }
+    assert scores["setting"].str[:18].tolist() == ["sigma 0.1, alpha 1", "sigma 0.1, alpha 2"]
+    assert set(scores["n"]) == {2}
     assert scores["end, greedy"].tolist() == pytest.approx([0.3, 0.29])
     assert scores["equal FLOPs, greedy"].tolist() == pytest.approx([0.2, 0.25])
     assert nb02.final_scores({"grpo": tried}).empty

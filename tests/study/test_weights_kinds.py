@@ -246,12 +246,13 @@ def test_one_run_alone_is_the_run_and_nothing_of_it_the_base(runs):
     assert nothing["skills"]["copy"]["greedy"] == 1  # what the base has learned
 
 
+def moved(records, **how):
+    end = weight_cache.end(records, **how)
+    return weight_cache.displacement(end, weight_cache.of_base("A0"), weight_cache.layout_of("A0"))
+
+
 def test_lengths_of_means_and_of_what_is_made_as_long(runs):
-    start, layout = weight_cache.of_base("A0"), weight_cache.layout_of("A0")
-
-    def moved(records, **how):
-        return weight_cache.displacement(weight_cache.end(records, **how), start, layout)
-
+    start = weight_cache.of_base("A0")
     masters = [master.astype(np.float64) for master in weight_cache.of_group(weight_cache.group(runs))]
     short = float(np.linalg.norm(moved(runs)))
     # walks of their own average to less
@@ -263,17 +264,12 @@ def test_lengths_of_means_and_of_what_is_made_as_long(runs):
 
 
 def test_a_fresh_walk_makes_the_mean_of_the_others_as_long_as_the_run(runs):
-    start, layout = weight_cache.of_base("A0"), weight_cache.layout_of("A0")
-
-    def moved(draw):
-        return weight_cache.displacement(weight_cache.end(runs[1:], as_long_as=runs[:1], walk=draw), start, layout)
-
-    mean = weight_cache.displacement(weight_cache.end(runs[1:]), start, layout)
-    one, again, other = moved(0), moved(0), moved(1)
+    mean = moved(runs[1:])
+    one, again, other = (moved(runs[1:], as_long_as=runs[:1], walk=walk) for walk in (0, 0, 1))
     assert np.array_equal(one, again) and np.linalg.norm(one) == pytest.approx(runs[0]["update_norm"], rel=1e-6)
     walks, d = np.array([one - mean, other - mean]), runs[0]["d"]
     assert abs(np.corrcoef(walks)[0, 1]) < 0.02 and all(abs(walk @ mean) < 0.02 * short(walk, mean) for walk in walks)
-    for part in layout.views(walks[0]).values():  # spread evenly over all weights
+    for part in weight_cache.layout_of("A0").views(walks[0]).values():  # spread evenly over all weights
         assert np.linalg.norm(part) == pytest.approx(np.linalg.norm(walks[0]) * np.sqrt(part.size / d), rel=1e-3)
 
 
