@@ -255,6 +255,13 @@ def refused(*cases: tuple, call: Callable = lambda make: make(), error: type | t
     return test
 
 
+SMALL_RUN = {
+    "max_completion_length": 16, "validation_problems": 6, "test_problems": 10, "steps": 2, "prompts_per_step": 4,
+    "curve_points": 3, "population_size": 3, "sigma": 0.03, "alpha": 0.01, "num_generations": 4, "learning_rate": 1e-3,
+    "beta": 0.0, "lora_rank": 2, "leading_share": 1.0, "warm_rows": 8, "warm_epochs": 1, "warm_learning_rate": 1e-3,
+}  # fmt: skip
+"""Settings of the study's runs, those of every arm but fine-tuning."""
+
 # ---- code that notebooks write out
 
 

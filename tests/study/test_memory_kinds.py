@@ -6,12 +6,10 @@ import torch
 from evoalign_study import sweep
 from evoalign_study.kinds.memory import storage_specs
 from evoalign_study.memory_profile import Allocations, resident
+from helpers import SMALL_RUN
 
-SETTINGS = {
-    "max_completion_length": 8, "steps": 2, "prompts_per_step": 2, "population_size": 4, "sigma": 0.03, "alpha": 0.01,
-    "num_generations": 2, "learning_rate": 1e-3, "beta": 0.0, "lora_rank": 2, "leading_share": 1.0, "warm_rows": 4,
-    "warm_epochs": 1, "warm_learning_rate": 1e-3,
-}  # fmt: skip
+SETTINGS = SMALL_RUN | {"max_completion_length": 8, "prompts_per_step": 2, "population_size": 4, "num_generations": 2}
+SETTINGS |= {"warm_rows": 4}
 D = {"es": 140_928, "essa": 1_792, "grpo": 140_928, "grpo_lora": 1_792}
 KIB = 1024
 

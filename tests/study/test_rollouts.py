@@ -9,7 +9,7 @@ import torch
 from evoalign_study import measures, rollouts, sweep, training, weight_cache
 from evoalign_study.kinds import train
 from evoalign_study.kinds.train import composed_specs, train_specs
-from helpers import refused
+from helpers import SMALL_RUN, refused
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,11 +19,7 @@ from evoalign_lib.engines.base import as_given
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.es import ESConfig
 
-SETTINGS = {
-    "max_completion_length": 16, "validation_problems": 6, "test_problems": 10, "steps": 2, "prompts_per_step": 4,
-    "curve_points": 2, "population_size": 3, "sigma": 0.01, "alpha": 0.03, "num_generations": 4,
-    "learning_rate": 1e-3, "beta": 0.0, "prompts": 64, "batch_size": 16, "epochs": 1,
-}  # fmt: skip
+SETTINGS = SMALL_RUN | {"curve_points": 2, "sigma": 0.01, "alpha": 0.03, "prompts": 64, "batch_size": 16, "epochs": 1}
 RUNS = [("es", 2)]
 
 

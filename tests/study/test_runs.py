@@ -11,7 +11,7 @@ from evoalign_study.kinds.exact import estimator_specs, kl_specs
 from evoalign_study.kinds.train import audit_specs, sweep_specs, train_specs
 from evoalign_study.records import MAX_CURVE, accuracy_matrix, append_record, read_records, spec_hash
 from grpo_runs import QUIET
-from helpers import refused
+from helpers import SMALL_RUN, refused
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,12 +20,8 @@ from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.essa import lora_config
 from evoalign_lib.tasks import countdown
 
-SETTINGS = {
-    "max_completion_length": 16, "validation_problems": 6, "test_problems": 10, "steps": 4, "prompts_per_step": 4,
-    "curve_points": 4, "curve_spacing": "log", "population_size": 3, "sigma": 0.03, "alpha": 0.01,
-    "num_generations": 4, "learning_rate": 1e-3, "beta": 0.0, "rank": 1, "leading_share": 1.0, "lora_rank": 2,
-    "warm_rows": 8, "warm_epochs": 1, "warm_learning_rate": 1e-3, "prompts": 24, "batch_size": 4, "epochs": 2,
-}  # fmt: skip
+SETTINGS = SMALL_RUN | {"steps": 4, "curve_points": 4, "curve_spacing": "log", "rank": 1}
+SETTINGS |= {"prompts": 24, "batch_size": 4, "epochs": 2}
 COLD = dict.fromkeys(("warm_rows", "warm_epochs", "warm_learning_rate"))
 AXES = ("completions", "generated_tokens", "forward_flops", "core_seconds")
 

@@ -24,6 +24,7 @@ from evoalign_study.kinds.exact import kl_specs
 from evoalign_study.kinds.train import audit_specs, train_specs
 from evoalign_study.records import append_record, index_problems, ledger_file, read_records, spec_hash
 from evoalign_study.sweep import load_or_run
+from helpers import SMALL_RUN
 from test_records import record
 from typer.testing import CliRunner
 
@@ -57,8 +58,7 @@ def _await(condition, seconds: float = 300) -> None:
 
 # ---- loading and running
 
-SETTINGS = {"max_completion_length": 16, "validation_problems": 6, "test_problems": 10, "curve_points": 3}
-SETTINGS |= {"population_size": 3, "sigma": 0.03, "alpha": 0.01, "steps": 2, "prompts_per_step": 24}
+SETTINGS = SMALL_RUN | {"prompts_per_step": 24}
 
 
 def test_equal_specs_and_foreign_scales_are_refused(folders):

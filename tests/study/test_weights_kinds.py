@@ -20,7 +20,7 @@ from evoalign_study.records import (
     unpack_integers,
     unpack_probabilities,
 )
-from helpers import refused
+from helpers import SMALL_RUN, refused
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -29,10 +29,7 @@ from evoalign_lib import ledger, tiny
 from evoalign_lib.tasks import countdown
 
 LONGEST, SAMPLES = weights.LONGEST, 200
-SETTINGS = {
-    "max_completion_length": 16, "validation_problems": 20, "test_problems": 10, "steps": 2, "prompts_per_step": 4,
-    "curve_points": 3, "population_size": 3, "sigma": 0.03, "alpha": 0.03, "reach_at": [0.6, 1],
-}  # fmt: skip
+SETTINGS = SMALL_RUN | {"validation_problems": 20, "alpha": 0.03, "reach_at": [0.6, 1]}
 RUNS = [("es", 3)]
 SIZES = {
     "max_completion_length": 16, "validation_problems": 20, "test_problems": 10, "skill_messages": 12,
