@@ -57,22 +57,12 @@ def work(folder: Path, settings: dict, die_in_write: tuple[int, float] | None = 
     (folder / "outcome.json").write_text(json.dumps(outcome(tested)))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"workers": 2, **SAVING, **EVALUATING},
-        *(
-            pytest.param(settings, marks=pytest.mark.slow)
-            for settings in (
-                {},
-                {"perturbation": "low_rank", "rank": 2, "workers": 2},
-                {"precision": "inplace", "noise": "tied", **SAVING},
-                {"anchor_decay": 0.1, **SAVING},
-            )
-        ),
-    ],
-    ids=str,
-)
+SLOW = [{}, {"perturbation": "low_rank", "rank": 2, "workers": 2}, {"anchor_decay": 0.1, **SAVING}]
+SLOW += [{"precision": "inplace", "noise": "tied", **SAVING}]
+KILLED = [{"workers": 2, **SAVING, **EVALUATING}, *(pytest.param(how, marks=pytest.mark.slow) for how in SLOW)]
+
+
+@pytest.mark.parametrize("settings", KILLED, ids=str)
 def test_killed_at_random_instants(tmp_path, settings):
     rng = np.random.default_rng(len(str(settings)))
     started = time.perf_counter()

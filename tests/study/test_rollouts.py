@@ -9,7 +9,7 @@ import torch
 from evoalign_study import measures, rollouts, sweep, training, weight_cache
 from evoalign_study.kinds import train
 from evoalign_study.kinds.train import composed_specs, train_specs
-from helpers import SMALL_RUN, refused
+from helpers import SMALL_RUN, refused, short_run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -92,11 +92,10 @@ def weighted(folder, steps=3, **changed):
     model, tokenizer = tiny.load("A0")
     rows = measures.get("countdown").rows({}, tokenizer, tiny.problems("train", 8))
     settings = {"population_size": 4, "sigma": 0.01, "alpha": 0.01, "num_generations": 3, "prompts_per_step": 4}
-    settings |= {"sampling": "common"}
-    args = ESConfig(
-        output_dir=str(folder), max_steps=steps, max_completion_length=16, workers=1, seed=1,
-        arm="es_weighted", report_to="none", save_strategy="no", disable_tqdm=True, **settings | changed,
-    )  # fmt: skip
+    settings |= {"sampling": "common", "max_steps": steps}
+    args = short_run(
+        folder, ESConfig, max_completion_length=16, **{"arm": "es_weighted", "seed": 1} | settings | changed
+    )
     reward = lambda prompts, completions, **columns: [hash_of(c) for c in completions]  # noqa: E731
     return rollouts.WeightedTrainer(model, reward, args, rows, None, tokenizer)
 

@@ -203,6 +203,7 @@ test_settings_that_are_refused_before_any_run = refused(  # maker, settings (...
     *((trains(arm), {k: v}, f"{k}={v!r}") for arm, settings in VALUES.items() for k, v in settings),
     *((trains("es"), {"sampled_at": values}, "sampled_at=") for values in ([], [0.6, 1.0], [0.6, 0.6])),
     (trains("ppo"), {}, "ppo"),
+    (lambda s: kl_specs("A0", 0.01, 1, s | EXACT | {"kl_samples": 3}, "smoke"), {}, "kl_samples=3 must be even"),
     (trains("grpo"), {"beta": ...}, "beta"),
     (trains("sft"), {"prompts": ...}, "prompts"),
     (trains("es"), {"curve_points": 1, "curve_spacing": None}, "curve_points=1"),

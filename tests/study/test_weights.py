@@ -116,23 +116,22 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path, spoil, message):
 # adapters
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]},
-        {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], "use_rslora": True, "modules_to_save": ["lm_head"]},
-        {
-            "r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"],
-            "rank_pattern": {"v_proj": 2}, "alpha_pattern": {r"layers\.1\.self_attn\.q_proj": 3},
-        },
-    ],
-    ids=["plain", "rslora", "patterns"],
-)  # fmt: skip
+ADAPTERS = {
+    "plain": {"target_modules": ["q_proj", "down_proj"]},
+    "rslora": {"target_modules": ["q_proj"], "use_rslora": True, "modules_to_save": ["lm_head"]},
+    "patterns": {
+        "target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 2},
+        "alpha_pattern": {r"layers\.1\.self_attn\.q_proj": 3},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", ADAPTERS.values(), ids=ADAPTERS)
 def test_an_adapter_equals_what_peft_merges(tmp_path, settings):
     peft = pytest.importorskip("peft")
     base = random_model("llama", tie_word_embeddings=False)
     base.save_pretrained(tmp_path / "base")
-    wrapped = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    wrapped = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=6, **settings))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in wrapped.parameters():
