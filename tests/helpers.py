@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Qwen2Config, Qwen2ForCausalLM
 
 from evoalign_lib import noise, tiny
 from evoalign_lib.engines.processes import own_progress_bars
@@ -83,6 +83,7 @@ def random_model(kind: str = "qwen2", seed: int = 2, spread: float = 0.2, **conf
     settings |= {"tie_word_embeddings": True, "initializer_range": spread, "bos_token_id": None}
     settings |= {"eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id} | config
     classes = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+    classes |= {"scorer": (LlamaConfig, LlamaForSequenceClassification)}
     config_class, model_class = classes[kind]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -203,6 +204,12 @@ def short_run(folder, config: type, **changed) -> Any:
     """Return settings of a run of three steps in one process that prints nothing and saves no checkpoints."""
     settings = {"max_steps": 3, "workers": 1, "max_completion_length": 3, "disable_tqdm": True, "report_to": "none"}
     return config(**{"output_dir": str(folder), "save_strategy": "no"} | settings | changed)
+
+
+def ran(trainer, resume: bool | None = None) -> Any:
+    """Return a trainer after train()."""
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
 
 
 def saved(folder, model=None) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from es_runs import ROWS, token_sum
-from helpers import SFT_ROWS, base_bits, chained, greedy, lora, random_model, saved_base, short_run, tokenizer
+from helpers import SFT_ROWS, base_bits, chained, greedy, lora, ran, random_model, saved_base, short_run, tokenizer
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from evoalign_lib import _adapters, ledger, models
@@ -171,8 +171,7 @@ def test_saved_replayed_and_gone_on_with(tmp_path, mode, search):
     def made():
         return quantise(saved_base(tmp_path / "base"), mode)
 
-    tested = trainer(tmp_path / "run", made(), search)
-    tested.train()
+    tested = ran(trainer(tmp_path / "run", made(), search))
     tested.save_model()
     saved = {path.name for path in (tmp_path / "run").iterdir()}
     assert "adapter_model.safetensors" in saved and "model.safetensors" not in saved
@@ -186,10 +185,8 @@ def test_saved_replayed_and_gone_on_with(tmp_path, mode, search):
     assert ledger.write_model(path, tmp_path / "again") == digest
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
-    longer = trainer(tmp_path / "run", made(), search, max_steps=5)
-    longer.train(resume_from_checkpoint=True)
-    whole = trainer(tmp_path / "whole", made(), search, max_steps=5, workers=2)
-    whole.train()
+    longer = ran(trainer(tmp_path / "run", made(), search, max_steps=5), True)
+    whole = ran(trainer(tmp_path / "whole", made(), search, max_steps=5, workers=2))
     assert longer.engine.weights.digest() == whole.engine.weights.digest() != digest
 
 
@@ -205,6 +202,5 @@ def test_essa_fine_tunes_over_codes_and_goes_on(tmp_path, mode):
     tested.train()
     assert base_bits(tested.model) == before
     assert all(p.dtype == torch.float32 and p.abs().sum() > 0 for p in _adapters.moved(tested.model).values())
-    again = made(2)
-    again.train(resume_from_checkpoint=True)
+    ran(made(2), True)
     assert ledger.verify(tmp_path / "run" / ledger.NAME, tmp_path / "run" / "start").recomputed

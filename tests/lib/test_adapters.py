@@ -7,19 +7,8 @@ import signal
 import pytest
 import torch
 import transformers
-from helpers import (
-    ROWS,
-    base_bits,
-    greedy,
-    in_child,
-    lora,
-    random_model,
-    refused,
-    saved,
-    short_run,
-    token_sum,
-    tokenizer,
-)
+from es_runs import ROWS, token_sum
+from helpers import base_bits, greedy, in_child, lora, ran, random_model, refused, saved, short_run, tokenizer
 from transformers import AutoModelForCausalLM
 
 from evoalign_lib import _adapters, ledger, models, weight_files
@@ -90,8 +79,7 @@ def test_an_adapter_moves_alone_and_decodes_as_peft_does(tmp_path, changed):
 
 
 def test_replay_of_an_adapters_ledger(tmp_path):
-    tested = trainer(tmp_path / "run", saved(tmp_path / "base"), peft_config=lora())
-    tested.train()
+    tested = ran(trainer(tmp_path / "run", saved(tmp_path / "base"), peft_config=lora()))
     path = tmp_path / "run" / ledger.NAME
     header = json.loads(path.read_bytes().splitlines()[0])
     assert header["evoalign_ledger"] == 4
@@ -114,8 +102,7 @@ def test_replay_of_an_adapters_ledger(tmp_path):
 def test_killed_and_resumed_with_another_random_adapter(tmp_path, settings):
     """A process that starts anew draws another adapter: the one that the run began with lies beside the ledger."""
     settings = {"max_steps": 4} | settings
-    whole = trainer(tmp_path / "whole", adapted(seed=1), **settings)
-    whole.train()
+    whole = ran(trainer(tmp_path / "whole", adapted(seed=1), **settings))
     folder, calls = tmp_path / "killed", iter(range(100))
 
     def fatal(completion_ids, **columns):
@@ -125,8 +112,7 @@ def test_killed_and_resumed_with_another_random_adapter(tmp_path, settings):
 
     fatal.__name__ = "token_sum"
     assert in_child(lambda: trainer(folder, adapted(seed=1), fatal, **settings).train()) == -signal.SIGKILL
-    again = trainer(folder, adapted(seed=2), **settings)
-    again.train(resume_from_checkpoint=True)
+    again = ran(trainer(folder, adapted(seed=2), **settings), True)
     assert again.engine.weights.digest() == whole.engine.weights.digest()
     assert named(again.model) == named(whole.model)
 
@@ -216,8 +202,7 @@ def test_frozen_weights_stay_where_they_are(tmp_path, decoder, precision):
         ledger.replay(path, other)
     with pytest.raises(ValueError, match="with frozen='[0-9a-f]+', this one has None"):
         trainer(tmp_path / "run", random_model(), decoder=decoder, precision=precision, max_steps=4).train(True)
-    longer = trainer(tmp_path / "run", part(), decoder=decoder, precision=precision, max_steps=4)
-    longer.train(resume_from_checkpoint=True)
+    longer = ran(trainer(tmp_path / "run", part(), decoder=decoder, precision=precision, max_steps=4), True)
     assert moved(named(tested.model), longer.model) == trainable(longer.model)
 
 

@@ -14,7 +14,7 @@ import es_runs
 import numpy as np
 import pytest
 import torch
-from helpers import ROWS, SFT_ROWS, chained, in_child, random_model, refused, short_run, token_sum, tokenizer
+from helpers import ROWS, SFT_ROWS, chained, in_child, ran, random_model, refused, short_run, token_sum, tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from trl import SFTConfig
@@ -215,8 +215,7 @@ def test_mini_batches(tmp_path, shared):
         seen.append(tuple(number))
         return token_sum(completion_ids)
 
-    tested = trainer(tmp_path, spying, shared_batch=shared)
-    tested.train()
+    tested = ran(trainer(tmp_path, spying, shared_batch=shared))
     steps = [set(seen[i : i + 6]) for i in range(0, 18, 6)]
     assert all(len(step) == 1 if shared else len(step) > 3 for step in steps) and steps[0] != steps[1]
     assert all(len(set(batch)) == 3 for batch in seen)
@@ -271,8 +270,7 @@ def test_a_warm_start_that_fails_changes_nothing(tmp_path, monkeypatch):
 
 def test_a_replay_on_another_machine(tmp_path, caplog):
     model = attached()
-    tested = trainer(tmp_path, model=copy.deepcopy(model), adapter=None)
-    tested.train()
+    ran(trainer(tmp_path, model=copy.deepcopy(model), adapter=None))
     path = tmp_path / ledger.NAME
     lines = [json.loads(line) for line in path.read_bytes().splitlines()]
     assert lines[0]["evoalign_ledger"] == 6 and ledger.verify(path, model).recomputed
@@ -323,8 +321,7 @@ class Dying(ESSATrainer):
     ids=str,
 )
 def test_killed_resumed_and_replayed(tmp_path, settings):
-    whole = begun(tmp_path / "whole", **settings | {"workers": 1})
-    whole.train()
+    whole = ran(begun(tmp_path / "whole", **settings | {"workers": 1}))
     folder = tmp_path / "killed"
     assert in_child(lambda: begun(folder, kind=Dying, **settings).train()) == -signal.SIGKILL
     assert len(ledger.read(folder / ledger.NAME).steps) == 4
@@ -362,8 +359,7 @@ def test_killed_after_a_warm_start(tmp_path):
 
 
 def test_the_same_trainer_goes_on_after_an_interrupt(tmp_path):
-    whole = begun(tmp_path / "whole")
-    whole.train()
+    whole = ran(begun(tmp_path / "whole"))
     tested = begun(tmp_path / "run")
     calls = iter(range(100))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from es_runs import ROWS, Stop, constant, digest, read, stopping, token_sum, trained, trainer
-from helpers import random_model, refused, saved
+from helpers import ran, random_model, refused, saved
 from noise_by_numpy import reference_perturb, reference_update
 
 from evoalign_lib import _anchor, ledger, noise, precision
@@ -277,8 +277,7 @@ def test_each_step_logs_what_it_lost(tmp_path, mode, fitness):
             marks.append(precision.drift(*(np.concatenate([v.reshape(-1) for v in vs.values()]) for vs in views)))
             return record
 
-    tested = modal(tmp_path, mode, kind=Noted, fitness=fitness)
-    tested.train()
+    tested = ran(modal(tmp_path, mode, kind=Noted, fitness=fitness))
     logs = tested.state.log_history
     if mode == "master":
         assert marks == [(0, 0)] * 3 and not any("restore_changed" in log for log in logs)

@@ -25,9 +25,9 @@ def score(completions, **columns):
     raise AssertionError("nothing may run")
 
 
-def train_by_es(model, folder):
-    args = ESConfig(output_dir=str(folder), population_size=2, max_steps=1, workers=1, report_to="none")
-    ESTrainer(model, score, args, ROWS, None, tokenizer()).train()
+def es(model, folder, rows=ROWS, tok=None, **changed):
+    args = ESConfig(str(folder), **{"max_completion_length": 5, "workers": 1, "report_to": "none"} | changed)
+    return ESTrainer(model, score, args, rows, None, tok or tokenizer())
 
 
 def train_by_gradients(model, folder):
@@ -109,7 +109,7 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize("use", [train_by_es, train_by_gradients, fine_tune, decode, weights])
+@pytest.mark.parametrize("use", [es, train_by_gradients, fine_tune, decode, weights])
 @pytest.mark.parametrize(("make", "named"), MODELS)
 def test_models_that_are_refused(use, make, named, tmp_path):
     if make is not adapted or use is fine_tune:  # the others take what PEFT makes
@@ -152,11 +152,6 @@ test_arguments_of_load_that_are_refused = refused(
     (("no/such-model",), "'no/such-model' is neither"),
     call=lambda given: models.load(*given),
 )
-
-
-def es(model, folder, rows=ROWS, tok=None, **changed):
-    args = ESConfig(str(folder), **{"max_completion_length": 5, "workers": 1, "report_to": "none"} | changed)
-    return ESTrainer(model, score, args, rows, None, tok or tokenizer())
 
 
 def test_processes_of_a_launch(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from evoalign_study import measures, rollouts, sweep, training, weight_cache
 from evoalign_study.kinds import train
 from evoalign_study.kinds.train import composed_specs, train_specs
-from helpers import SMALL_RUN, refused, short_run
+from helpers import SMALL_RUN, ran, refused, short_run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -134,8 +134,7 @@ def test_to_first_order_the_fitness_is_the_noise_along_the_policy_gradient(tmp_p
 
 
 def test_a_step_costs_one_set_of_completions_and_a_pass_per_member_and_its_run_goes_on(tmp_path):
-    es, parts = weighted(tmp_path / "whole"), weighted(tmp_path / "parts", steps=2)
-    es.train()
+    es = ran(weighted(tmp_path / "whole"))
     assert es.budget["completions"] == 3 * 4 * 3 and es.passes == 2 + 4
     lengths = es.train_prompts.lengths
     assert es.budget["prompt_tokens"] == sum(int(lengths[es._indices(step)].sum()) for step in range(3)) * 3
@@ -143,9 +142,8 @@ def test_a_step_costs_one_set_of_completions_and_a_pass_per_member_and_its_run_g
     logged = [entry["completions/mean_length"] for entry in es.state.log_history]
     assert logged == pytest.approx([step.tokens / 12 for step in es.ledger.steps])
     assert set(es.summary()) == set(rollouts.TOLD) and 0 < es.summary()["effective_share"] <= 1
-    parts.train()
-    again = weighted(tmp_path / "parts")
-    again.train(resume_from_checkpoint=True)
+    weighted(tmp_path / "parts", steps=2).train()
+    again = ran(weighted(tmp_path / "parts"), True)
     assert models.flat_digest(again.engine.master) == models.flat_digest(es.engine.master)
     assert again.summary() == es.summary() and again.budget["completions"] == es.budget["completions"]
     assert np.array_equal(ledger.replay(tmp_path / "whole" / ledger.NAME, "A0"), es.engine.master)
