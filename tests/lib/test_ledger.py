@@ -127,9 +127,6 @@ def test_a_compressed_ledger(copy, tmp_path):
     assert one.header == other.header and one.weights == other.weights and one.tips == other.tips
     with pytest.raises(LedgerError, match="gunzip"):
         Ledger.open(packed)
-    packed.write_bytes(packed.read_bytes()[:-20])
-    with pytest.raises(LedgerError, match="is damaged .*: restore it from a copy"):
-        ledger.read(packed)
 
 
 def test_metrics_that_come_and_go_and_are_no_numbers(tmp_path):

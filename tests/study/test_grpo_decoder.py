@@ -8,7 +8,7 @@ import torch
 from evoalign_study import sweep
 from grpo_runs import weights
 from helpers import PROMPTS, random_model, same_bits, tokenizer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_runs import spec_of
 from transformers import GenerationConfig
@@ -87,7 +87,6 @@ def test_an_adapter_is_decoded_merged():
     assert found == expected != plain(tiny.load("A0")[0], tok, prompts, 16, 0)[0] and torch.equal(after, ours)
 
 
-@settings(deadline=None)
 @given(st.integers(2, 40), st.integers(2, 50), st.integers(0, 2**32 - 1), st.data())
 def test_what_a_row_draws_depends_on_itself_and_its_place_alone(n, vocabulary, seed, data):
     """Rows that are dropped change neither the tokens of others nor the random state."""

@@ -16,6 +16,7 @@ from evoalign_study.records import append_record, index_problems, read_records, 
 from helpers import fork, refused, wait
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 
 def record(seed: int = 0, **more) -> dict:
@@ -320,3 +321,34 @@ def test_whoever_rewrites_records_and_index_is_found_by_the_history(tmp_path, mo
         git("add", "."), git("commit", "-qm", "forged", "--allow-empty")
     (tmp_path / "LOG.md").write_text("Withdrawn: " + ", ".join(line[17:29] for line in lost))
     assert artifacts.record_problems() == []
+
+
+# ---- packed numbers
+
+
+@given(arrays(np.int64, st.integers(0, 50), elements=st.integers(0, 4095)))
+def test_packed_integers_come_back(values):
+    text = records.pack_integers(values)
+    assert len(text) == 2 * len(values) and np.array_equal(records.unpack_integers(text), values)
+
+
+@given(arrays(np.float64, st.integers(0, 50), elements=st.floats(0, 1)))
+def test_packed_probabilities_come_back_to_a_quarter_of_a_percent(values):
+    back, small = records.unpack_probabilities(records.pack_probabilities(values)), values < 1.3e-9
+    assert np.allclose(back[~small], values[~small], rtol=0.0026, atol=0)
+    assert (back[small] < 1.4e-9).all() and (back[values == 1] == 1).all() and (back[values == 0] == 0).all()
+
+
+test_what_is_no_row_of_numbers_is_refused = refused(
+    *((records.pack_integers, values, "") for values in ([-1], [4096], [0.5], [[1]])),
+    *((records.pack_probabilities, values, "") for values in ([-0.1], [1.1], [float("nan")], [[0.5]])),
+    *((records.unpack_integers, text, "") for text in ("A", "A+")),
+    call=lambda function, value: function(value),
+)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder but git's and locks, which stay where they were held."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.match(".*.lock")]
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    return {name: data for name, data in found.items() if not name.startswith(".git")}
