@@ -9,7 +9,7 @@ import pytest
 from evoalign_study import base_models, collapse, kinds, sweep, training
 from evoalign_study.kinds import train
 from evoalign_study.kinds.decode import base_specs
-from evoalign_study.kinds.train import sweep_specs, train_specs
+from evoalign_study.kinds.train import train_specs
 from evoalign_study.measures import conciseness as measured
 from evoalign_study.measures.base import beginning
 from evoalign_study.records import accuracy_matrix, unpack_bits
@@ -57,8 +57,6 @@ def test_specs_say_task_and_measure():
     assert train_specs("grpo", ["B0"], [0], GRPO | {"measure": "released"}, "tiny")[0]["measure"] == "released"
     with pytest.raises(ValueError, match="'sft'"):  # what needs right answers
         train_specs("sft", ["B0"], [0], ES | GRPO, "tiny")
-    with pytest.raises(ValueError, match="'conciseness'"):
-        sweep_specs("es", "B0", ES, "tiny")
     with pytest.raises(ValueError, match="'A0'.*B0, B1, B2"):
         train_specs("es", ["A0"], [0], ES, "tiny")
 
