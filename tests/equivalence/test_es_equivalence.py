@@ -179,16 +179,15 @@ def by_hand(model, steps: int, rows_of, decay: float = 0, antithetic: bool = Fal
     return master
 
 
-@pytest.mark.parametrize(
-    ("variant", "how"),
-    [
-        ({}, {"decoder": "loop"}),
-        ({}, {"decoder": "generate"}),
-        ({"decay": 0.3}, {"anchor_decay": 0.3, "workers": 2}),
-        ({"antithetic": True}, {"antithetic": True}),
-    ],
-    ids=str,
-)
+BY_HAND = [
+    ({}, {"decoder": "loop"}),
+    ({}, {"decoder": "generate"}),
+    ({"decay": 0.3}, {"anchor_decay": 0.3, "workers": 2}),
+    ({"antithetic": True}, {"antithetic": True}),
+]
+
+
+@pytest.mark.parametrize(("variant", "how"), BY_HAND, ids=str)
 def test_three_steps_by_hand(tmp_path, variant, how):
     order = [np.random.default_rng(np.random.SeedSequence([5, 0, epoch])).permutation(8) for epoch in (0, 1)]
     stream = np.concatenate(order)

@@ -209,18 +209,18 @@ def test_fused_and_sharded_tensors_get_the_noise_of_the_whole():
 TENSOR = torch.zeros(8, 8, device="cpu" if DEVICE == "cpu" or not torch.cuda.is_available() else DEVICE)
 
 
+WRONG = [
+    ([], "at least one"),
+    ([(TENSOR.double(), "a")], "'a' is torch.float64"),
+    ([(TENSOR.T, "a")], r"'a' has the strides \(1, 8\)"),
+    ([(TENSOR, "a"), (TENSOR, "b")], "'a' and 'b' are at one address"),
+    ([(TENSOR, "a"), (torch.zeros(8, device="meta"), "b")], "'b' is on meta"),
+    ([(TENSOR, "a", 0, 2**34)], f"columns from {2**34}"),
+]
+
+
 @kernels
-@pytest.mark.parametrize(
-    ("pieces", "named"),
-    [
-        ([], "at least one"),
-        ([(TENSOR.double(), "a")], "'a' is torch.float64"),
-        ([(TENSOR.T, "a")], r"'a' has the strides \(1, 8\)"),
-        ([(TENSOR, "a"), (TENSOR, "b")], "'a' and 'b' are at one address"),
-        ([(TENSOR, "a"), (torch.zeros(8, device="meta"), "b")], "'b' is on meta"),
-        ([(TENSOR, "a", 0, 2**34)], f"columns from {2**34}"),
-    ],
-)
+@pytest.mark.parametrize(("pieces", "named"), WRONG)
 def test_errors_name_the_value(pieces, named):
     with pytest.raises(ValueError, match=named):
         device_weights(pieces)
@@ -253,16 +253,16 @@ LINEAR = {"FLAT": True, "BLOCK": 512}  # a tile of a launch over whole quads
 TILE = {"ROWS": _noise_triton.TILE_ROWS, "COLS": _noise_triton.TILE_COLS}
 
 
+COMPILED = [
+    ("_add_kernel", "*bf16", LINEAR, ["sqrt.rn.f32", "ld.global.v4.b32", "st.global.v2.b32"]),
+    ("_add_kernel", "*fp32", LINEAR, ["sqrt.rn.f32", "ld.global.v4.b32", "st.global.v4.b32"]),
+    pytest.param("_add_low_rank_kernel", "*bf16", TILE, ["mul.rn.f32"], marks=pytest.mark.slow),
+    pytest.param("_add_low_rank_kernel", "*fp32", TILE, ["mul.rn.f32"], marks=pytest.mark.slow),
+]
+
+
 @pytest.mark.skipif(_noise_triton.INTERPRETED, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize(
-    ("name", "target", "shape", "said"),
-    [
-        ("_add_kernel", "*bf16", LINEAR, ["sqrt.rn.f32", "ld.global.v4.b32", "st.global.v2.b32"]),
-        ("_add_kernel", "*fp32", LINEAR, ["sqrt.rn.f32", "ld.global.v4.b32", "st.global.v4.b32"]),
-        pytest.param("_add_low_rank_kernel", "*bf16", TILE, ["mul.rn.f32"], marks=pytest.mark.slow),
-        pytest.param("_add_low_rank_kernel", "*fp32", TILE, ["mul.rn.f32"], marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("name", "target", "shape", "said"), COMPILED)
 def test_compiled_kernels_fuse_nothing_and_move_four_at_a_time(name, target, shape, said, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     ptx = compiled(name, target, shape, fused=False)

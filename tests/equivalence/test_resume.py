@@ -97,11 +97,11 @@ def test_killed_at_random_instants(tmp_path, settings):
     check(folder)
 
 
-@pytest.mark.parametrize(
-    ("share", "settings"),
-    [(0.5, {}), (1, {}), (0.5, {"score": Lagrangian(), "workers": 2, **SAVING, **EVALUATING})],
-    ids=["torn", "whole", "a reward with a state"],
-)
+WRITES = {"torn": (0.5, {}), "whole": (1, {})}
+WRITES["a reward with a state"] = (0.5, {"score": Lagrangian(), "workers": 2, **SAVING, **EVALUATING})
+
+
+@pytest.mark.parametrize(("share", "settings"), WRITES.values(), ids=WRITES)
 def test_killed_in_every_write(tmp_path, share, settings):
     """Header, each line, and the line that closes the ledger: the run advances by a step a life."""
     folder, lives, settings = tmp_path / "run", 0, {"max_steps": 4} | settings

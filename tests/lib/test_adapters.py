@@ -163,11 +163,11 @@ def test_a_model_that_is_elsewhere_is_refused():
         _adapters.check_movable(adapted().to("meta"))
 
 
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [("{", "cannot be read"), ("{}", "KeyError"), ('{"base_model_name_or_path": null}', "does not name its base")]
-    + [('{"base_model_name_or_path": "A0"}', "no adapter_model.safetensors")],
-)
+CONFIGS = {"{": "cannot be read", "{}": "KeyError", '{"base_model_name_or_path": null}': "does not name its base"}
+CONFIGS['{"base_model_name_or_path": "A0"}'] = "no adapter_model.safetensors"
+
+
+@pytest.mark.parametrize(("config", "named"), CONFIGS.items())
 def test_folders_of_adapters_that_are_refused(tmp_path, config, named):
     (tmp_path / "adapter_config.json").write_text(config)
     (tmp_path / "adapter_model.bin").write_bytes(b"")

@@ -42,17 +42,17 @@ def test_variance_of_pass_at_counts_every_pair_of_disjoint_subsets() -> None:
             assert coverage.variance_of_pass_at(c, n, k) == pytest.approx(exact, abs=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("gap", "expected"),
-    [
-        ([1, -1, 1], 2.0),
-        ([1, 1, -1], 8.0),
-        ([0, 1, -1], 8.0),  # equal at the start, such as at a matched pass@1
-        ([1, 0, 1], nan),  # touched
-        ([1, 1, 0], nan),  # reached, not overtaken
-        ([-1, 1, -1], nan),  # the second starts above
-    ],
-)
+GAPS = [
+    ([1, -1, 1], 2.0),
+    ([1, 1, -1], 8.0),
+    ([0, 1, -1], 8.0),  # equal at the start, such as at a matched pass@1
+    ([1, 0, 1], nan),  # touched
+    ([1, 1, 0], nan),  # reached, not overtaken
+    ([-1, 1, -1], nan),  # the second starts above
+]
+
+
+@pytest.mark.parametrize(("gap", "expected"), GAPS)
 def test_crossing_by_hand(gap: list[float], expected: float) -> None:
     assert coverage.crossing([1, 4, 16], gap, np.zeros(3)) == pytest.approx(expected, nan_ok=True)
 

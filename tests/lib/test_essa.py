@@ -312,14 +312,13 @@ class Dying(ESSATrainer):
         return super().tell(members, fitness)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"workers": 2, "shared_batch": True, "save_strategy": "steps", "save_steps": 2},
-        {"decomposition": "product", "leading_share": 0.5, "fitness": "random"},
-    ],
-    ids=str,
-)
+KILLED = [
+    {"workers": 2, "shared_batch": True, "save_strategy": "steps", "save_steps": 2},
+    {"decomposition": "product", "leading_share": 0.5, "fitness": "random"},
+]
+
+
+@pytest.mark.parametrize("settings", KILLED, ids=str)
 def test_killed_resumed_and_replayed(tmp_path, settings):
     whole = ran(begun(tmp_path / "whole", **settings | {"workers": 1}))
     folder = tmp_path / "killed"

@@ -313,16 +313,16 @@ def test_a_server_that_is_slow_or_gone():
     assert judge_pairs(judge, some_pairs(2)).counts["failed"] == 2  # a few failures are no reason to stop
 
 
-@pytest.mark.parametrize(
-    ("status", "error", "named"),
-    [
-        (401, {"message": f"Incorrect API key provided: {KEY}", "code": "invalid_api_key"}, "401"),
-        (404, {"message": "The model 'm' does not exist"}, "404"),
-        (429, {"message": "pay", "code": "insufficient_quota"}, "insufficient_quota"),
-        (402, {"message": "Insufficient Balance", "code": "invalid_request_error"}, "402.*Insufficient Balance"),
-        (400, {"message": "max_tokens", "code": "unsupported_parameter"}, "unsupported_parameter"),
-    ],
-)
+FATAL = [
+    (401, {"message": f"Incorrect API key provided: {KEY}", "code": "invalid_api_key"}, "401"),
+    (404, {"message": "The model 'm' does not exist"}, "404"),
+    (429, {"message": "pay", "code": "insufficient_quota"}, "insufficient_quota"),
+    (402, {"message": "Insufficient Balance", "code": "invalid_request_error"}, "402.*Insufficient Balance"),
+    (400, {"message": "max_tokens", "code": "unsupported_parameter"}, "unsupported_parameter"),
+]
+
+
+@pytest.mark.parametrize(("status", "error", "named"), FATAL)
 def test_what_will_always_fail_stops_at_once(status, error, named):
     with serving(lambda messages, call: (status, {"error": error})) as server:
         with pytest.raises(EndpointError, match=f"{named}.* OPENAI_API_KEY") as stopped:

@@ -235,17 +235,16 @@ HOSTILE_MODEL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("where", "values"),
-    [(None, HOSTILE), ("settings", HOSTILE_SETTINGS), ("model", HOSTILE_MODEL)],
-    ids=["header", "settings", "model"],
-)
-def test_a_hostile_header_is_refused_before_anything_is_made_by_it(copy, where, values):
+PLACES = {"header": HOSTILE, "settings": HOSTILE_SETTINGS, "model": HOSTILE_MODEL}
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_hostile_header_is_refused_before_anything_is_made_by_it(copy, where):
     good, model = [json.loads(line) for line in lines(copy)], random_model()
     tracemalloc.start()
-    for name, value in ((name, value) for name, bad in values.items() for value in bad):
+    for name, value in ((name, value) for name, bad in PLACES[where].items() for value in bad):
         header = json.loads(json.dumps(good[0]))
-        (header[where] if where else header)[name] = value
+        header.get(where, header)[name] = value
         copy.write_bytes(chained([header, *good[1:]]))
         tracemalloc.reset_peak()
         with pytest.raises(LedgerError, match=r"copy\.jsonl, line 1") as error:

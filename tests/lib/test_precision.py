@@ -73,12 +73,12 @@ def released_step(parameters: dict, keys, coefficients, distribution: str) -> No
             p.add_(tensor_eps(name, key, distribution).to(p.dtype) * float(c))
 
 
+LAWS = [(torch.bfloat16, law) for law in noise.DISTRIBUTIONS]
+LAWS += [(torch.float16, "gaussian"), (torch.float32, "tied")]
+
+
 @pytest.mark.parametrize("block", [64, 2**18])
-@pytest.mark.parametrize(
-    ("dtype", "distribution"),
-    [(torch.bfloat16, d) for d in noise.DISTRIBUTIONS] + [(torch.float16, "gaussian"), (torch.float32, "tied")],
-    ids=str,
-)
+@pytest.mark.parametrize(("dtype", "distribution"), LAWS, ids=str)
 def test_inplace_is_released_arithmetic_whatever_the_blocks(monkeypatch, block, dtype, distribution):
     monkeypatch.setattr(precision, "_BLOCK", block)
     weights = precision.open_weights(Model(dtype), None, "inplace", distribution)

@@ -162,16 +162,16 @@ DRAWN = {f"figures/curves.{suffix}" for suffix in ("csv", "pdf", "png")} | {
 }
 
 
-@pytest.mark.parametrize(
-    ("scale", "fresh", "variable", "folder"),
-    [
-        ("tiny", True, None, "runs/01-tiny/"),
-        ("smoke", False, None, "runs/01-smoke/"),
-        ("smoke", True, "EVOALIGN_RUN_DIR", "elsewhere/"),
-        ("tiny", False, "EVOALIGN_RUN_DIR", ""),
-        ("tiny", False, "EVOALIGN_ARTIFACTS", "elsewhere/"),
-    ],
-)
+PLACES = [
+    ("tiny", True, None, "runs/01-tiny/"),
+    ("smoke", False, None, "runs/01-smoke/"),
+    ("smoke", True, "EVOALIGN_RUN_DIR", "elsewhere/"),
+    ("tiny", False, "EVOALIGN_RUN_DIR", ""),
+    ("tiny", False, "EVOALIGN_ARTIFACTS", "elsewhere/"),
+]
+
+
+@pytest.mark.parametrize(("scale", "fresh", "variable", "folder"), PLACES)
 def test_where_artefacts_go(repository: Path, monkeypatch, scale, fresh, variable, folder) -> None:
     if variable:
         monkeypatch.setenv(variable, str(repository / "elsewhere"))
@@ -437,15 +437,15 @@ def test_verify_draws_anew(agreeing: Path) -> None:
 (LOCKED,) = [line for line in (HERE / "paper/claims.lock").read_text().splitlines(True) if line.startswith("C1 ")]
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda r: edit(r / "paper/claims.lock", LOCKED, ""), "claim C1 has a rule"),
-        (lambda r: edit(r / "paper/claims.lock", LOCKED, "C1 by hand\n"), "claims.lock, line 7 "),
-        (lambda r: edit(r / "paper/results/bench.json", "3.5", "5.5"), "bench.json"),
-        (lambda r: (r / "paper/results/bench.sha256").unlink(), "bench.json"),
-    ],
-)
+FORGED = [
+    (lambda r: edit(r / "paper/claims.lock", LOCKED, ""), "claim C1 has a rule"),
+    (lambda r: edit(r / "paper/claims.lock", LOCKED, "C1 by hand\n"), "claims.lock, line 7 "),
+    (lambda r: edit(r / "paper/results/bench.json", "3.5", "5.5"), "bench.json"),
+    (lambda r: (r / "paper/results/bench.sha256").unlink(), "bench.json"),
+]
+
+
+@pytest.mark.parametrize(("change", "named"), FORGED)
 def test_nothing_is_drawn_beside_a_forged_lock_or_benchmark(agreeing: Path, change, named: str) -> None:
     (agreeing / "figures/curves.csv").unlink()
     change(agreeing)

@@ -28,10 +28,7 @@ SHAPES = {
 
 
 draw = partial(state, shapes=SHAPES)
-
-
-def folder(path: Path, tensors: dict) -> str:
-    return test_weights.folder(path, tensors, tie_word_embeddings=False)
+folder = partial(test_weights.folder, tie_word_embeddings=False)
 
 
 def plus(start: dict, *displacements: dict) -> dict:

@@ -11,7 +11,7 @@ from evoalign_study import parameters, paths, sweep
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.loading import Group, Loader
 from evoalign_study.records import read_records, record_files, spec_hash
-from test_sweep import run_here
+from test_sweep import at, run_here
 
 from tests.helpers import refused, saved
 
@@ -147,9 +147,7 @@ def small_run(**given):
 def results(tmp_path, monkeypatch):
     """Empty folders of committed records and of runs beside them."""
     monkeypatch.setattr(sweep, "_run_all", run_here)
-    monkeypatch.setattr(paths, "RESULTS", tmp_path / "results")
-    monkeypatch.setenv("EVOALIGN_RUN_DIR", str(tmp_path / "beside"))
-    return tmp_path / "results"
+    return at(monkeypatch, tmp_path) / "results"
 
 
 def test_a_spec_of_two_groups_runs_once_and_only_what_retrain_names_is_made_anew(results, capsys):
@@ -176,7 +174,7 @@ def test_a_spec_of_two_groups_runs_once_and_only_what_retrain_names_is_made_anew
     assert out.startswith("loaded 1 records, ran 0\nloaded 0 records, ran 1\nbeside committed records: 1 of 1 have the")
     assert remade["both"][0] == found["both"][0] and remade["both"][1] == remade["shared"][0]
     assert remade["shared"][0]["digest"] == found["shared"][0]["digest"]  # the same bits
-    beside = read_records(results.parent / "beside/results/tiny.jsonl")
+    beside = read_records(results.parent / "run/results/tiny.jsonl")
     assert [r["spec"]["seed"] for r in beside] == [1]
 
 

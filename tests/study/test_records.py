@@ -80,14 +80,14 @@ def test_records_come_back_in_order(tmp_path):
             read_records(file, asked)
 
 
-@pytest.mark.parametrize(
-    ("more", "named"),
-    [
-        ({"curve": {"step": list(range(51))}}, "'step' of train 2 .*51"),
-        ({"note": "x" * 7_900}, "train 2 has 8"),
-        ({"loss": float("nan"), "curve": {"reward": [0.5, -np.inf]}}, "train 2 .*loss = nan"),
-    ],
-)
+TOO_MUCH = [
+    ({"curve": {"step": list(range(51))}}, "'step' of train 2 .*51"),
+    ({"note": "x" * 7_900}, "train 2 has 8"),
+    ({"loss": float("nan"), "curve": {"reward": [0.5, -np.inf]}}, "train 2 .*loss = nan"),
+]
+
+
+@pytest.mark.parametrize(("more", "named"), TOO_MUCH)
 def test_limits_of_a_record(file, more, named):
     before = file.read_bytes()
     with pytest.raises(ValueError, match=named):
@@ -262,18 +262,18 @@ def test_a_damaged_line_is_named_with_its_file(file, damage):
     assert any(problem.startswith(f"{file}, line 2 ") for problem in index_problems(file))
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"greedy": 0.9}, "test.greedy"),
-        ({"t1": 0.99}, "test.t1"),
-        ({"t1_counts": "0" * 1999}, "test.t1_counts: 1999 results"),
-        ({"t1_counts": "z" * 2000}, "test.t1_counts: 'z'"),
-        ({"greedy_bits": "zz"}, "test.greedy_bits: "),
-        ({"greedy": None}, "test.greedy is None"),
-        ({"n": None}, "test.greedy_bits: "),
-    ],
-)
+CONTRADICTIONS = [
+    ({"greedy": 0.9}, "test.greedy"),
+    ({"t1": 0.99}, "test.t1"),
+    ({"t1_counts": "0" * 1999}, "test.t1_counts: 1999 results"),
+    ({"t1_counts": "z" * 2000}, "test.t1_counts: 'z'"),
+    ({"greedy_bits": "zz"}, "test.greedy_bits: "),
+    ({"greedy": None}, "test.greedy is None"),
+    ({"n": None}, "test.greedy_bits: "),
+]
+
+
+@pytest.mark.parametrize(("change", "named"), CONTRADICTIONS)
 def test_a_record_that_contradicts_itself_is_found_though_its_index_was_made_anew(tmp_path, change, named):
     test = {"n": 2000, "greedy": 0.5, "t1": 0.25, "greedy_bits": "f0" * 250, "t1_counts": "4" * 2000}
     file = tmp_path / "tiny.jsonl"

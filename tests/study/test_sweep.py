@@ -340,15 +340,15 @@ def test_runs_of_the_local_engine_compute_with_avx2(tmp_path):
     assert found == {name: [value, True] for name, value in sweep._INSTRUCTIONS.items()}
 
 
+CHOSEN = [
+    (True, {}, sweep._INSTRUCTIONS),
+    (True, {"ATEN_CPU_CAPABILITY": "default"}, sweep._INSTRUCTIONS | {"ATEN_CPU_CAPABILITY": "default"}),
+    (False, {}, dict.fromkeys(sweep._INSTRUCTIONS)),
+]
+
+
 @pytest.mark.skipif(not has_avx2, reason="the CPU has no AVX2 to be held to")
-@pytest.mark.parametrize(
-    ("local", "given", "expected"),
-    [
-        (True, {}, sweep._INSTRUCTIONS),
-        (True, {"ATEN_CPU_CAPABILITY": "default"}, sweep._INSTRUCTIONS | {"ATEN_CPU_CAPABILITY": "default"}),
-        (False, {}, dict.fromkeys(sweep._INSTRUCTIONS)),
-    ],
-)
+@pytest.mark.parametrize(("local", "given", "expected"), CHOSEN)
 def test_the_user_and_other_engines_choose_their_own_instructions(monkeypatch, local, given, expected):
     for name in ("OMP_NUM_THREADS", *sweep._INSTRUCTIONS):
         monkeypatch.setenv(name, "")  # put back afterwards

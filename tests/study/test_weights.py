@@ -70,15 +70,15 @@ def test_a_folder_is_read_as_float32_tensor_by_tensor(tmp_path, shards, dtype):
         found["model.norm.weight"]
 
 
-@pytest.mark.parametrize(
-    ("same", "configuration", "names"),
-    [
-        (True, {}, {EMBEDDING, QUERY}),
-        (True, {"tie_word_embeddings": True}, {EMBEDDING, QUERY}),
-        (True, {"tie_word_embeddings": False}, {EMBEDDING, QUERY, HEAD}),
-        (False, {"tie_word_embeddings": True}, {EMBEDDING, QUERY, HEAD}),
-    ],
-)
+TIED = [
+    (True, {}, {EMBEDDING, QUERY}),
+    (True, {"tie_word_embeddings": True}, {EMBEDDING, QUERY}),
+    (True, {"tie_word_embeddings": False}, {EMBEDDING, QUERY, HEAD}),
+    (False, {"tie_word_embeddings": True}, {EMBEDDING, QUERY, HEAD}),
+]
+
+
+@pytest.mark.parametrize(("same", "configuration", "names"), TIED)
 def test_a_tied_head_appears_once(tmp_path, same, configuration, names):
     tensors = untied()
     tensors[HEAD] = tensors[EMBEDDING].clone() if same else tensors[EMBEDDING] + (torch.arange(60).view(10, 6) == 59)
@@ -144,22 +144,22 @@ def test_an_adapter_equals_what_peft_merges(tmp_path, settings):
         torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "settings", "message"),
-    [
-        (query(), {"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
-        (query(), {"use_dora": True}, "use_dora is True"),
-        (query(), {"bias": "all"}, "bias is 'all'"),
-        (query(), {"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
-        (query(), {"rank_pattern": {"(": 3}}, "no pattern"),
-        (query(rank=3), {}, r"rank 2"),
-        (query(columns=5), {}, r"its base has the shape \(6, 6\)"),
-        (dict(list(query().items())[:1]), {}, "only one of its two matrices"),
-        ({"model.embed_tokens.lora_embedding_A": torch.ones(2, 10)}, {}, "lora_embedding_A', which its base does not"),
-        ({"model.norm.weight": torch.ones(6)}, {}, "'model.norm.weight', which its base does not have"),
-        ({HEAD: torch.ones(9, 6)}, {}, r"the shape \(9, 6\), but in its base \(10, 6\)"),
-    ],
-)
+OTHERS = [
+    (query(), {"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+    (query(), {"use_dora": True}, "use_dora is True"),
+    (query(), {"bias": "all"}, "bias is 'all'"),
+    (query(), {"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+    (query(), {"rank_pattern": {"(": 3}}, "no pattern"),
+    (query(rank=3), {}, r"rank 2"),
+    (query(columns=5), {}, r"its base has the shape \(6, 6\)"),
+    (dict(list(query().items())[:1]), {}, "only one of its two matrices"),
+    ({"model.embed_tokens.lora_embedding_A": torch.ones(2, 10)}, {}, "lora_embedding_A', which its base does not"),
+    ({"model.norm.weight": torch.ones(6)}, {}, "'model.norm.weight', which its base does not have"),
+    ({HEAD: torch.ones(9, 6)}, {}, r"the shape \(9, 6\), but in its base \(10, 6\)"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "settings", "message"), OTHERS)
 def test_other_adapters_are_refused_by_name(tmp_path, tensors, settings, message):
     base = folder(tmp_path / "base", untied(), tie_word_embeddings=False)
     with pytest.raises(ValueError, match=f"{message}.*merge_and_unload"):
