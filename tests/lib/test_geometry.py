@@ -25,7 +25,6 @@ SHAPES = {
 
 
 NAMES = {
-    "name": ("layer", "kind"),
     "model.layers.12.self_attn.q_proj.weight": ("layer 12", "attention q"),
     "model.layers.12.self_attn.k_norm.weight": ("layer 12", "norm"),
     "model.norm.weight": ("final norm", "norm"),

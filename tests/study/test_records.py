@@ -56,7 +56,7 @@ def test_the_hash_of_a_spec_survives_order_and_json(spec):
     assert spec_hash(known) == "fdf16530714f308e"
 
 
-NO_JSON = ((bad, "") for bad in (float("nan"), np.int64(3), {1, 2}))
+NO_JSON = ((bad, "JSON") for bad in (float("nan"), np.int64(3), {1, 2}))
 test_a_spec_holds_only_json = refused(*NO_JSON, call=lambda bad: spec_hash({"x": bad}), error=(ValueError, TypeError))
 
 
@@ -340,9 +340,12 @@ def test_packed_probabilities_come_back_to_a_quarter_of_a_percent(values):
 
 
 test_what_is_no_row_of_numbers_is_refused = refused(
-    *((records.pack_integers, values, "") for values in ([-1], [4096], [0.5], [[1]])),
-    *((records.pack_probabilities, values, "") for values in ([-0.1], [1.1], [float("nan")], [[0.5]])),
-    *((records.unpack_integers, text, "") for text in ("A", "A+")),
+    *((records.pack_integers, values, "one row of integers") for values in ([-1], [4096], [0.5], [[1]])),
+    *(
+        (records.pack_probabilities, values, "one row of probabilities")
+        for values in ([-0.1], [1.1], [float("nan")], [[0.5]])
+    ),
+    *((records.unpack_integers, text, "damaged record") for text in ("A", "A+")),
     call=lambda function, value: function(value),
 )
 

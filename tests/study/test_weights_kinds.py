@@ -358,7 +358,7 @@ test_what_cannot_be_measured_is_refused = refused(  # what makes a spec from an 
     (line_of("B0", False, False, **ASKED, measure="words"), "'words'"),
     (line_of("B0", False, False, **ASKED, validation_problems=129), "=129"),
     (lambda end: weights.merge_specs([], SIZES, "tiny"), "0 runs"),
-    (lambda end: weights.unpack_texts("a b", 3), ""),
+    (lambda end: weights.unpack_texts("a b", 3), "2 texts where there are 3 problems"),
     (lambda end: weights.products_specs([], "tiny"), "no base"),
     (lambda end: weights.products_specs([OTHERS[:1], OTHERS[1:]], "t"), "A0, A1"),
     (lambda end: weights.coverage_spec("A1", end, SIZES, "tiny"), "'A0'.*'A1'"),
