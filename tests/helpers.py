@@ -2,10 +2,13 @@
 
 import ast
 import hashlib
+import inspect
+import itertools
 import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -16,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Qwen2Config, Qwen2ForCausalLM
 
 from evoalign_lib import noise, tiny
 from evoalign_lib.engines.processes import own_progress_bars
@@ -79,6 +83,7 @@ def random_model(kind: str = "qwen2", seed: int = 2, spread: float = 0.2, **conf
     settings |= {"tie_word_embeddings": True, "initializer_range": spread, "bos_token_id": None}
     settings |= {"eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id} | config
     classes = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+    classes |= {"scorer": (LlamaConfig, LlamaForSequenceClassification)}
     config_class, model_class = classes[kind]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -88,6 +93,11 @@ def random_model(kind: str = "qwen2", seed: int = 2, spread: float = 0.2, **conf
                 if parameter.ndim == 1:
                     parameter.add_(torch.randn_like(parameter) * spread)
     return model
+
+
+def every_resample(n: int) -> np.ndarray:
+    """Return (n**n, n): the indices of every resample of n units, each as likely as the others."""
+    return np.array(list(itertools.product(range(n), repeat=n)))
 
 
 def qwen(size: str, **changed) -> dict:
@@ -151,6 +161,14 @@ def in_child(function: Callable[[], object]) -> int:
     return wait(fork(function), 190)
 
 
+def python(*arguments: object, folder: Path | None = None, env: Mapping | None = None) -> subprocess.CompletedProcess:
+    """Run this Python in a folder, and fail with what it said if it fails."""
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done
+
+
 def greedy(model, length: int = 6) -> list[list[int]]:
     """Return the greedy tokens of transformers' generate for `PROMPTS`, one prompt at a time."""
     tok, found = tokenizer(), []
@@ -188,6 +206,12 @@ def short_run(folder, config: type, **changed) -> Any:
     return config(**{"output_dir": str(folder), "save_strategy": "no"} | settings | changed)
 
 
+def ran(trainer, resume: bool | None = None) -> Any:
+    """Return a trainer after train()."""
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
 def saved(folder, model=None) -> str:
     """Save a model and its tokenizer as a user would, and return the folder."""
     for part in (model or random_model(), tokenizer()):
@@ -217,20 +241,42 @@ def each_named(*changes: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], str
     return [(change, re.escape("{}={!r}".format(*next(iter(change.items()))))) for change in changes]
 
 
+def refused(*cases: tuple, call: Callable = lambda make: make(), error: type | tuple = ValueError) -> Callable:
+    """Return a test that has a case for each of these, which are all refused by an error that names what is wrong.
+
+    cases: arguments of `call`, perhaps the type of the error, and what its message matches.
+    call: its further parameters are names of fixtures.
+    """
+
+    def typed(case: tuple) -> tuple:
+        own = isinstance(case[-2], type) and issubclass(case[-2], BaseException)
+        return (case[:-2], case[-2], case[-1]) if own else (case[:-1], error, case[-1])
+
+    @pytest.mark.parametrize(("given", "error", "named"), [typed(case) for case in cases])
+    def test(request, given, error, named):
+        names = list(inspect.signature(call).parameters)[len(given) :]
+        fixtures = [request.getfixturevalue(name) for name in names]
+        with pytest.raises(error, match=named):
+            call(*given, *fixtures)
+
+    return test
+
+
+SMALL_RUN = {
+    "max_completion_length": 16, "validation_problems": 6, "test_problems": 10, "steps": 2, "prompts_per_step": 4,
+    "curve_points": 3, "population_size": 3, "sigma": 0.03, "alpha": 0.01, "num_generations": 4, "learning_rate": 1e-3,
+    "beta": 0.0, "lora_rank": 2, "leading_share": 1.0, "warm_rows": 8, "warm_epochs": 1, "warm_learning_rate": 1e-3,
+}  # fmt: skip
+"""Settings of the study's runs, those of every arm but fine-tuning."""
+
 # ---- code that notebooks write out
-
-
-def definitions(notebook: str, *names: str) -> list[ast.FunctionDef]:
-    """Return the syntax trees of functions defined in the cells of a committed notebook."""
-    cells = json.loads((NOTEBOOKS / f"{notebook}.ipynb").read_text(encoding="utf-8"))["cells"]
-    trees = [ast.parse("".join(cell["source"])) for cell in cells if cell["cell_type"] == "code"]
-    nodes = (node for tree in trees for node in tree.body)
-    return [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name in names]
 
 
 def written_out(notebook: str, *names: str) -> list[Callable]:
     """Return functions defined in the cells of a committed notebook."""
-    namespace = {"np": np, "noise": noise}
-    module = ast.Module(body=definitions(notebook, *names), type_ignores=[])
-    exec(compile(module, notebook, "exec"), namespace)  # our own notebook, as Jupyter would
+    cells = json.loads((NOTEBOOKS / f"{notebook}.ipynb").read_text(encoding="utf-8"))["cells"]
+    trees = [ast.parse("".join(cell["source"])) for cell in cells if cell["cell_type"] == "code"]
+    nodes = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
+    namespace = {"np": np, "noise": noise, "torch": torch}
+    exec(compile(ast.Module(nodes, []), notebook, "exec"), namespace)  # our own notebook, as Jupyter would
     return [namespace[name] for name in names]

@@ -1,6 +1,9 @@
 """A reference for the noise law's members and updates in plain NumPy, without PyTorch and transformers."""
 
+import math
+
 import numpy as np
+from hypothesis import strategies as st
 
 from evoalign_lib import noise
 
@@ -8,6 +11,22 @@ from evoalign_lib import noise
 def bits(values: np.ndarray) -> np.ndarray:
     """Return the bits of float32 numbers as 32-bit words."""
     return np.ascontiguousarray(values).view(np.uint32)
+
+
+def filled(weights) -> tuple[noise.Layout, np.ndarray]:
+    """Return the layout of named weights, and a master that holds them."""
+    layout = noise.Layout.from_shapes((name, tuple(values.shape)) for name, values in weights.items())
+    master = np.zeros(layout.size, np.float32)
+    for name, view in layout.views(master).items():
+        view[...] = weights[name]
+    return layout, master
+
+
+def window(data, shape):
+    """Draw a window of a tensor, viewed as a matrix: its rows, its columns, and the matrix's shape."""
+    sizes = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+    ends = (st.tuples(st.integers(0, size), st.integers(0, size)).map(sorted) for size in sizes)
+    return *(tuple(data.draw(each)) for each in ends), sizes
 
 
 def keys_and_coefficients(n: int) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,7 @@ from es_runs import ROWS, trained, trainer
 from helpers import PROMPTS, random_model, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from noise_by_numpy import reference_perturb, reference_update
+from noise_by_numpy import filled, reference_perturb, reference_update
 
 from evoalign_lib import noise
 from evoalign_lib.engines.decode import Decoder, greedy, inversion, rows_are_exact
@@ -149,10 +149,7 @@ def test_what_prompts_have_in_common_is_computed_once():
 def by_hand(model, steps: int, rows_of, decay: float = 0, antithetic: bool = False) -> np.ndarray:
     """The run in NumPy and transformers: nothing of the trainer, the engine or the noise's fast path."""
     n, sigma, alpha, arm, seed = 6, 0.05, 0.05, b"es", 5
-    layout = noise.Layout.from_shapes([(name, tuple(p.shape)) for name, p in model.named_parameters()])
-    master = np.zeros(layout.size, np.float32)
-    for name, view in layout.views(master).items():
-        view[...] = model.get_parameter(name).detach().numpy()
+    layout, master = filled({name: p.detach() for name, p in model.named_parameters()})
     origin = master.copy()
     # the run key, spelled out
     run = blake2b(len(arm).to_bytes(4, "little") + arm + seed.to_bytes(8, "little"), digest_size=8).digest()
@@ -182,16 +179,15 @@ def by_hand(model, steps: int, rows_of, decay: float = 0, antithetic: bool = Fal
     return master
 
 
-@pytest.mark.parametrize(
-    ("variant", "how"),
-    [
-        ({}, {"decoder": "loop"}),
-        ({}, {"decoder": "generate"}),
-        ({"decay": 0.3}, {"anchor_decay": 0.3, "workers": 2}),
-        ({"antithetic": True}, {"antithetic": True}),
-    ],
-    ids=str,
-)
+BY_HAND = [
+    ({}, {"decoder": "loop"}),
+    ({}, {"decoder": "generate"}),
+    ({"decay": 0.3}, {"anchor_decay": 0.3, "workers": 2}),
+    ({"antithetic": True}, {"antithetic": True}),
+]
+
+
+@pytest.mark.parametrize(("variant", "how"), BY_HAND, ids=str)
 def test_three_steps_by_hand(tmp_path, variant, how):
     order = [np.random.default_rng(np.random.SeedSequence([5, 0, epoch])).permutation(8) for epoch in (0, 1)]
     stream = np.concatenate(order)

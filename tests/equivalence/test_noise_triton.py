@@ -2,7 +2,6 @@
 interpreter on any machine, and by numba on a CPU."""
 
 import json
-import math
 import os
 import re
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from noise_by_numpy import bits, reference_perturb, reference_update
+from noise_by_numpy import bits, filled, reference_perturb, reference_update, window
 from noise_by_numpy import keys_and_coefficients as members
 
 from evoalign_lib import _anchor, _noise_cpu, noise
@@ -98,14 +97,12 @@ def test_known_answers(case):
 )
 @settings(max_examples=40)
 def test_a_window_is_a_slice_of_the_whole_in_tiles_of_any_size(shape, distribution, tile, data):
-    n_rows, n_cols = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
-    r0, r1 = sorted(data.draw(st.tuples(st.integers(0, n_rows), st.integers(0, n_rows))))
-    c0, c1 = sorted(data.draw(st.tuples(st.integers(0, n_cols), st.integers(0, n_cols))))
-    whole = normals(KEY, 9, shape, distribution=distribution, backend="numpy").reshape(n_rows, n_cols)
+    rows, cols, sizes = window(data, shape)
+    whole = normals(KEY, 9, shape, distribution=distribution, backend="numpy").reshape(sizes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_noise_triton, "TILE", tile)
-        window = normals(KEY, 9, shape, rows=(r0, r1), cols=(c0, c1), distribution=distribution, backend="triton")
-    assert (bits(window) == bits(whole[r0:r1, c0:c1])).all()
+        found = normals(KEY, 9, shape, rows=rows, cols=cols, distribution=distribution, backend="triton")
+    assert (bits(found) == bits(whole[slice(*rows), slice(*cols)])).all()
 
 
 # full rank and low rank, each distribution, and each dtype
@@ -193,10 +190,7 @@ def test_fused_and_sharded_tensors_get_the_noise_of_the_whole():
         part = whole[name][row0 : row0 + tensor.shape[0], col0 : col0 + tensor.shape[1]]
         tensor.copy_(torch.from_numpy(part))
     weights, (keys, coefficients) = device_weights(pieces), members(3)
-    layout = Layout.from_shapes(shapes.items())
-    master = np.zeros(layout.size, np.float32)
-    for name, view in layout.views(master).items():
-        view[...] = torch.from_numpy(whole[name]).to(dtype).float()
+    layout, master = filled({name: torch.from_numpy(values).to(dtype).float() for name, values in whole.items()})
 
     def holds(buffer: np.ndarray, tensors: list[torch.Tensor]) -> None:
         views = layout.views(buffer)
@@ -215,18 +209,18 @@ def test_fused_and_sharded_tensors_get_the_noise_of_the_whole():
 TENSOR = torch.zeros(8, 8, device="cpu" if DEVICE == "cpu" or not torch.cuda.is_available() else DEVICE)
 
 
+WRONG = [
+    ([], "at least one"),
+    ([(TENSOR.double(), "a")], "'a' is torch.float64"),
+    ([(TENSOR.T, "a")], r"'a' has the strides \(1, 8\)"),
+    ([(TENSOR, "a"), (TENSOR, "b")], "'a' and 'b' are at one address"),
+    ([(TENSOR, "a"), (torch.zeros(8, device="meta"), "b")], "'b' is on meta"),
+    ([(TENSOR, "a", 0, 2**34)], f"columns from {2**34}"),
+]
+
+
 @kernels
-@pytest.mark.parametrize(
-    ("pieces", "named"),
-    [
-        ([], "at least one"),
-        ([(TENSOR.double(), "a")], "'a' is torch.float64"),
-        ([(TENSOR.T, "a")], r"'a' has the strides \(1, 8\)"),
-        ([(TENSOR, "a"), (TENSOR, "b")], "'a' and 'b' are at one address"),
-        ([(TENSOR, "a"), (torch.zeros(8, device="meta"), "b")], "'b' is on meta"),
-        ([(TENSOR, "a", 0, 2**34)], f"columns from {2**34}"),
-    ],
-)
+@pytest.mark.parametrize(("pieces", "named"), WRONG)
 def test_errors_name_the_value(pieces, named):
     with pytest.raises(ValueError, match=named):
         device_weights(pieces)
@@ -259,16 +253,16 @@ LINEAR = {"FLAT": True, "BLOCK": 512}  # a tile of a launch over whole quads
 TILE = {"ROWS": _noise_triton.TILE_ROWS, "COLS": _noise_triton.TILE_COLS}
 
 
+COMPILED = [
+    ("_add_kernel", "*bf16", LINEAR, ["sqrt.rn.f32", "ld.global.v4.b32", "st.global.v2.b32"]),
+    ("_add_kernel", "*fp32", LINEAR, ["sqrt.rn.f32", "ld.global.v4.b32", "st.global.v4.b32"]),
+    pytest.param("_add_low_rank_kernel", "*bf16", TILE, ["mul.rn.f32"], marks=pytest.mark.slow),
+    pytest.param("_add_low_rank_kernel", "*fp32", TILE, ["mul.rn.f32"], marks=pytest.mark.slow),
+]
+
+
 @pytest.mark.skipif(_noise_triton.INTERPRETED, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize(
-    ("name", "target", "shape", "said"),
-    [
-        ("_add_kernel", "*bf16", LINEAR, ["sqrt.rn.f32", "ld.global.v4.b32", "st.global.v2.b32"]),
-        ("_add_kernel", "*fp32", LINEAR, ["sqrt.rn.f32", "ld.global.v4.b32", "st.global.v4.b32"]),
-        pytest.param("_add_low_rank_kernel", "*bf16", TILE, ["mul.rn.f32"], marks=pytest.mark.slow),
-        pytest.param("_add_low_rank_kernel", "*fp32", TILE, ["mul.rn.f32"], marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("name", "target", "shape", "said"), COMPILED)
 def test_compiled_kernels_fuse_nothing_and_move_four_at_a_time(name, target, shape, said, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     ptx = compiled(name, target, shape, fused=False)

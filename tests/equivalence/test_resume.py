@@ -57,22 +57,12 @@ def work(folder: Path, settings: dict, die_in_write: tuple[int, float] | None = 
     (folder / "outcome.json").write_text(json.dumps(outcome(tested)))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"workers": 2, **SAVING, **EVALUATING},
-        *(
-            pytest.param(settings, marks=pytest.mark.slow)
-            for settings in (
-                {},
-                {"perturbation": "low_rank", "rank": 2, "workers": 2},
-                {"precision": "inplace", "noise": "tied", **SAVING},
-                {"anchor_decay": 0.1, **SAVING},
-            )
-        ),
-    ],
-    ids=str,
-)
+SLOW = [{}, {"perturbation": "low_rank", "rank": 2, "workers": 2}, {"anchor_decay": 0.1, **SAVING}]
+SLOW += [{"precision": "inplace", "noise": "tied", **SAVING}]
+KILLED = [{"workers": 2, **SAVING, **EVALUATING}, *(pytest.param(how, marks=pytest.mark.slow) for how in SLOW)]
+
+
+@pytest.mark.parametrize("settings", KILLED, ids=str)
 def test_killed_at_random_instants(tmp_path, settings):
     rng = np.random.default_rng(len(str(settings)))
     started = time.perf_counter()
@@ -107,11 +97,11 @@ def test_killed_at_random_instants(tmp_path, settings):
     check(folder)
 
 
-@pytest.mark.parametrize(
-    ("share", "settings"),
-    [(0.5, {}), (1, {}), (0.5, {"score": Lagrangian(), "workers": 2, **SAVING, **EVALUATING})],
-    ids=["torn", "whole", "a reward with a state"],
-)
+WRITES = {"torn": (0.5, {}), "whole": (1, {})}
+WRITES["a reward with a state"] = (0.5, {"score": Lagrangian(), "workers": 2, **SAVING, **EVALUATING})
+
+
+@pytest.mark.parametrize(("share", "settings"), WRITES.values(), ids=WRITES)
 def test_killed_in_every_write(tmp_path, share, settings):
     """Header, each line, and the line that closes the ledger: the run advances by a step a life."""
     folder, lives, settings = tmp_path / "run", 0, {"max_steps": 4} | settings

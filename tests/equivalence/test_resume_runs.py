@@ -8,15 +8,11 @@ from evoalign_study import training
 from evoalign_study.kinds import train
 from evoalign_study.kinds.train import train_specs
 from evoalign_study.measures.base import Measures
-from helpers import in_child
+from helpers import SMALL_RUN, in_child
 
 from evoalign_lib import arms
 
-SETTINGS = {"max_completion_length": 16, "validation_problems": 6, "test_problems": 10}
-SETTINGS |= {"steps": 6, "prompts_per_step": 4, "curve_points": 4, "curve_spacing": "log"}
-SETTINGS |= {"leading_share": 1.0, "lora_rank": 2, "warm_rows": 8, "warm_epochs": 1, "warm_learning_rate": 1e-3}
-SETTINGS |= {"population_size": 4, "sigma": 0.03, "alpha": 0.01}
-SETTINGS |= {"num_generations": 4, "learning_rate": 1e-3, "beta": 0.01}
+SETTINGS = SMALL_RUN | {"steps": 6, "curve_points": 4, "curve_spacing": "log", "population_size": 4, "beta": 0.01}
 
 
 def untimed(record):

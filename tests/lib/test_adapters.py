@@ -7,7 +7,8 @@ import signal
 import pytest
 import torch
 import transformers
-from helpers import ROWS, base_bits, greedy, in_child, lora, random_model, saved, short_run, token_sum, tokenizer
+from es_runs import ROWS, token_sum
+from helpers import base_bits, greedy, in_child, lora, ran, random_model, refused, saved, short_run, tokenizer
 from transformers import AutoModelForCausalLM
 
 from evoalign_lib import _adapters, ledger, models, weight_files
@@ -78,8 +79,7 @@ def test_an_adapter_moves_alone_and_decodes_as_peft_does(tmp_path, changed):
 
 
 def test_replay_of_an_adapters_ledger(tmp_path):
-    tested = trainer(tmp_path / "run", saved(tmp_path / "base"), peft_config=lora())
-    tested.train()
+    tested = ran(trainer(tmp_path / "run", saved(tmp_path / "base"), peft_config=lora()))
     path = tmp_path / "run" / ledger.NAME
     header = json.loads(path.read_bytes().splitlines()[0])
     assert header["evoalign_ledger"] == 4
@@ -102,8 +102,7 @@ def test_replay_of_an_adapters_ledger(tmp_path):
 def test_killed_and_resumed_with_another_random_adapter(tmp_path, settings):
     """A process that starts anew draws another adapter: the one that the run began with lies beside the ledger."""
     settings = {"max_steps": 4} | settings
-    whole = trainer(tmp_path / "whole", adapted(seed=1), **settings)
-    whole.train()
+    whole = ran(trainer(tmp_path / "whole", adapted(seed=1), **settings))
     folder, calls = tmp_path / "killed", iter(range(100))
 
     def fatal(completion_ids, **columns):
@@ -113,8 +112,7 @@ def test_killed_and_resumed_with_another_random_adapter(tmp_path, settings):
 
     fatal.__name__ = "token_sum"
     assert in_child(lambda: trainer(folder, adapted(seed=1), fatal, **settings).train()) == -signal.SIGKILL
-    again = trainer(folder, adapted(seed=2), **settings)
-    again.train(resume_from_checkpoint=True)
+    again = ran(trainer(folder, adapted(seed=2), **settings), True)
     assert again.engine.weights.digest() == whole.engine.weights.digest()
     assert named(again.model) == named(whole.model)
 
@@ -145,24 +143,19 @@ def prompt_tuned():
 VLLM = {"workers": None, "engine": "vllm"}
 
 
-@pytest.mark.parametrize(
-    ("make", "given", "error", "named"),
-    [
-        (unsaved, {}, ValueError, "norm.weight' .*modules_to_save"),
-        (lambda: adapted().requires_grad_(False), {}, ValueError, "is_trainable=True"),
-        (lambda: random_model().requires_grad_(False), {}, ValueError, "requires_grad=False"),
-        (merged, {}, ValueError, "q_proj.*unmerge_adapter"),
-        (prompt_tuned, {}, ValueError, "PROMPT_TUNING"),
-        (lambda: adapted(random_model().to(torch.float64)), {}, ValueError, "float64"),
-        (adapted, {"peft_config": lora()}, ValueError, "has an adapter"),
-        (random_model, {"peft_config": {"r": 3}}, TypeError, "dict"),
-        *((part, VLLM | more, ValueError, "of 26 .* frozen") for more in ({}, {"gpus": 2}, {"engine": "ray"})),
-        *((adapted, VLLM | more, ValueError, "of 38 .* frozen") for more in ({"gpus": 2}, {"engine": "ray"})),
-    ],
+test_what_is_refused = refused(
+    (unsaved, {}, ValueError, "norm.weight' .*modules_to_save"),
+    (lambda: adapted().requires_grad_(False), {}, ValueError, "is_trainable=True"),
+    (lambda: random_model().requires_grad_(False), {}, ValueError, "requires_grad=False"),
+    (merged, {}, ValueError, "q_proj.*unmerge_adapter"),
+    (prompt_tuned, {}, ValueError, "PROMPT_TUNING"),
+    (lambda: adapted(random_model().to(torch.float64)), {}, ValueError, "float64"),
+    (adapted, {"peft_config": lora()}, ValueError, "has an adapter"),
+    (random_model, {"peft_config": {"r": 3}}, TypeError, "dict"),
+    *((part, VLLM | more, ValueError, "of 26 .* frozen") for more in ({}, {"gpus": 2}, {"engine": "ray"})),
+    *((adapted, VLLM | more, ValueError, "of 38 .* frozen") for more in ({"gpus": 2}, {"engine": "ray"})),
+    call=lambda make, given, tmp_path: trainer(tmp_path, make(), **given),
 )  # one engine of vLLM takes adapters
-def test_what_is_refused(tmp_path, make, given, error, named):
-    with pytest.raises(error, match=named):
-        trainer(tmp_path, make(), **given)
 
 
 def test_a_model_that_is_elsewhere_is_refused():
@@ -170,11 +163,11 @@ def test_a_model_that_is_elsewhere_is_refused():
         _adapters.check_movable(adapted().to("meta"))
 
 
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [("{", "cannot be read"), ("{}", "KeyError"), ('{"base_model_name_or_path": null}', "does not name its base")]
-    + [('{"base_model_name_or_path": "A0"}', "no adapter_model.safetensors")],
-)
+CONFIGS = {"{": "cannot be read", "{}": "KeyError", '{"base_model_name_or_path": null}': "does not name its base"}
+CONFIGS['{"base_model_name_or_path": "A0"}'] = "no adapter_model.safetensors"
+
+
+@pytest.mark.parametrize(("config", "named"), CONFIGS.items())
 def test_folders_of_adapters_that_are_refused(tmp_path, config, named):
     (tmp_path / "adapter_config.json").write_text(config)
     (tmp_path / "adapter_model.bin").write_bytes(b"")
@@ -209,8 +202,7 @@ def test_frozen_weights_stay_where_they_are(tmp_path, decoder, precision):
         ledger.replay(path, other)
     with pytest.raises(ValueError, match="with frozen='[0-9a-f]+', this one has None"):
         trainer(tmp_path / "run", random_model(), decoder=decoder, precision=precision, max_steps=4).train(True)
-    longer = trainer(tmp_path / "run", part(), decoder=decoder, precision=precision, max_steps=4)
-    longer.train(resume_from_checkpoint=True)
+    longer = ran(trainer(tmp_path / "run", part(), decoder=decoder, precision=precision, max_steps=4), True)
     assert moved(named(tested.model), longer.model) == trainable(longer.model)
 
 

@@ -1,8 +1,8 @@
 """What no analysis can be made of is refused by a ValueError that names the value."""
 
 import numpy as np
-import pytest
 import torch
+from helpers import refused
 
 from evoalign_lib.analysis import (
     attenuation,
@@ -27,7 +27,7 @@ PAIR = {"players": ("x", "y"), "prompts": np.array([0, 1]), "a": np.array([0, 0]
 PAIR |= {"outcome": np.array([1.0, 0.0])}
 GRID, FELL = np.array([[a, b] for a in (-1.0, 0.0, 1.0) for b in (-1.0, 0.0, 1.0)]), np.arange(9) / 8
 
-REFUSED = [
+test_an_error_names_the_value = refused(
     (lambda: attenuation.corrected_cosine(EYE, [0], [1, 2]), r"\[0\]"),
     (lambda: attenuation.corrected_cosine(EYE, [0, 1], [1, 2]), r"runs \[1\] are in both"),
     (lambda: attenuation.signal(np.ones((2, 3))), r"\(2, 3\)"),
@@ -102,10 +102,4 @@ REFUSED = [
     (lambda: tournaments.adjusted(GAMES, "x", {"length": [1, 2, 3]}), "'length' has 3 numbers"),
     (lambda: tournaments.agreement(GAMES, [0] * 5), "no game counts"),
     (lambda: tournaments.head_to_head(tournaments.Games.of("ab", "xy", "zz", [1, 0]), "x", "y"), "x and y"),
-]
-
-
-@pytest.mark.parametrize(("call", "names"), REFUSED)
-def test_an_error_names_the_value(call, names) -> None:
-    with pytest.raises(ValueError, match=names):
-        call()
+)

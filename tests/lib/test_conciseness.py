@@ -4,6 +4,7 @@ import hashlib
 import json
 
 import pytest
+from helpers import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,7 +121,7 @@ def test_conversations_are_scored_and_metrics_logged():
     assert reward([], [], []) == []
 
 
-REFUSED = [
+test_what_is_refused = refused(
     (lambda: reward([""], ["a"], ["a", "b"]), ValueError, "answer 2"),
     (lambda: reward([""], ["a"], ["a"], "loose"), ValueError, "'loose'"),
     (lambda: reward([""], ["a"], [7]), TypeError, "7"),
@@ -130,13 +131,7 @@ REFUSED = [
     (lambda: conciseness.load_public("test"), ValueError, "'test'"),
     (lambda: conciseness.load_completions("ES"), ValueError, "'ES'"),
     (lambda: load("nowhere.jsonl"), FileNotFoundError, "nowhere.jsonl"),
-]
-
-
-@pytest.mark.parametrize(("call", "error", "named"), REFUSED)
-def test_what_is_refused(call, error, named):
-    with pytest.raises(error, match=named):
-        call()
+)
 
 
 # ------------------------------------------------------------------------------------------------------------- grading

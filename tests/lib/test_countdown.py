@@ -6,7 +6,6 @@ this file generates itself, without `**`, and check that the library, which neve
 
 import json
 import re
-import subprocess
 import sys
 import time
 import warnings
@@ -15,6 +14,7 @@ from itertools import combinations_with_replacement, permutations
 
 import numpy as np
 import pytest
+from helpers import python, refused
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -41,41 +41,36 @@ def test_the_registry_is_lazy_and_countdown_needs_no_heavy_package():
         "import sys; import evoalign_lib.tasks as t; assert 'numpy' not in sys.modules; t.get('countdown');"
         "print(' '.join(m for m in sys.modules if '.' not in m))"
     )
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    loaded = python("-c", code).stdout.split()
     assert "numpy" in loaded and not heavy & set(loaded)
 
 
 def _refused(call, error, named, *values):
-    return [(lambda value=value: call(value), error, named) for value in values]
+    return [(call, value, error, named) for value in values]
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "named"),
-    [
-        *_refused(tasks.get, ValueError, "'countdown'", "contdown"),
-        *_refused(countdown.load_public, ValueError, "'validation'", "validation"),
-        *_refused(lambda n: Problem(n, "3"), ValueError, "numbers", [1], (1, True), (1, -2), (), (1, "2")),
-        *_refused(lambda t: Problem((1, 2), t), ValueError, "target", 3, "three", "1e999999999", "٣", "1/0"),
-        *_refused(lambda n: generate(n, 0), ValueError, "n=-1", -1),
-        *_refused(lambda n: generate(1, 0, count=n), ValueError, "count=[17]", 1, 7),
-        *_refused(lambda n: generate(1, 0, low=n, high=8), ValueError, "low=(9|-1)", 9, -1),
-        *_refused(lambda n: generate(1, 0, high=n, count=6), ValueError, "high=10000", 10**4),
-        *_refused(lambda n: generate(1, 0, target_low=n, target_high=4), ValueError, "5 > 4", 5),
-        *_refused(lambda n: generate(1, 0, split=n), ValueError, "'dev'", "dev"),
-        *_refused(lambda n: generate(10, 0, high=5, target_low=n, target_high=n), ValueError, "only 0 of 10", 9999),
-        *_refused(countdown.attainable, ValueError, "got [07]", [], [1] * 7),
-        *_refused(countdown.prompt, ValueError, "tokenizer", Problem((1, 2), "3")),
-        *_refused(lambda t: _answer("3", [3], t), ValueError, "target", "x", "1e9", float("nan"), None, [3], "9" * 40),
-        *_refused(lambda n: countdown.reward("pp", "aa", n, "11"), ValueError, "numbers 1", [[1]]),
-        *_refused(lambda g: countdown.reward("p", "a", [[1]], "1", grader=g), ValueError, "'lenient'", "lenient"),
-        *_refused(lambda c: countdown.reward("p", [c], [[1]], "1"), TypeError, "completion", None, b"a", ["a"]),
-        *_refused(lambda n: grade("", n, 98), TypeError, "numbers", ["44"], "44 19", [44.0], [True, 19], [None]),
-        *_refused(lambda r: grade(r, [1], 1), TypeError, "NoneType", None),
-    ],
+test_what_is_refused = refused(
+    *_refused(tasks.get, ValueError, "'countdown'", "contdown"),
+    *_refused(countdown.load_public, ValueError, "'validation'", "validation"),
+    *_refused(lambda n: Problem(n, "3"), ValueError, "numbers", [1], (1, True), (1, -2), (), (1, "2")),
+    *_refused(lambda t: Problem((1, 2), t), ValueError, "target", 3, "three", "1e999999999", "٣", "1/0"),
+    *_refused(lambda n: generate(n, 0), ValueError, "n=-1", -1),
+    *_refused(lambda n: generate(1, 0, count=n), ValueError, "count=[17]", 1, 7),
+    *_refused(lambda n: generate(1, 0, low=n, high=8), ValueError, "low=(9|-1)", 9, -1),
+    *_refused(lambda n: generate(1, 0, high=n, count=6), ValueError, "high=10000", 10**4),
+    *_refused(lambda n: generate(1, 0, target_low=n, target_high=4), ValueError, "5 > 4", 5),
+    *_refused(lambda n: generate(1, 0, split=n), ValueError, "'dev'", "dev"),
+    *_refused(lambda n: generate(10, 0, high=5, target_low=n, target_high=n), ValueError, "only 0 of 10", 9999),
+    *_refused(countdown.attainable, ValueError, "got [07]", [], [1] * 7),
+    *_refused(countdown.prompt, ValueError, "tokenizer", Problem((1, 2), "3")),
+    *_refused(lambda t: _answer("3", [3], t), ValueError, "target", "x", "1e9", float("nan"), None, [3], "9" * 40),
+    *_refused(lambda n: countdown.reward("pp", "aa", n, "11"), ValueError, "numbers 1", [[1]]),
+    *_refused(lambda g: countdown.reward("p", "a", [[1]], "1", grader=g), ValueError, "'lenient'", "lenient"),
+    *_refused(lambda c: countdown.reward("p", [c], [[1]], "1"), TypeError, "completion", None, b"a", ["a"]),
+    *_refused(lambda n: grade("", n, 98), TypeError, "numbers", ["44"], "44 19", [44.0], [True, 19], [None]),
+    *_refused(lambda r: grade(r, [1], 1), TypeError, "NoneType", None),
+    call=lambda function, value: function(value),
 )
-def test_what_is_refused(call, error, named):
-    with pytest.raises(error, match=named):
-        call()
 
 
 # ------------------------------------------------------------------------------------------------------- public data
@@ -303,17 +298,17 @@ def test_the_last_answer_block_is_that_of_the_published_expression(response):
         assert grade(response, [3], 3, grader).answer == _published_answer(response, [3], 3)
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    (
-        {"2**3": 8, "-2**2": -4, "(-2)**2": 4, "2**-1": 0.5, "2**+1": 2, "2**3**2": 512, "(2**3)**2": 64}
-        | {"2**-2**2": 0.0625, "2**2*3": 12, "3*2**2": 12, "-2**-2": -0.25, "4**(1/2)": 2, "2 ** 3": 8}
-        | {"7//2": 3, "-7//2": -4, "7//2*2": 6, "7/2//1": 3, "8//3/2": 1, "0**9**9": 0, "1**9**9": 1}
-        | {"0 * 9 ** 8192": 0, "0 * 9 ** 8193": None}
-        | dict.fromkeys(["2* *3", "2***3", "2**", "**2", "2//", "2**3**", "(2**3", "2**3)", "0**-1"])
-        | dict.fromkeys(["(-8)**(1/3)", "9**9**9", "(-8)**(1/3)*0"])
-    ).items(),
+_POWERS = (
+    {"2**3": 8, "-2**2": -4, "(-2)**2": 4, "2**-1": 0.5, "2**+1": 2, "2**3**2": 512, "(2**3)**2": 64}
+    | {"2**-2**2": 0.0625, "2**2*3": 12, "3*2**2": 12, "-2**-2": -0.25, "4**(1/2)": 2, "2 ** 3": 8}
+    | {"7//2": 3, "-7//2": -4, "7//2*2": 6, "7/2//1": 3, "8//3/2": 1, "0**9**9": 0, "1**9**9": 1}
+    | {"0 * 9 ** 8192": 0, "0 * 9 ** 8193": None}
+    | dict.fromkeys(["2* *3", "2***3", "2**", "**2", "2//", "2**3**", "(2**3", "2**3)", "0**-1"])
+    | dict.fromkeys(["(-8)**(1/3)", "9**9**9", "(-8)**(1/3)*0"])
 )
+
+
+@pytest.mark.parametrize(("text", "value"), _POWERS.items())
 def test_powers_and_floor_division_count_under_released_only(text, value):
     """Without a value: the power is broken, complex or above 32,768 bits."""
     numbers = [int(n) for n in re.findall(r"\d+", text)]
@@ -338,19 +333,19 @@ _WRONG = [f"44 + 19 + 35{end}" for end in ("\n\n", " = 98", ".", " + 0")] + ["",
 _WRONG += ["44 + 54", "44 + 44 + 19 + 35 - 44", "4419 + 35", "44 + 19 35", "044 + 19 + 35", "44 − 19 + 35", "٤٤+19+35"]
 
 
-@pytest.mark.parametrize(
-    ("text", "numbers", "target", "strict", "released"),
-    [
-        *((f"1 - 1 / {large}", [1, 1, large], 1, 0, 1) for large in (10**6, 10**12)),
-        ("+3 + 4", [3, 4], 7, 0, 1),
-        # non-integer targets of the file are rounded doubles
-        ("800 / 3", [800, 3], "266.6666666666667", 1, 1),
-        ("800 / 3", [800, 3], "266.66667", 0, 1),
-        *((text, [44, 19, 35], "98", text in _RIGHT, text in _RIGHT) for text in _RIGHT + _WRONG),
-        *(("3 - 14", [14, 3], t, 1, 1) for t in ("-11", -11.0, Fraction(-11), "-11.0", np.int64(-11), np.float64(-11))),
-        *(("137 / 5", np.array([5, 137]), target, 1, 1) for target in ("27.4", 27.4, Fraction(137, 5), "137/5")),
-    ],
-)
+BY_HAND = [
+    *((f"1 - 1 / {large}", [1, 1, large], 1, 0, 1) for large in (10**6, 10**12)),
+    ("+3 + 4", [3, 4], 7, 0, 1),
+    # non-integer targets of the file are rounded doubles
+    ("800 / 3", [800, 3], "266.6666666666667", 1, 1),
+    ("800 / 3", [800, 3], "266.66667", 0, 1),
+    *((text, [44, 19, 35], "98", text in _RIGHT, text in _RIGHT) for text in _RIGHT + _WRONG),
+    *(("3 - 14", [14, 3], t, 1, 1) for t in ("-11", -11.0, Fraction(-11), "-11.0", np.int64(-11), np.float64(-11))),
+    *(("137 / 5", np.array([5, 137]), target, 1, 1) for target in ("27.4", 27.4, Fraction(137, 5), "137/5")),
+]
+
+
+@pytest.mark.parametrize(("text", "numbers", "target", "strict", "released"), BY_HAND)
 def test_answers_by_hand(text, numbers, target, strict, released):
     assert [_answer(text, numbers, target, grader) for grader in countdown.GRADERS] == [strict, released]
 

@@ -5,6 +5,7 @@ from math import nan
 
 import numpy as np
 import pytest
+from helpers import every_resample
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -41,17 +42,17 @@ def test_variance_of_pass_at_counts_every_pair_of_disjoint_subsets() -> None:
             assert coverage.variance_of_pass_at(c, n, k) == pytest.approx(exact, abs=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("gap", "expected"),
-    [
-        ([1, -1, 1], 2.0),
-        ([1, 1, -1], 8.0),
-        ([0, 1, -1], 8.0),  # equal at the start, such as at a matched pass@1
-        ([1, 0, 1], nan),  # touched
-        ([1, 1, 0], nan),  # reached, not overtaken
-        ([-1, 1, -1], nan),  # the second starts above
-    ],
-)
+GAPS = [
+    ([1, -1, 1], 2.0),
+    ([1, 1, -1], 8.0),
+    ([0, 1, -1], 8.0),  # equal at the start, such as at a matched pass@1
+    ([1, 0, 1], nan),  # touched
+    ([1, 1, 0], nan),  # reached, not overtaken
+    ([-1, 1, -1], nan),  # the second starts above
+]
+
+
+@pytest.mark.parametrize(("gap", "expected"), GAPS)
 def test_crossing_by_hand(gap: list[float], expected: float) -> None:
     assert coverage.crossing([1, 4, 16], gap, np.zeros(3)) == pytest.approx(expected, nan_ok=True)
 
@@ -94,16 +95,12 @@ def _nscr(before: np.ndarray, after: np.ndarray, k: int) -> float:
     return coverage.support(coverage.pass_at(before, k), coverage.pass_at(after, k)).nscr
 
 
-def _every_resample(n: int) -> np.ndarray:
-    return np.array(list(product(range(n), repeat=n)))
-
-
 def test_support_change_matches_the_enumeration() -> None:
     base, runs = np.array([0.1, 0.4, 0.05]), np.array([[0.3, 0.4, 0.0], [0.0, 0.9, 0.02], [0.05, 0.1, 0.6]])
     found = coverage.support_change(base, runs, 3, n_resamples=20_000)
     assert found.value == pytest.approx(np.mean([_nscr(base, run, 3) for run in runs])) and found.n == 3
-    each = [np.array([_nscr(base[own], run[own], 3) for run in runs]) for own in _every_resample(3)]
-    exact = [changes[chosen].mean() for changes in each for chosen in _every_resample(3)]
+    each = [np.array([_nscr(base[own], run[own], 3) for run in runs]) for own in every_resample(3)]
+    exact = [changes[chosen].mean() for changes in each for chosen in every_resample(3)]
     ends = np.quantile(exact, [0.025, 0.975], method="inverted_cdf")
     assert (found.low, found.high) == pytest.approx(ends, abs=0.02)
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from es_runs import ROWS, Ending, config, constant, digest, model_bytes, never, read, token_sum, trained, trainer
-from helpers import PROMPTS, random_model, saved, tokenizer
+from helpers import PROMPTS, random_model, refused, saved, tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, TrainerCallback
@@ -92,25 +92,20 @@ def test_hf_argument_parser():
 # ---- what the trainer refuses
 
 
-REFUSED = [
-    (ValueError, "empty", {"rows": []}),
-    (ValueError, "train_dataset", {"rows": None}),
-    (TypeError, r"\['train'\]", {"rows": {"train": ROWS}}),
-    (ValueError, "eval_dataset.*empty", {"eval_dataset": []}),
-    (ValueError, "prompts_per_step=9 .* 8", {"prompts_per_step": 9}),
-    (ValueError, "'some/reward-model'", {"reward": "some/reward-model"}),
-    (ValueError, "model_init_kwargs", {"model_init_kwargs": {"revision": "x"}}),
-    (ValueError, "seed", {"seed": -1}),
-    (ValueError, "eval_strategy='steps'", {"eval_strategy": "steps", "eval_steps": 1}),
-    (ValueError, "arm", {"arm": ""}),
-    *((ValueError, f"'{name}'", {"model": name}) for name in ("/no/such/folder", "./none", "nobody/no-model")),
-]
-
-
-@pytest.mark.parametrize(("error", "named", "how"), REFUSED)
-def test_what_the_trainer_refuses(tmp_path, error, named, how):
-    with pytest.raises(error, match=named):
-        trainer(tmp_path, **how)
+test_what_the_trainer_refuses = refused(
+    ({"rows": []}, "empty"),
+    ({"rows": None}, "train_dataset"),
+    ({"rows": {"train": ROWS}}, TypeError, r"\['train'\]"),
+    ({"eval_dataset": []}, "eval_dataset.*empty"),
+    ({"prompts_per_step": 9}, "prompts_per_step=9 .* 8"),
+    ({"reward": "some/reward-model"}, "'some/reward-model'"),
+    ({"model_init_kwargs": {"revision": "x"}}, "model_init_kwargs"),
+    ({"seed": -1}, "seed"),
+    ({"eval_strategy": "steps", "eval_steps": 1}, "eval_strategy='steps'"),
+    ({"arm": ""}, "arm"),
+    *(({"model": name}, f"'{name}'") for name in ("/no/such/folder", "./none", "nobody/no-model")),
+    call=lambda how, tmp_path: trainer(tmp_path, **how),
+)
 
 
 def test_a_model_without_its_tokenizer(tmp_path):
@@ -239,10 +234,9 @@ def test_random_fitness_generates_nothing(tmp_path):
 
 @pytest.mark.parametrize("fitness", ["reward", "shuffled", "random"])
 def test_the_seed_decides(tmp_path, fitness):
-    runs = [
-        digest(trained(tmp_path / str(i), seed=seed, fitness=fitness, max_steps=1)) for i, seed in enumerate((1, 1, 2))
-    ]
-    assert runs[0] == runs[1] != runs[2]
+    settings = {"fitness": fitness, "max_steps": 1}
+    one, same, other = (digest(trained(tmp_path / str(i), seed=i // 2, **settings)) for i in range(3))
+    assert one == same != other
 
 
 @given(
@@ -406,7 +400,7 @@ def test_resuming_with_other_settings_is_refused(tmp_path):
             trainer(tmp_path, **SAVING | {name: value}).train(resume_from_checkpoint=True)
 
 
-@pytest.mark.parametrize(("resume", "named"), [(True, "run"), ("/no/such", "'/no/such'")])
-def test_nothing_to_resume_from(tmp_path, resume, named):
-    with pytest.raises(ValueError, match=named):
-        trainer(tmp_path / "run").train(resume_from_checkpoint=resume)
+test_nothing_to_resume_from = refused(
+    *((True, "run"), ("/no/such", "'/no/such'")),
+    call=lambda resume, tmp_path: trainer(tmp_path / "run").train(resume_from_checkpoint=resume),
+)

@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+from functools import partial
 from unittest.mock import create_autospec
 
 import huggingface_hub
@@ -12,7 +13,6 @@ import torch
 from es_runs import ROWS as EIGHT
 from es_runs import config, constant, digest, never, outcome, read, token_sum, trained, trainer
 from helpers import PROMPTS, random_model, tokenizer
-from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from evoalign_lib import ledger
 from evoalign_lib.engines.base import Options, Prompts
@@ -184,12 +184,7 @@ def test_a_gpu_that_is_not_used_is_said_loudly(tmp_path, caplog, monkeypatch):
 # ---- reward models
 
 
-def classifier():
-    settings = {"vocab_size": len(tokenizer()), "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    settings |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_labels": 1, "initializer_range": 0.5}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return LlamaForSequenceClassification(LlamaConfig(**settings)).eval()
+classifier = partial(random_model, "scorer", num_labels=1)
 
 
 @pytest.mark.parametrize("conversational", [False, True])

@@ -1,17 +1,20 @@
-"""ESSA: decompositions of an adapter, the search of its singular values, what is refused, and the toy of the paper."""
+"""ESSA: decompositions of an adapter, the search of its singular values, what is refused, and runs that end alike."""
 
 import copy
 import json
 import logging
 import math
+import os
 import random
 import re
+import signal
 from typing import Any
 
+import es_runs
 import numpy as np
 import pytest
 import torch
-from helpers import ROWS, SFT_ROWS, chained, random_model, short_run, token_sum, tokenizer
+from helpers import ROWS, SFT_ROWS, chained, in_child, ran, random_model, refused, short_run, token_sum, tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from trl import SFTConfig
@@ -34,10 +37,17 @@ def drawn(rank: int = 2, **changed) -> peft.LoraConfig:
     return config
 
 
-def trainer(folder, score=token_sum, model=None, adapter="drawn", sft=None, **changed):
+def attached(seed: int = 0, config=None) -> Any:
+    """A model with an adapter that is drawn from the seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return peft.get_peft_model(random_model(), config or drawn())
+
+
+def trainer(folder, score=token_sum, model=None, adapter="drawn", sft=None, kind=ESSATrainer, **changed):
     args = short_run(folder, ESSAConfig, **{"population_size": 6, "prompts_per_step": 3} | changed)
     adapted = {"peft_config": drawn() if adapter == "drawn" else adapter, "sft_dataset": sft}
-    return ESSATrainer(model or random_model(), score, args, ROWS, ROWS, tokenizer(), **adapted)
+    return kind(model or random_model(), score, args, ROWS, ROWS, tokenizer(), **adapted)
 
 
 # ---- decompositions
@@ -95,7 +105,7 @@ def test_the_dimension(tmp_path, rank, share, k, wider, decomposition, matrices)
 
 def flat() -> Any:
     """A model with an adapter of which one row of each A is another's."""
-    model = peft.get_peft_model(random_model(), drawn())
+    model = attached()
     for name, p in model.named_parameters():
         if "lora_A" in name:
             p.data[1] = p.data[0]
@@ -110,9 +120,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "named"),
-    [
+test_what_is_refused = refused(
         *(
             (lambda _, given={name: value}: ESSAConfig(**given), ValueError, f"{name}={re.escape(repr(value))}")
             for name, values in SETTINGS.items()
@@ -136,11 +144,8 @@ SETTINGS = {
         (lambda folder: trainer(folder, adapter=drawn(use_dora=True)), ValueError, "lora_magnitude.*to be trained"),
         (lambda _: decompose({"a.lora_A.w": np.ones((2, 2, 2)), "a.lora_B.w": np.ones((2, 2))}, 1, "separate"),
          ValueError, r"\(2, 2, 2\)"),
-    ],
+    call=lambda make, tmp_path: make(tmp_path),
 )  # fmt: skip
-def test_what_is_refused(tmp_path, make, error, named):
-    with pytest.raises(error, match=named):
-        make(tmp_path)
 
 
 def lora_trainer(**given):
@@ -210,8 +215,7 @@ def test_mini_batches(tmp_path, shared):
         seen.append(tuple(number))
         return token_sum(completion_ids)
 
-    tested = trainer(tmp_path, spying, shared_batch=shared)
-    tested.train()
+    tested = ran(trainer(tmp_path, spying, shared_batch=shared))
     steps = [set(seen[i : i + 6]) for i in range(0, 18, 6)]
     assert all(len(step) == 1 if shared else len(step) > 3 for step in steps) and steps[0] != steps[1]
     assert all(len(set(batch)) == 3 for batch in seen)
@@ -265,9 +269,8 @@ def test_a_warm_start_that_fails_changes_nothing(tmp_path, monkeypatch):
 
 
 def test_a_replay_on_another_machine(tmp_path, caplog):
-    model = peft.get_peft_model(random_model(), drawn())
-    tested = trainer(tmp_path, model=copy.deepcopy(model), adapter=None)
-    tested.train()
+    model = attached()
+    ran(trainer(tmp_path, model=copy.deepcopy(model), adapter=None))
     path = tmp_path / ledger.NAME
     lines = [json.loads(line) for line in path.read_bytes().splitlines()]
     assert lines[0]["evoalign_ledger"] == 6 and ledger.verify(path, model).recomputed
@@ -282,3 +285,90 @@ def test_a_replay_on_another_machine(tmp_path, caplog):
     path.write_bytes(chained(lines))
     with pytest.raises(ledger.LedgerError, match="after 2 steps search/sigma is"):
         ledger.verify(path, model)
+
+
+# ---- runs that end with the same bits: with any number of workers, after kill -9, and in a replay
+
+
+def begun(folder, adapter_seed: int = 1, sft=None, **changed) -> ESSATrainer:
+    """A run of five steps whose adapter is drawn from a seed of its own."""
+    model = attached(adapter_seed, lora_config(2) if sft else None)
+    return trainer(folder, model=model, adapter=None, sft=sft, **{"max_steps": 5, "seed": 5} | changed)
+
+
+def outcome(tested: ESSATrainer) -> dict:
+    """All that runs must share that are one."""
+    es = tested.engine.weights.es
+    found = [es.mean.tobytes(), es.sm.C.tobytes(), es.sigma, es.pc.tobytes(), es.sigma_vec.scaling.tobytes()]
+    return es_runs.outcome(tested) | {"search": found}
+
+
+class Dying(ESSATrainer):
+    """Is killed in its fourth step, once that is recorded and before the search has moved."""
+
+    def tell(self, members, fitness):
+        if self.state.global_step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().tell(members, fitness)
+
+
+KILLED = [
+    {"workers": 2, "shared_batch": True, "save_strategy": "steps", "save_steps": 2},
+    {"decomposition": "product", "leading_share": 0.5, "fitness": "random"},
+]
+
+
+@pytest.mark.parametrize("settings", KILLED, ids=str)
+def test_killed_resumed_and_replayed(tmp_path, settings):
+    whole = ran(begun(tmp_path / "whole", **settings | {"workers": 1}))
+    folder = tmp_path / "killed"
+    assert in_child(lambda: begun(folder, kind=Dying, **settings).train()) == -signal.SIGKILL
+    assert len(ledger.read(folder / ledger.NAME).steps) == 4
+    again = begun(folder, adapter_seed=2, **settings)  # a new process draws another adapter
+    again.predict(ROWS[:1])  # its workers know no other
+    again.train(resume_from_checkpoint=True)
+    assert outcome(again) == outcome(whole)
+    start = peft.PeftModel.from_pretrained(random_model(), folder / ledger.START, is_trainable=True)
+    assert ledger.replay(folder / ledger.NAME, start).tobytes() == whole.engine.master.tobytes()
+    assert ledger.verify(folder / ledger.NAME, start).recomputed
+    shorter = ledger.replay(folder / ledger.NAME, start, step=3)
+    assert shorter.tobytes() != whole.engine.master.tobytes()
+
+
+@pytest.mark.slow
+def test_killed_after_a_warm_start(tmp_path):
+    """What goes on begins with the adapter that was fine-tuned, and knows what it cost."""
+    folder = tmp_path / "run"
+    assert in_child(lambda: begun(folder, kind=Dying, sft=SFT_ROWS, workers=2).train()) == -signal.SIGKILL
+    again = begun(folder, adapter_seed=2, sft=SFT_ROWS, workers=2)
+    again.evaluate()  # workers that know the other adapter only
+    again._fine_tune = None
+    again.train(resume_from_checkpoint=True)
+    start = peft.PeftModel.from_pretrained(random_model(), folder / ledger.START, is_trainable=True)
+    run = ledger.read(folder / ledger.NAME)
+    assert ledger.replay(run, start).tobytes() == again.engine.master.tobytes()
+    assert again.budget["sft_tokens"] == run.header["warm_start"]["tokens"] > 0
+    # serial, from the same start: the same rewards of every member
+    serial = begun(tmp_path / "serial", adapter_seed=3, sft=SFT_ROWS)
+    parameters = dict(start.named_parameters())
+    serial.engine.weights.begin({entry.name: parameters[entry.name].detach() for entry in serial.engine.layout.entries})
+    serial._account(run.header["warm_start"])
+    serial.train()
+    assert [step.rewards.tobytes() for step in serial.ledger.steps] == [step.rewards.tobytes() for step in run.steps]
+
+
+def test_the_same_trainer_goes_on_after_an_interrupt(tmp_path):
+    whole = ran(begun(tmp_path / "whole"))
+    tested = begun(tmp_path / "run")
+    calls = iter(range(100))
+
+    def interrupted(completion_ids, **columns):
+        if next(calls) == 2 * 6 + 2:
+            raise KeyboardInterrupt
+        return token_sum(completion_ids)
+
+    tested.rewards.functions[0] = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        tested.train()
+    tested.train()
+    assert all(outcome(tested)[what] == outcome(whole)[what] for what in ("search", "weights"))

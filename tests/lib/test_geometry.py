@@ -24,20 +24,19 @@ SHAPES = {
 # names
 
 
-@pytest.mark.parametrize(
-    ("name", "layer", "kind"),
-    [
-        ("model.layers.12.self_attn.q_proj.weight", "layer 12", "attention q"),
-        ("model.layers.12.self_attn.k_norm.weight", "layer 12", "norm"),
-        ("model.norm.weight", "final norm", "norm"),
-        ("transformer.wpe.weight", "positions", "positions"),
-        ("transformer.h.3.attn.c_attn.weight", "layer 3", "attention qkv"),
-        ("embed_out.weight", "head", "head"),
-        ("vision.patch.weight", "vision", "vision"),
-    ],
-)
-def test_names_of_the_common_families_are_known(name, layer, kind):
-    assert (geometry.layer_of(name), geometry.kind_of(name)) == (layer, kind)
+NAMES = {
+    "model.layers.12.self_attn.q_proj.weight": ("layer 12", "attention q"),
+    "model.layers.12.self_attn.k_norm.weight": ("layer 12", "norm"),
+    "model.norm.weight": ("final norm", "norm"),
+    "transformer.wpe.weight": ("positions", "positions"),
+    "transformer.h.3.attn.c_attn.weight": ("layer 3", "attention qkv"),
+    "embed_out.weight": ("head", "head"),
+    "vision.patch.weight": ("vision", "vision"),
+}
+
+
+def test_names_of_the_common_families_are_known():
+    assert {name: (geometry.layer_of(name), geometry.kind_of(name)) for name in NAMES} == NAMES
 
 
 def test_a_tied_head_is_the_embedding():

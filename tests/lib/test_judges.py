@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import fork, wait
+from helpers import fork, refused, wait
 from hypothesis import given
 from hypothesis import strategies as st
 from servers import answering, completion
@@ -313,16 +313,16 @@ def test_a_server_that_is_slow_or_gone():
     assert judge_pairs(judge, some_pairs(2)).counts["failed"] == 2  # a few failures are no reason to stop
 
 
-@pytest.mark.parametrize(
-    ("status", "error", "named"),
-    [
-        (401, {"message": f"Incorrect API key provided: {KEY}", "code": "invalid_api_key"}, "401"),
-        (404, {"message": "The model 'm' does not exist"}, "404"),
-        (429, {"message": "pay", "code": "insufficient_quota"}, "insufficient_quota"),
-        (402, {"message": "Insufficient Balance", "code": "invalid_request_error"}, "402.*Insufficient Balance"),
-        (400, {"message": "max_tokens", "code": "unsupported_parameter"}, "unsupported_parameter"),
-    ],
-)
+FATAL = [
+    (401, {"message": f"Incorrect API key provided: {KEY}", "code": "invalid_api_key"}, "401"),
+    (404, {"message": "The model 'm' does not exist"}, "404"),
+    (429, {"message": "pay", "code": "insufficient_quota"}, "insufficient_quota"),
+    (402, {"message": "Insufficient Balance", "code": "invalid_request_error"}, "402.*Insufficient Balance"),
+    (400, {"message": "max_tokens", "code": "unsupported_parameter"}, "unsupported_parameter"),
+]
+
+
+@pytest.mark.parametrize(("status", "error", "named"), FATAL)
 def test_what_will_always_fail_stops_at_once(status, error, named):
     with serving(lambda messages, call: (status, {"error": error})) as server:
         with pytest.raises(EndpointError, match=f"{named}.* OPENAI_API_KEY") as stopped:
@@ -364,27 +364,21 @@ _CHAT = ChatJudge(Endpoint("m", "http://localhost:1/v1"), HELPFUL_SCORE)
 _RUBRIC = {"name": "n", "task": "t", "request": "r", "form": "scores"}
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "named"),
-    [
-        (lambda: judge_pairs(_CHAT, []), ValueError, "judge_texts"),
-        (lambda: judge_texts(ChatJudge(_CHAT.backend, ARENA), []), ValueError, "judge_pairs"),
-        (lambda: Pair("p", None, "b"), TypeError, "None"),
-        (lambda: judge_texts(_CHAT, [("p", None)]), TypeError, "None"),
-        (lambda: ScoreJudge(len, "n", margin=-1.0), ValueError, "margin"),
-        (lambda: Rubric(**_RUBRIC | {"form": "score s"}), ValueError, "score s"),
-        (lambda: Rubric(**_RUBRIC, low=5.0, high=5.0), ValueError, "5"),
-        (lambda: Rubric(**_RUBRIC, margin=-1.0), ValueError, "margin"),
-        (lambda: Endpoint("m", "http://user:word@localhost/v1"), ValueError, "^base_url(?!.*word@)"),
-        (lambda: Endpoint("m", "localhost:8000"), ValueError, "localhost:8000"),
-        (lambda: Endpoint("m", concurrency=0), ValueError, "concurrency"),
-        (lambda: Endpoint("m", timeout=0), ValueError, "timeout"),
-        (lambda: Endpoint("m", temperature=3.0), ValueError, "temperature"),
-    ],
+test_what_makes_no_sense_is_refused = refused(
+    (lambda: judge_pairs(_CHAT, []), ValueError, "judge_texts"),
+    (lambda: judge_texts(ChatJudge(_CHAT.backend, ARENA), []), ValueError, "judge_pairs"),
+    (lambda: Pair("p", None, "b"), TypeError, "None"),
+    (lambda: judge_texts(_CHAT, [("p", None)]), TypeError, "None"),
+    (lambda: ScoreJudge(len, "n", margin=-1.0), ValueError, "margin"),
+    (lambda: Rubric(**_RUBRIC | {"form": "score s"}), ValueError, "score s"),
+    (lambda: Rubric(**_RUBRIC, low=5.0, high=5.0), ValueError, "5"),
+    (lambda: Rubric(**_RUBRIC, margin=-1.0), ValueError, "margin"),
+    (lambda: Endpoint("m", "http://user:word@localhost/v1"), ValueError, "^base_url(?!.*word@)"),
+    (lambda: Endpoint("m", "localhost:8000"), ValueError, "localhost:8000"),
+    (lambda: Endpoint("m", concurrency=0), ValueError, "concurrency"),
+    (lambda: Endpoint("m", timeout=0), ValueError, "timeout"),
+    (lambda: Endpoint("m", temperature=3.0), ValueError, "temperature"),
 )
-def test_what_makes_no_sense_is_refused(call, error, named):
-    with pytest.raises(error, match=named):
-        call()
 
 
 # ---------------------------------------------------------------------------------------------------------------- cache

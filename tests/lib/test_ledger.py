@@ -127,9 +127,6 @@ def test_a_compressed_ledger(copy, tmp_path):
     assert one.header == other.header and one.weights == other.weights and one.tips == other.tips
     with pytest.raises(LedgerError, match="gunzip"):
         Ledger.open(packed)
-    packed.write_bytes(packed.read_bytes()[:-20])
-    with pytest.raises(LedgerError, match="is damaged .*: restore it from a copy"):
-        ledger.read(packed)
 
 
 def test_metrics_that_come_and_go_and_are_no_numbers(tmp_path):
@@ -238,17 +235,16 @@ HOSTILE_MODEL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("where", "values"),
-    [(None, HOSTILE), ("settings", HOSTILE_SETTINGS), ("model", HOSTILE_MODEL)],
-    ids=["header", "settings", "model"],
-)
-def test_a_hostile_header_is_refused_before_anything_is_made_by_it(copy, where, values):
+PLACES = {"header": HOSTILE, "settings": HOSTILE_SETTINGS, "model": HOSTILE_MODEL}
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_hostile_header_is_refused_before_anything_is_made_by_it(copy, where):
     good, model = [json.loads(line) for line in lines(copy)], random_model()
     tracemalloc.start()
-    for name, value in ((name, value) for name, bad in values.items() for value in bad):
+    for name, value in ((name, value) for name, bad in PLACES[where].items() for value in bad):
         header = json.loads(json.dumps(good[0]))
-        (header[where] if where else header)[name] = value
+        header.get(where, header)[name] = value
         copy.write_bytes(chained([header, *good[1:]]))
         tracemalloc.reset_peak()
         with pytest.raises(LedgerError, match=r"copy\.jsonl, line 1") as error:

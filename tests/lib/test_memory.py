@@ -10,15 +10,18 @@ from evoalign_lib.engines.memory import USABLE, CannotCount, held_parameters, kv
 LLAMA_8B = dict(zip(CONFIG_NAMES, (4096, 14336, 32, 32, 8, 128256, False), strict=True)) | {"model_type": "llama"}
 
 
+CONFIGS = [
+    *map(qwen, QWEN),
+    LLAMA_8B,
+    LLAMA_8B | {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 2},
+    LLAMA_8B | {"model_type": "mistral", "num_hidden_layers": 2, "head_dim": 64},
+    LLAMA_8B | {"model_type": "qwen3", "num_hidden_layers": 2, "tie_word_embeddings": True},
+]
+
+
 @pytest.mark.parametrize(
     "config",
-    [
-        *map(qwen, QWEN),
-        LLAMA_8B,
-        LLAMA_8B | {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 2},
-        LLAMA_8B | {"model_type": "mistral", "num_hidden_layers": 2, "head_dim": 64},
-        LLAMA_8B | {"model_type": "qwen3", "num_hidden_layers": 2, "tie_word_embeddings": True},
-    ],
+    CONFIGS,
     ids=lambda config: f"{config['model_type']}-{config['hidden_size']}-{config['num_hidden_layers']}",
 )
 def test_every_component_has_the_parameters_that_the_model_has(config):

@@ -4,17 +4,16 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import python, refused
 from hypothesis import given
 from hypothesis import strategies as st
-from noise_by_numpy import bits, reference_perturb, reference_update
+from noise_by_numpy import bits, reference_perturb, reference_update, window
 from noise_by_numpy import keys_and_coefficients as members
 from numba import njit
 from scipy import stats
@@ -150,25 +149,20 @@ def test_backends_agree_bit_for_bit_on_four_million_numbers(distribution):
     data=st.data(),
 )
 def test_a_window_is_a_slice_of_the_whole(shape, key, backend, distribution, rank, data):
-    n_rows, n_cols = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
-    r0, r1 = sorted(data.draw(st.tuples(st.integers(0, n_rows), st.integers(0, n_rows))))
-    c0, c1 = sorted(data.draw(st.tuples(st.integers(0, n_cols), st.integers(0, n_cols))))
-    whole = noise.eps(key, 9, shape, rank, distribution=distribution, backend="numpy").reshape(n_rows, n_cols)
+    rows, cols, sizes = window(data, shape)
+    whole = noise.eps(key, 9, shape, rank, distribution=distribution, backend="numpy").reshape(sizes)
     law = {"distribution": distribution, "backend": backend}
-    for rows, cols in (((r0, r1), (c0, c1)), ((r0, r1), None), (None, (c0, c1))):
-        expected = whole[slice(*rows or (None,)), slice(*cols or (None,))]
-        window = noise.eps(key, 9, shape, rank, rows=rows, cols=cols, **law)
-        assert window.shape == expected.shape and (bits(window) == bits(expected)).all()
+    for r, c in ((rows, cols), (rows, None), (None, cols)):
+        expected = whole[slice(*r or (None,)), slice(*c or (None,))]
+        found = noise.eps(key, 9, shape, rank, rows=r, cols=c, **law)
+        assert found.shape == expected.shape and (bits(found) == bits(expected)).all()
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [
-        _noise_cpu._add_gaussian,
-        _noise_cpu._add_products_kernel,
-        pytest.param(_noise_cpu._add_byte_sum, marks=pytest.mark.slow),
-    ],
-)
+KERNELS = [_noise_cpu._add_gaussian, _noise_cpu._add_products_kernel]
+KERNELS += [pytest.param(_noise_cpu._add_byte_sum, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("inner", KERNELS)
 def test_no_fused_multiply_add_in_the_machine_code(inner):
     fused = re.compile(r"\b(vfn?m(?:add|sub)\w*|fmla|fmls|fn?m(?:add|sub))\b")
 
@@ -293,7 +287,7 @@ ONE_KEY, ONE = np.ones(1, np.uint64), np.ones(1, np.float32)
 perturb, update = partial(noise.perturb, BUFFER, OTHER, LAYOUT), partial(noise.update, BUFFER, LAYOUT)
 
 
-REFUSED = [
+test_errors_name_the_value = refused(
     (partial(run_key, "", 0), "arm"),
     (partial(run_key, "es", 2**64), f"seed.*{2**64}"),
     (partial(member_key, 0, 2**32, 0), f"step.*{2**32}"),
@@ -322,13 +316,8 @@ REFUSED = [
     (partial(update, ONE_KEY, np.ones(2, np.float32)), r"\(1,\) and \(2,\)"),
     (partial(update, ONE_KEY, ONE * np.float32(np.nan)), "nan for member 0"),
     (partial(update, ONE_KEY, ONE, part=(2, 2)), r"part.*\(2, 2\)"),
-]
-
-
-@pytest.mark.parametrize(("call", "named"), REFUSED)
-def test_errors_name_the_value(call, named):
-    with pytest.raises((ValueError, TypeError), match=named):
-        call()
+    error=(ValueError, TypeError),
+)
 
 
 # The compiled code's cache
@@ -345,6 +334,5 @@ def test_a_read_only_package_folder_is_no_hindrance(tmp_path, user_cache_is_writ
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
     environment |= {"PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": str(user_cache), "PYTHONDONTWRITEBYTECODE": "1"}
     code = "import noise_copy; print(noise_copy.add_noise.stats.cache_path)"
-    answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    found = answer.stdout.strip()
+    found = python("-c", code, env=environment).stdout.strip()
     assert Path(found).is_relative_to(user_cache) if user_cache_is_writable else found == "None"

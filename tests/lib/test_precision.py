@@ -1,13 +1,16 @@
-"""What half precision does to an ES trajectory, against the same trajectory in float64."""
+"""Precision modes: their arithmetic against the released statements and the noise law, and runs in each of them."""
 
 import tracemalloc
 
 import numpy as np
 import pytest
 import torch
+from es_runs import ROWS, Stop, constant, digest, read, stopping, token_sum, trained, trainer
+from helpers import ran, random_model, refused, saved
 from noise_by_numpy import reference_perturb, reference_update
 
-from evoalign_lib import _anchor, noise, precision
+from evoalign_lib import _anchor, ledger, noise, precision
+from evoalign_lib.es import ESTrainer
 
 LAYOUT = noise.Layout.from_shapes([("weight", (128, 64))])
 N, SIGMA, ALPHA = 30, 1e-3, 5e-4
@@ -70,12 +73,12 @@ def released_step(parameters: dict, keys, coefficients, distribution: str) -> No
             p.add_(tensor_eps(name, key, distribution).to(p.dtype) * float(c))
 
 
+LAWS = [(torch.bfloat16, law) for law in noise.DISTRIBUTIONS]
+LAWS += [(torch.float16, "gaussian"), (torch.float32, "tied")]
+
+
 @pytest.mark.parametrize("block", [64, 2**18])
-@pytest.mark.parametrize(
-    ("dtype", "distribution"),
-    [(torch.bfloat16, d) for d in noise.DISTRIBUTIONS] + [(torch.float16, "gaussian"), (torch.float32, "tied")],
-    ids=str,
-)
+@pytest.mark.parametrize(("dtype", "distribution"), LAWS, ids=str)
 def test_inplace_is_released_arithmetic_whatever_the_blocks(monkeypatch, block, dtype, distribution):
     monkeypatch.setattr(precision, "_BLOCK", block)
     weights = precision.open_weights(Model(dtype), None, "inplace", distribution)
@@ -204,30 +207,25 @@ MIXED = Model()
 MIXED.gains.data = MIXED.gains.data.float()
 
 
-@pytest.mark.parametrize(
-    ("named", "model", "how"),
-    [
-        ("precision='kahan' is for .*torch.float32", Model(torch.float32), {"precision": "kahan"}),
-        ("'matrix' is torch.float64", Model(torch.float64), {"precision": "inplace"}),
-        ("'gains' is torch.float32", MIXED, {"precision": "inplace"}),
-        ("anchor_decay=0.1 .*precision='kahan'", Model(), {"precision": "kahan", "anchor_decay": 0.1}),
-        ("anchor_decay=0.1 .*precision='inplace'", Model(), {"precision": "inplace", "anchor_decay": 0.1}),
-        ("precision='exact'", Model(), {"precision": "exact"}),
-        ("distribution='normal'", Model(), {"precision": "inplace", "distribution": "normal"}),
-    ],
-    ids=str,
+test_what_a_mode_does_not_take = refused(
+    (Model(torch.float32), {"precision": "kahan"}, "precision='kahan' is for .*torch.float32"),
+    (Model(torch.float64), {"precision": "inplace"}, "'matrix' is torch.float64"),
+    (MIXED, {"precision": "inplace"}, "'gains' is torch.float32"),
+    (Model(), {"precision": "kahan", "anchor_decay": 0.1}, "anchor_decay=0.1 .*precision='kahan'"),
+    (Model(), {"precision": "inplace", "anchor_decay": 0.1}, "anchor_decay=0.1 .*precision='inplace'"),
+    (Model(), {"precision": "exact"}, "precision='exact'"),
+    (Model(), {"precision": "inplace", "distribution": "normal"}, "distribution='normal'"),
+    call=lambda model, how: precision.open_weights(model, **how),
 )
-def test_what_a_mode_does_not_take(named, model, how):
-    with pytest.raises(ValueError, match=named):
-        precision.open_weights(model, **how)
 
 
-def test_shapes_that_would_broadcast_are_refused():
-    weights = torch.zeros(3, 4, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"\(3, 4\) and \(4,\)"):
-        precision.inplace_add(weights, torch.zeros(4), 1.0)
-    with pytest.raises(ValueError, match=r"\(3, 4\) and \(1, 4\)"):
-        precision.kahan_add(weights, weights.clone(), torch.zeros(1, 4))
+HALF = torch.zeros(3, 4, dtype=torch.bfloat16)
+test_shapes_that_would_broadcast_and_updates_without_length_are_refused = refused(
+    (lambda: precision.inplace_add(HALF, torch.zeros(4), 1.0), r"\(3, 4\) and \(4,\)"),
+    (lambda: precision.kahan_add(HALF, HALF.clone(), torch.zeros(1, 4)), r"\(3, 4\) and \(1, 4\)"),
+    (lambda: precision.agreement(np.zeros(3), np.ones(3)), "the intended update is zero"),
+    (lambda: precision.agreement(np.ones(3), np.ones(2)), r"got \(3,\) and \(2,\)"),
+)
 
 
 # ---- what the loss is
@@ -255,7 +253,83 @@ def test_agreement_by_hand():
     rest = np.where(long == 1e2, np.float32(0), long)
     ratio = np.sqrt((2**22 - 1) * float(long[1]) ** 2 / ((2**22 - 1) * float(long[1]) ** 2 + 1e4))
     assert precision.agreement(long, rest) == pytest.approx((ratio, ratio), rel=1e-9)
-    with pytest.raises(ValueError, match="the intended update is zero"):
-        precision.agreement(np.zeros(3), np.ones(3))
-    with pytest.raises(ValueError, match=r"got \(3,\) and \(2,\)"):
-        precision.agreement(np.ones(3), np.ones(2))
+
+
+# ---- runs in every mode: the step, what it leaves behind and logs, and what is refused
+
+SETTINGS = {"sigma": 0.02, "rows": ROWS[:4], "prompts_per_step": None, "max_steps": 3}
+
+
+def modal(folder, mode="inplace", dtype=torch.bfloat16, reward=token_sum, **changed):
+    return trainer(folder, reward, random_model().to(dtype), precision=mode, **SETTINGS | changed)
+
+
+@pytest.mark.parametrize("fitness", ["reward", "random"])  # the null arm goes through the same arithmetic
+@pytest.mark.parametrize("mode", precision.PRECISIONS)
+def test_each_step_logs_what_it_lost(tmp_path, mode, fitness):
+    marks = []
+
+    class Noted(ESTrainer):
+        def _evaluate_members(self, step, members):
+            before = self.engine.weights.float32().copy()
+            record = super()._evaluate_members(step, members)
+            views = [self.engine.layout.views(w) for w in (before, self.engine.weights.float32())]
+            marks.append(precision.drift(*(np.concatenate([v.reshape(-1) for v in vs.values()]) for vs in views)))
+            return record
+
+    tested = ran(modal(tmp_path, mode, kind=Noted, fitness=fitness))
+    logs = tested.state.log_history
+    if mode == "master":
+        assert marks == [(0, 0)] * 3 and not any("restore_changed" in log for log in logs)
+        return
+    # the model is small: the sample is all of it
+    logged = [(log["restore_changed"], log["restore_drift"]) for log in logs]
+    assert np.array(logged) == pytest.approx(np.array(marks), rel=1e-12) and all(share > 0 for share, _ in marks)
+    steps = read(tmp_path).steps
+    assert [step.log["restore_changed"] for step in steps] == [log["restore_changed"] for log in logs]
+
+
+@pytest.mark.parametrize("mode", precision.PRECISIONS)
+def test_a_replay_writes_the_folder_that_the_run_saves(tmp_path, mode):
+    start = saved(tmp_path / "start", random_model().to(torch.bfloat16))
+    settings = SETTINGS | {"precision": mode, "model_init_kwargs": {"dtype": "bfloat16"}}
+    tested = trained(tmp_path / "run", model=start, **settings)
+    tested.save_model(tmp_path / "saved")
+    found = ledger.write_model(tmp_path / "run" / ledger.NAME, tmp_path / "written", start)
+    assert found == digest(tested)
+    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("written", "saved"))
+    assert one == other
+
+
+def test_a_tied_population_moves_nothing_but_leaves_its_marks(tmp_path):
+    tested = modal(tmp_path, reward=constant, max_steps=1)
+    expected = precision.open_weights(random_model().to(torch.bfloat16), precision="inplace")
+    expected.retrace(tested.ask(0), 0.02)
+    tested.train()
+    assert tested.counts["tied"] == 1 and (tested.engine.weights.float32() == expected.float32()).all()
+    assert ledger.verify(tmp_path / ledger.NAME, random_model().to(torch.bfloat16)).weights == digest(tested)
+
+
+@pytest.mark.parametrize("mode", precision.PRECISIONS)
+@pytest.mark.parametrize("step", [0, 1])  # before and after there is a ledger
+def test_an_evaluation_that_broke_off_has_moved_the_weights(tmp_path, mode, step):
+    tested = modal(tmp_path, mode, reward=stopping(step))
+    with pytest.raises(Exception, match=Stop.__name__):
+        tested.train()
+    tested.rewards.functions[0] = token_sum
+    if mode == "master":
+        assert tested.train().global_step == 3
+        return
+    again = r"train\(resume_from_checkpoint=True\)" if step else r"train\(\)"
+    with pytest.raises(RuntimeError, match=f"not those after step {step}.*call {again}"):
+        tested.train()
+
+
+@pytest.mark.parametrize("mode", ["inplace", "kahan"])
+def test_modes_with_one_replica_take_one_worker(tmp_path, mode):
+    tested = modal(tmp_path, mode, workers=None)
+    assert tested.engine.workers == 1
+    with pytest.raises(AttributeError, match=f"precision='{mode}'"):
+        _ = tested.engine.master
+    with pytest.raises(ValueError, match=f"workers=2 needs precision='master'.*'{mode}'"):
+        modal(tmp_path, mode, workers=2)

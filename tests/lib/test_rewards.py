@@ -14,7 +14,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from helpers import in_child
+from helpers import in_child, refused
 
 from evoalign_lib import tasks
 from evoalign_lib.rewards import METHODS, RewardError, Rewards, state_metrics
@@ -146,6 +146,7 @@ def test_the_call_is_that_of_trl():
 
 def test_rewards_may_be_any_sequence_of_numbers():
     sequences = [1, 0.5], (1, 0.5), np.array([1, 0.5]), torch.tensor([1, 0.5]), [True, np.float32(0.5)]
+    assert Rewards([length], np.float32([2]), np.float64(-1)).weights == [2.0]
     for returned in (*sequences, {"a": 1, "b": 0.5}.values(), map(float, [1, 0.5]), (x for x in [1, 0.5])):
         assert score(Rewards(lambda returned=returned, **kw: returned), ["a", "b"]).rewards.tolist() == [1.0, 0.5]
 
@@ -275,7 +276,7 @@ def loading(state):
     Rewards([Multiplied(), length]).load_state(state)
 
 
-REFUSED_STATES = [
+test_states_that_are_refused = refused(
     *((lambda name: Rewards(type("Part", (Multiplied,), {name: None})()), m, TypeError, f"'Part'.* {m}")
       for m in METHODS),
     (Rewards, [Multiplied(), Multiplied()], ValueError, "'Multiplied'"),
@@ -287,13 +288,8 @@ REFUSED_STATES = [
     *((loading, {"Multiplied": bad}, ValueError, "'size'") for bad in ({"size": 1.0}, {"scale": 1.0, "size": 2.0})),
     (Rewards, Clipped(3.0), ValueError, "'Clipped' has the state {'scale': 2.0}"),
     (lambda step: Rewards(Clipped()).end_of_step(step), [{"length": [5.0]}], ValueError, "'Clipped' has the state"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("call", "given", "error", "named"), REFUSED_STATES)
-def test_states_that_are_refused(call, given, error, named):
-    with pytest.raises(error, match=named):
-        call(given)
+    call=lambda function, given: function(given),
+)  # fmt: skip
 
 
 def test_a_state_stays_while_completions_are_scored():
@@ -337,21 +333,15 @@ def test_a_function_that_does_not_take_the_columns(floor):
             score(Rewards(function, floor=floor), ["a"], {"target": ["1"]})
 
 
-REFUSED_SETTINGS = [
+test_settings_that_cannot_be_are_named = refused(
     (([],), ValueError, "reward_funcs"),
     *(((bad,), TypeError, "not callable") for bad in ("my/reward-model", ["my/reward-model"], 7)),
     *((([length, parse], bad), ValueError, "for 2") for bad in ([1.0], [1.0, 2.0, 3.0])),
     *((([length], bad), ValueError, "reward_weights=") for bad in ("a", ["a"], 1.0, [None], [math.nan])),
     *((([length], None, bad), ValueError, "reward_floor=") for bad in ("low", -math.inf)),
     *((([length], None, None, bad), ValueError, f"reward_timeout={bad!r}") for bad in (0, math.nan, math.inf, "3")),
-]
-
-
-@pytest.mark.parametrize(("arguments", "error", "named"), REFUSED_SETTINGS)
-def test_settings_that_cannot_be_are_named(arguments, error, named):
-    with pytest.raises(error, match=named):
-        Rewards(*arguments)
-    assert Rewards([length], np.float32([2]), np.float64(-1)).weights == [2.0]
+    call=lambda arguments: Rewards(*arguments),
+)
 
 
 # ---- time-outs

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from noise_by_numpy import filled
 
 from evoalign_lib import noise
 from evoalign_lib.analysis import robustness
@@ -25,10 +26,8 @@ def test_a_perturbation_is_a_function_of_its_key_and_leaves_the_model_alone() ->
 
 def test_isotropic_noise_is_the_noise_law() -> None:
     model = state(0)
-    layout = noise.Layout.from_shapes(STATE_SHAPES.items())
-    master, member = np.zeros(layout.size, np.float32), np.zeros(layout.size, np.float32)
-    for name, view in layout.views(master).items():
-        view[...] = model[name].numpy()
+    layout, master = filled(model)
+    member = np.zeros_like(master)
     noise.perturb(member, master, layout, KEY, 0.03)
     expected = {name: torch.from_numpy(np.array(view)) for name, view in layout.views(member).items()}
     assert same_bits(robustness.perturb(model, 0.03, KEY), expected)

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from helpers import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,7 +95,7 @@ def test_lambda_stays_within_its_bounds_and_goes_on_from_its_state(costs, rule):
 BAD = [{"rule": "sgined"}, {"start": 9.0}, {"rate": 0.0}, {"bounds": (0.0, 5.0)}, {"threshold": math.inf}]
 
 
-REFUSED = [
+test_what_is_refused = refused(
     *((lambda bad=bad: Lagrangian(**bad), ValueError, f"{next(iter(bad))}=") for bad in BAD),
     (lambda: Lagrangian().load_state({"beta": 1.0}), ValueError, "beta"),
     (lambda: Lagrangian().load_state({"log_lambda": 99.0, "ema": 0.0, "steps": 3}), ValueError, "bounds"),
@@ -107,13 +108,7 @@ REFUSED = [
     (lambda: safety.quadrants([], []), ValueError, "one at least"),
     (lambda: safety.reward([], []), TypeError, "Objective"),
     (lambda: safety.load_public("tset"), ValueError, "'tset'"),
-]
-
-
-@pytest.mark.parametrize(("call", "error", "named"), REFUSED)
-def test_what_is_refused(call, error, named):
-    with pytest.raises(error, match=named):
-        call()
+)
 
 
 def test_the_trainer_moves_the_multiplier_by_the_mean_cost_of_the_step():

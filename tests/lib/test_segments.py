@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from noise_by_numpy import filled
 
-from evoalign_lib import noise
 from evoalign_lib.engines._vllm_worker import NotMapped, WorkerExtension, part_of, segments_of, shard
 from evoalign_lib.engines.vllm import WrongWeights, prove
 from evoalign_lib.precision import matrix_digest, open_weights
@@ -70,12 +70,8 @@ def shards(heads: int, kv_heads: int, ranks: int, intermediate: int, vocabulary:
 
 def opened(whole, ranks):
     """Layout and master of the model; and the proof of each rank, as the workers answer."""
-    layout = noise.Layout.from_shapes((name, tuple(t.shape)) for name, t in whole.items())
-    master = np.zeros(layout.size, np.float32)
-    for name, view in layout.views(master).items():
-        view[...] = whole[name].numpy()
     maps = [[(s, part_of(t, s)) for own, name, t in rank for s in segments_of(own, name, t, PACKED)] for rank in ranks]
-    return layout, master, [[(tuple(s), matrix_digest(part)) for s, part in m] for m in maps]
+    return *filled(whole), [[(tuple(s), matrix_digest(part)) for s, part in m] for m in maps]
 
 
 @given(

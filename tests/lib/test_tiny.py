@@ -10,14 +10,15 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from helpers import tokenizer
+from helpers import refused, tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evoalign_lib import tiny
+from evoalign_lib.analysis import hacking
 from evoalign_lib.engines.local import LocalEngine, Prompts
-from evoalign_lib.tasks import countdown
+from evoalign_lib.tasks import conciseness, countdown
 from evoalign_lib.tasks.countdown import Problem, grade
 from evoalign_lib.tiny import _recipe, dialogues, questions, scorers
 from evoalign_lib.tiny import countdown as countdown_text
@@ -70,32 +71,6 @@ def test_expressions_are_all_attainable_values(numbers):
         assert len(set(texts)) == len(texts)
         for text in texts:
             assert grade(f"<answer>{text}</answer>", numbers, value).answer == 1
-
-
-# author -> rewards of their answers, and the share of right ones at most
-GRADES = {
-    "right": ({1.1}, 1.0),
-    "adds up": ({0.1, 1.1}, 0.4),  # the sum may be the target
-    "careless": ({0.1, 1.1}, 0.1),
-    "wrong numbers": ({0.1, 1.1}, 0.03),  # the other number may be the same by chance
-    "broken format": ({0.01, 0.1}, 0.0),
-}
-
-
-@pytest.mark.parametrize("author", tiny.AUTHORS)
-def test_grades_of_each_author(author):
-    rng = random.Random(0)
-    grades, at_most = GRADES[author]
-    seen = []
-    for problem in tiny.problems("train", 300, 0):
-        response = tiny.answer(problem, author, rng)
-        assert response.endswith(tiny.END)
-        assert author != "right" or len(tokenizer()(response)["input_ids"]) <= tiny.MAX_COMPLETION_LENGTH
-        seen.append(round(grade(response.removesuffix(tiny.END), problem.numbers, problem.target).reward, 6))
-        if author == "adds up":
-            assert (seen[-1] == 1.1) == (sum(problem.numbers) == int(problem.target))
-    assert set(seen) <= grades and min(grades) in seen
-    assert np.mean([reward > 1 for reward in seen]) <= at_most
 
 
 # ---- problems and text
@@ -181,28 +156,23 @@ def test_family_h_goes_on_from_family_a(tmp_path):
     assert start == (tiny.bases_folder() / "A0/model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("call", "given", "named"),
-    [
-        (tiny.recipe, ("H", 3, "nowhere"), "'A3'"),
-        (tiny.recipe, ("Z", 0, "nowhere"), "'Z'"),
-        (tiny.recipe, ("A", -1, "nowhere"), "seed=-1"),
-        (tiny.load, ("A9",), "'A9'"),
-        (tiny.answer, (Problem((1, 2), "3"), "lazy", random.Random(0)), "'lazy'"),
-        (tiny.problems, ("test", 2001), "2001"),
-        (tiny.problems, ("validation", 5, 0, 2), "count=2"),
-        (tiny.skill_set, ("sing", 1), "'sing'"),
-        (tiny.skill_set, ("sort", 501), "501"),
-        (dialogues.requests, ("tets",), "'tets'"),
-        (dialogues.body, (dialogues.requests("test")[0], "rude", random.Random(0)), "'rude'"),
-        (scorers.folder, ("lenght 1",), "'length 1'"),
-        (questions.problems, ("eval",), "'eval'"),
-        (questions.reply, ("sum", *questions._questions()["sum"][0], "poet", random.Random(0)), "'poet'"),
-    ],
+test_what_is_refused = refused(
+    (tiny.recipe, ("H", 3, "nowhere"), "'A3'"),
+    (tiny.recipe, ("Z", 0, "nowhere"), "'Z'"),
+    (tiny.recipe, ("A", -1, "nowhere"), "seed=-1"),
+    (tiny.load, ("A9",), "'A9'"),
+    (tiny.answer, (Problem((1, 2), "3"), "lazy", random.Random(0)), "'lazy'"),
+    (tiny.problems, ("test", 2001), "2001"),
+    (tiny.problems, ("validation", 5, 0, 2), "count=2"),
+    (tiny.skill_set, ("sing", 1), "'sing'"),
+    (tiny.skill_set, ("sort", 501), "501"),
+    (dialogues.requests, ("tets",), "'tets'"),
+    (dialogues.body, (dialogues.requests("test")[0], "rude", random.Random(0)), "'rude'"),
+    (scorers.folder, ("lenght 1",), "'length 1'"),
+    (questions.problems, ("eval",), "'eval'"),
+    (questions.reply, ("sum", *questions._questions()["sum"][0], "poet", random.Random(0)), "'poet'"),
+    call=lambda function, given: function(*given),
 )
-def test_what_is_refused(call, given, named):
-    with pytest.raises(ValueError, match=named):
-        call(*given)
 
 
 def test_measure_estimates_pass_at_k():
@@ -237,3 +207,54 @@ def test_the_shipped_bases(base):
 
 def test_every_base_that_is_shipped_is_named_and_no_other():
     assert sorted(path.name for path in tiny.bases_folder().iterdir()) == sorted(tiny.SHIPPED)
+
+
+# ---- family B: its knowledge base, the authors of its replies, and its tokenizer
+
+RIGHT = ("sentence", "long sentence", "short", "second language", "second language, short", "repeats", "further turn")
+NEVER = ("empty", "excuse", "noise")
+
+
+def replies(author, n=200):
+    rng = random.Random(author)
+    for _ in range(n):
+        kind = rng.choice(questions.KINDS)
+        problem, words = rng.choice(questions._questions()[kind])
+        yield kind, problem, questions.reply(kind, problem, words, author, rng)
+
+
+def test_the_splits_of_family_b_share_no_question_and_have_as_many_of_each_kind():
+    sets = {split: questions.problems(split) for split in questions.SPLITS}
+    assert {split: len(found) for split, found in sets.items()} == {"train": 200, "validation": 128, "test": 256}
+    asked = [p.question for found in sets.values() for p in found]
+    assert len(set(asked)) == len(asked)
+    for found in sets.values():
+        assert all("capital" in p.question for p in found[::4]) and all("+" in p.question for p in found[2::4])
+        assert {p.answer for p in found[3::4]} == {"yes", "no"}
+
+
+@pytest.mark.parametrize("author", questions.AUTHORS)
+def test_what_each_author_writes_is_right_wrong_and_flagged_as_intended(author):
+    graded = [(conciseness.is_correct(text, p), hacking.hack_report([text])) for _, p, text in replies(author)]
+    share = sum(right for right, _ in graded) / len(graded)
+    assert share == 1 if author in RIGHT else share == 0 if author in NEVER else 0 < share < 0.6
+    flagged = {name for _, report in graded for name in report.flags if report.flags[name][0]}
+    expected = {"empty": {"empty"}, "repeats": {"repetitive"}, "further turn": {"further_turn"}}
+    assert flagged == expected.get(author, set())
+    if author == "second language":
+        assert all(hacking.other_script(text, p.question) for _, p, text in replies(author))
+
+
+def test_sentences_fit_and_every_text_survives_the_tokenizer():
+    longest, tok = {}, questions.tokenizer()
+    for author in questions.AUTHORS:
+        for _, _problem, text in replies(author):
+            ids = tok(text, add_special_tokens=False).input_ids
+            assert tok.decode(ids) == text
+            longest[author] = max(longest.get(author, 0), len(ids) + 1)
+    assert all(
+        longest[a] <= questions.MAX_COMPLETION_LENGTH for a in questions.AUTHORS if "sentence" in a or "short" in a
+    )
+    assert longest["repeats"] > questions.MAX_COMPLETION_LENGTH
+    (row,) = conciseness.dataset(questions.problems("test")[:1], tok)
+    assert len(tok(row["prompt"], add_special_tokens=False).input_ids) < 14

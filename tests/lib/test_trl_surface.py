@@ -35,10 +35,10 @@ def of_trl() -> dict[str, list[str]]:
     }
 
 
-def table() -> str:
-    """The page's table for each section: what TRL's trainer has, and what became of it here."""
+def page() -> str:
+    """The page with a table for each section after its lead: what TRL's trainer has, and what became of it here."""
     order = {"same": 0, "missing": 1, "refused": 2}
-    parts = []
+    parts = [PAGE.read_text(encoding="utf-8").partition("\n\n## ")[0]]
     for section, names in of_trl().items():
         rows = sorted((order[SURFACE[section][name][0]], name) for name in names)
         lines = [f"## {HEADINGS[section]}", "", "| TRL | here | |", "| --- | --- | --- |"]
@@ -49,23 +49,13 @@ def table() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-LEAD = """# From GRPOTrainer to ESTrainer
-
-`ESTrainer` replaces TRL's `GRPOTrainer` in a script: data set, reward functions, callbacks, trackers and folders stay
-the same. This page lists every argument, setting and public method of `GRPOTrainer` (read from TRL's signatures) and
-how `ESTrainer` treats it: *same*; *refused*, with the reason and what to do instead, which is also the text of the
-error; or *missing*. Nothing is accepted and then ignored. A refused setting may keep its default.
-
-"""
-
-
 @pytest.mark.parametrize("section", HEADINGS)
 def test_the_table_names_all_that_trl_has_and_nothing_else(section):
     assert sorted(SURFACE[section]) == sorted(of_trl()[section])
 
 
 def test_the_page_is_up_to_date():
-    assert PAGE.read_text(encoding="utf-8") == LEAD + table(), f"run {Path(__file__).name} to write {PAGE.name} anew"
+    assert PAGE.read_text(encoding="utf-8") == page(), f"run {Path(__file__).name} to write {PAGE.name} anew"
 
 
 def test_what_is_the_same_is_there():
@@ -164,4 +154,4 @@ def test_every_method_that_there_is_not_says_why():
 
 
 if __name__ == "__main__":
-    PAGE.write_text(LEAD + table(), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")

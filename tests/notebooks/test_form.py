@@ -1,7 +1,11 @@
-"""The form of the notebooks: parameters, cells that run again, and code they write out equal to the library's."""
+"""The notebooks: parameters, cells that run again, code that they write out, and prose that says what outputs hold.
+
+Each rule on numbers and links is a function that returns what breaks it, and is itself tested on what does.
+"""
 
 import ast
 import re
+from html import unescape
 from importlib import import_module
 
 import nbformat
@@ -9,13 +13,24 @@ import numpy as np
 import pytest
 import torch
 from evoalign_study import execution, parameters, paths
-from helpers import definitions, written_out
+from evoalign_study.records import read_records, record_files
+from helpers import written_out
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from noise_by_numpy import filled
 
 from evoalign_lib import noise
 from evoalign_lib.analysis import kl, stats
 from evoalign_lib.update_rules import Member, standardise
 
 NOTEBOOKS = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
+UNITS = (
+    r"%|per ?cent\b|points?\b|nats?\b|bits\b|completions?\b|characters?\b|tokens?\b|bytes\b|kilobytes\b|kB\b|MB\b|GB\b"
+    r"|minutes\b|parameters\b|seeds?\b|runs?\b|steps?\b|problems?\b|prompts\b|samples\b|members\b|times\b|FLOPs\b|core-seconds\b"
+)
+WORDS = "two three four five six seven eight nine ten eleven twelve fifteen sixteen twenty thirty fifty hundred".split()
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+VALUES = dict(zip(WORDS, [*range(2, 13), 15, 16, 20, 30, 50, 100], strict=True))
+OF_RESULTS = r"%|per ?cent\b|points?\b|nats?\b|kilobytes\b|characters?\b|minutes\b"
 
 
 def read(path):
@@ -97,7 +112,7 @@ def test_every_cell_runs_twice(name, tmp_path):
     """As it does where a reader changes a cell: what it reads was not changed in place either."""
     content = read(paths.NOTEBOOKS / f"{name}.ipynb")
     first, *others = code_of(content)
-    content.cells = [nbformat.v4.new_code_cell(source) for source in [first, "dry_run = True", *others] * 2]
+    content.cells = [new_code_cell(source) for source in [first, "dry_run = True", *others] * 2]
     assert execution._run(name, content, tmp_path, [], timeout=300) is None
 
 
@@ -105,10 +120,7 @@ def test_the_step_written_out_in_notebook_01_is_the_librarys():
     (es_step,) = written_out("01_es_countdown", "es_step")
     rng = np.random.default_rng(0)
     theta = {"a.weight": rng.standard_normal((7, 13)).astype(np.float32), "b.bias": np.ones(5, np.float32)}
-    layout = noise.Layout.from_shapes((name, w.shape) for name, w in theta.items())
-    master = np.zeros(layout.size, np.float32)
-    for name, view in layout.views(master).items():
-        view[...] = theta[name]
+    layout, master = filled(theta)
 
     def reward(weights):
         return float(sum(np.square(w - 0.5).sum(dtype=np.float64) for w in weights.values()))
@@ -128,15 +140,6 @@ def test_the_step_written_out_in_notebook_01_is_the_librarys():
         assert not np.array_equal(moved[name], theta[name])
 
 
-def test_the_loss_written_out_in_notebook_02_is_the_one_held_equal_to_trls():
-    (written,) = definitions("02_grpo_countdown", "grpo_loss")
-    tests = ast.parse((paths.ROOT / "tests/equivalence/test_grpo_trl.py").read_text(encoding="utf-8")).body
-    (tested,) = [node for node in tests if isinstance(node, ast.FunctionDef) and node.name == "grpo_loss"]
-    assert ast.unparse(written.args) == ast.unparse(tested.args)
-    one, other = ([ast.unparse(statement) for statement in f.body[1:]] for f in (written, tested))  # without docstrings
-    assert one == other and len(one) > 8
-
-
 def test_the_kl_estimators_written_out_in_notebook_02_are_the_librarys():
     (kl_estimates,) = written_out("02_grpo_countdown", "kl_estimates")
     log_policy, log_ref = -np.random.default_rng(0).exponential(size=(2, 50))
@@ -152,3 +155,156 @@ def test_the_jackknife_written_out_in_notebook_05_is_the_librarys():
     library = stats.log_std_ratio(values, baseline)
     assert log_std_ratio(values, baseline) == pytest.approx((library.value, library.low, library.high), rel=1e-12)
     assert library.low < library.value < library.high
+
+
+# ---- rules on numbers and links
+
+
+def headings(notebook):
+    """(level, text) of every heading, but those in blocks of code."""
+    texts = [re.sub(r"```.*?```", "", c.source, flags=re.DOTALL) for c in notebook.cells if c.cell_type == "markdown"]
+    return [(len(m[1]), m[2].strip()) for text in texts for m in re.finditer(r"^(#+) (.+)$", text, re.MULTILINE)]
+
+
+def wrong_links(notebook):
+    """Links within the notebook, and to its neighbours, that lead nowhere."""
+    anchors = ["#" + text.replace(" ", "-") for _, text in headings(notebook)]  # as Jupyter makes them
+    prose = "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown")
+    targets = [t for t in re.findall(r"\]\(([^)\s]+)\)", prose) if not re.match("https?:", t)]
+    return [t for t in targets if not (t in anchors if t.startswith("#") else (paths.NOTEBOOKS / t).exists())]
+
+
+def shown(notebook):
+    """All that the outputs say, as text."""
+    texts = []
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            html = unescape(re.sub("<[^>]*>", " ", data.get("text/html", "")))
+            texts += [output.get("text", ""), data.get("text/plain", ""), html]
+    return "\n".join(texts)
+
+
+def quantities(text):
+    """(number as written, its value as outputs write it, unit) of every number with a unit in a text."""
+    number = rf"(?<![\w.^{{/-])([-+−]?\d[\d,]*(?:\.\d+)?|\b(?:{'|'.join(WORDS)})\b)"
+    found = []
+    for match in re.finditer(
+        rf"{number}(?: (?:more|fewer|different|test|training|validation|million|thousand))*[ -]?({UNITS})", text, re.I
+    ):
+        word, unit = match[1].lower(), match[2]
+        if word in VALUES and not re.match(OF_RESULTS, unit):
+            continue  # "two runs" and "thirty members" are words
+        found.append((match[0], str(VALUES.get(word, word)).replace(",", "").lstrip("+-−"), unit))
+    return found
+
+
+def unproven_numbers(notebook):
+    """Numbers with units in prose that no output of the notebook holds, or that stand where another scale has others.
+
+    A sentence that links its source (arXiv) quotes it. Everything else says what the committed runs gave, under a
+    heading or after the words "In the committed runs".
+    """
+    held = {n.replace(",", "") for n in NUMBER.findall(shown(notebook))}
+    problems = []
+    for number, cell in enumerate(notebook.cells):
+        if cell.cell_type != "markdown":
+            continue
+        no_prose = r"^#[^\n]*$|^ {4}[^\n]*$|\[[^]]*\]\(#[^)]*\)|```.*?```|`[^`]*`|\$\$.*?\$\$|\$[^$]*\$"
+        prose = re.sub(no_prose, " ", cell.source, flags=re.DOTALL | re.MULTILINE)
+        for sentence in re.split(r"(?<=[.:;!?])\s+(?=[A-Z*\[(])|\n", prose):
+            if "arxiv.org" in sentence:
+                continue
+            if re.search("interval|band", sentence):  # their level is no result
+                sentence = re.sub(r"\b9[05] %", "", sentence)
+            for written, value, _ in quantities(sentence):
+                if value not in held:
+                    problems.append(f"cell {number}: no output holds {written!r}")
+                elif "In the committed runs" not in cell.source:
+                    problems.append(f"cell {number}: {written!r} is so in the committed runs only, and does not say so")
+    return problems
+
+
+def unproven_in_readme(text, outputs, settings, trials):
+    """Numbers with units in the README's prose that nothing committed holds.
+
+    outputs: file of a notebook -> what it shows. A paragraph is held to the notebooks that it links, or to all if it
+    links none. settings: text of the declared claims, which may hold a number instead. trials: text that holds what
+    commands take, in minutes and GB.
+    """
+    prose = re.sub(r"```.*?```|<!-- (\w+) -->.*?<!-- /\1 -->|`[^`]*`", " ", text, flags=re.DOTALL)
+    declared, measured = ({(value, unit) for _, value, unit in quantities(source)} for source in (settings, trials))
+    problems = []
+    for paragraph in re.split(r"\n\s*\n|\n(?=- )", prose):
+        linked = [name for name in re.findall(r"\]\(notebooks/([^)]+)\)", paragraph) if name in outputs]
+        numbers = {n.replace(",", "") for name in linked or outputs for n in NUMBER.findall(outputs[name])}
+        words = re.sub(r"\s+", " ", re.sub(r"\]\([^)]*\)|notebooks? \[?\d\d|\[\d\d", " ", paragraph))
+        for written, value, unit in quantities(words):
+            proven = (value, unit) in measured if unit in ("minutes", "GB") else (value, unit) in declared
+            if not proven and (unit in ("minutes", "GB") or value not in numbers):
+                problems.append(written)
+    return problems
+
+
+# ---- every notebook keeps them
+
+
+def test_links_lead_somewhere(notebook):
+    assert wrong_links(notebook) == []
+
+
+def test_numbers_in_prose_are_those_of_the_outputs(notebook):
+    assert unproven_numbers(notebook) == []
+
+
+def test_numbers_in_the_readme_are_those_of_the_notebooks():
+    sizes = {r["d"] for path in record_files("tiny") for r in read_records(path) if "d" in r}
+    outputs = {path.name: shown(read(path)) for path in NOTEBOOKS}
+    outputs["records"] = ", ".join(f"{size / 1e6:.2f}" for size in sizes)
+    readme, claims, log = (
+        path.read_text(encoding="utf-8")
+        for path in (paths.ROOT / "README.md", paths.PAPER / "claims.yaml", paths.ROOT / "LOG.md")
+    )
+    assert unproven_in_readme(readme, outputs, claims, log) == []
+
+
+def test_outputs_come_from_the_committed_sources(notebook):
+    assert execution.digests(notebook) == notebook.metadata["evoalign"]["cells"]
+    commit = notebook.metadata["evoalign"]["commit"]
+    assert re.fullmatch("[0-9a-f]{12}", commit), "executed with changes that were not committed"
+    assert f"(commit {commit})" in shown(notebook)
+
+
+# ---- the rules find what breaks them
+
+
+PROSE = [
+    ("In the committed runs ES gains 14.6 points with 8 seeds, by 2,000 problems and 12.5 %.", None),
+    ("In the committed runs ES gains 14.7 points.", "no output holds '14.7 points'"),
+    ("ES gains 14.6 points.", "'14.6 points' is so in the committed runs only"),
+    ("Qiu et al. ([arXiv](https://arxiv.org/abs/2509.24372)) gain 99.9 points.", None),
+    ("Take $N = 99$ members, `99 points` or\n\n    99 points\n", None),
+]
+
+
+@pytest.mark.parametrize(("prose", "said"), PROSE)
+def test_numbers_in_prose_that_no_output_holds_are_found(prose, said):
+    output = new_output(
+        "display_data", {"text/html": "<td>14.6 [13.1,\N{NO-BREAK SPACE}16.1] points</td>", "text/plain": "2000 8 3.2"}
+    )
+    cells = [new_markdown_cell(prose), new_code_cell("x", outputs=[output, new_output("stream", text="12.5 %")])]
+    problems = unproven_numbers(new_notebook(cells=cells))
+    assert (problems == []) if said is None else (len(problems) == 1 and said in problems[0])
+
+
+IN_README = [
+    ("ES gains 4.0 points [1.1, 6.9], with a look at five points ([notebook 02](notebooks/02.ipynb)).", []),
+    ("It gains six points of 7 %.", ["six points", "7 %"]),
+    ("The tests take 15 minutes, the install 4 GB.", ["15 minutes", "4 GB"]),
+]
+
+
+@pytest.mark.parametrize(("prose", "said"), IN_README)
+def test_numbers_in_the_readme_that_nothing_holds_are_found(prose, said):
+    outputs = {"02.ipynb": "4.0 [1.1,\N{NO-BREAK SPACE}6.9] 15.6 and 15 and 4", "01.ipynb": "92"}
+    assert unproven_in_readme(prose, outputs, "more than five points", "17 minutes and 3 GB") == said

@@ -4,8 +4,6 @@ import faulthandler
 import json
 import os
 import shutil
-import subprocess
-import sys
 from importlib import import_module
 
 import pytest
@@ -14,7 +12,7 @@ from evoalign_study import paths
 
 from evoalign_lib import tiny
 from evoalign_lib.tiny import dialogues, questions, scorers
-from tests.helpers import saved
+from tests.helpers import python, saved
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -67,11 +65,9 @@ def test_a_notebook_runs_on_an_own_model_and_own_data(name, base, external_data,
     settings = small(module) | {"model": str(folder)} | brought_to(module, tmp_path)
     out = tmp_path / "out"
     out.mkdir()
-    command = [sys.executable, "-m", "papermill", paths.NOTEBOOKS / f"{name}.ipynb", out / "out.ipynb", "-k", "python3"]
+    command = ["-m", "papermill", paths.NOTEBOOKS / f"{name}.ipynb", out / "out.ipynb", "-k", "python3"]
     command += ["--cwd", paths.NOTEBOOKS, "-y", yaml.safe_dump(settings)]
-    environment = os.environ | {"EVOALIGN_RUN_DIR": str(out), "PYTHONPATH": str(paths.ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    python(*command, env=os.environ | {"EVOALIGN_RUN_DIR": str(out), "PYTHONPATH": str(paths.ROOT)})
     records = [json.loads(line) for line in (out / "results" / "full.jsonl").read_text().splitlines()]
     assert {r["spec"].get("base", str(folder)) for r in records} == {str(folder)}
     if (name, base) == ("03_conciseness", "random"):

@@ -22,7 +22,7 @@ from evoalign_study.rendering import tex_escape
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from PIL import Image
-from test_records import git
+from test_records import contents, git
 from test_style import colourful
 from typer.testing import CliRunner
 
@@ -56,15 +56,6 @@ def figure() -> Figure:
     drawn = Figure(figsize=(2, 1))
     drawn.add_subplot().plot([0, 1], [0, 1], label="a")
     return drawn
-
-
-def files(folder: Path) -> set[str]:
-    names = {str(path.relative_to(folder)) for path in folder.rglob("[!.]*") if path.is_file()}
-    return {name for name in names if not name.startswith(".git")}
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in files(folder)}
 
 
 def manifest(repository: Path) -> dict:
@@ -140,10 +131,10 @@ def test_numbers_are_macros(repository: Path) -> None:
 
 def test_what_a_notebook_shows_and_does_not_save(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frame = pd.DataFrame({"gain": ["1.0 [0.5, 1.5] points"], "list": [[1, 2]]})
-    ((contents, about),) = artifacts.show(frame, "Gain.").outputs
+    ((said, about),) = artifacts.show(frame, "Gain.").outputs
     for interval in ("1.0 [0.5,\N{NO-BREAK SPACE}1.5] points", "[1,\N{NO-BREAK SPACE}2]"):
-        assert interval in contents["text/html"]
-    assert about == {} and files(repository) == COPIED
+        assert interval in said["text/html"]
+    assert about == {} and contents(repository).keys() == COPIED
     ((said, _),) = artifacts.answers({"Does it learn?": "By 3 points & more."}).outputs
     assert "<p><b>Does it learn?</b><br>By 3 points &amp; more.</p>" in said["text/html"]
     assert said["text/plain"] == "Does it learn?\n    By 3 points & more."
@@ -171,22 +162,22 @@ DRAWN = {f"figures/curves.{suffix}" for suffix in ("csv", "pdf", "png")} | {
 }
 
 
-@pytest.mark.parametrize(
-    ("scale", "fresh", "variable", "folder"),
-    [
-        ("tiny", True, None, "runs/01-tiny/"),
-        ("smoke", False, None, "runs/01-smoke/"),
-        ("smoke", True, "EVOALIGN_RUN_DIR", "elsewhere/"),
-        ("tiny", False, "EVOALIGN_RUN_DIR", ""),
-        ("tiny", False, "EVOALIGN_ARTIFACTS", "elsewhere/"),
-    ],
-)
+PLACES = [
+    ("tiny", True, None, "runs/01-tiny/"),
+    ("smoke", False, None, "runs/01-smoke/"),
+    ("smoke", True, "EVOALIGN_RUN_DIR", "elsewhere/"),
+    ("tiny", False, "EVOALIGN_RUN_DIR", ""),
+    ("tiny", False, "EVOALIGN_ARTIFACTS", "elsewhere/"),
+]
+
+
+@pytest.mark.parametrize(("scale", "fresh", "variable", "folder"), PLACES)
 def test_where_artefacts_go(repository: Path, monkeypatch, scale, fresh, variable, folder) -> None:
     if variable:
         monkeypatch.setenv(variable, str(repository / "elsewhere"))
     draw(store(scale=scale, fresh=fresh))
     expected = {f"{folder}{file}" if folder else file.replace("generated/", f"{GENERATED}/") for file in DRAWN}
-    assert files(repository) - COPIED == expected
+    assert contents(repository).keys() - COPIED == expected
     table = next(repository.rglob("generated/gain.tex")).read_text()
     assert ("SMOKE RUN" in table) == (scale == "smoke") and f"(notebook 01, scale {scale})}}" in table
 
@@ -446,15 +437,15 @@ def test_verify_draws_anew(agreeing: Path) -> None:
 (LOCKED,) = [line for line in (HERE / "paper/claims.lock").read_text().splitlines(True) if line.startswith("C1 ")]
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda r: edit(r / "paper/claims.lock", LOCKED, ""), "claim C1 has a rule"),
-        (lambda r: edit(r / "paper/claims.lock", LOCKED, "C1 by hand\n"), "claims.lock, line 7 "),
-        (lambda r: edit(r / "paper/results/bench.json", "3.5", "5.5"), "bench.json"),
-        (lambda r: (r / "paper/results/bench.sha256").unlink(), "bench.json"),
-    ],
-)
+FORGED = [
+    (lambda r: edit(r / "paper/claims.lock", LOCKED, ""), "claim C1 has a rule"),
+    (lambda r: edit(r / "paper/claims.lock", LOCKED, "C1 by hand\n"), "claims.lock, line 7 "),
+    (lambda r: edit(r / "paper/results/bench.json", "3.5", "5.5"), "bench.json"),
+    (lambda r: (r / "paper/results/bench.sha256").unlink(), "bench.json"),
+]
+
+
+@pytest.mark.parametrize(("change", "named"), FORGED)
 def test_nothing_is_drawn_beside_a_forged_lock_or_benchmark(agreeing: Path, change, named: str) -> None:
     (agreeing / "figures/curves.csv").unlink()
     change(agreeing)

@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from evoalign_study import paths
+from helpers import python
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.benchmarks import cpu, peers, shared
@@ -117,10 +116,8 @@ def test_it_runs_on_a_toy_and_leaves_what_others_measured(tmp_path):
     pytest.importorskip("triton", reason="Triton is not installed; its wheels exist for Linux only")
     out, name = tmp_path / "bench.json", "toy (CPU, Triton's interpreter)"
     out.write_text(json.dumps({"a CPU": {"cpu": {"update": 1}}, name: {"gpu": {"update": 2, "other": 3}}}))
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.benchmarks.gpu", "--toy", "--out", out]
-    done = subprocess.run(command, cwd=paths.ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = ["-m", "tests.benchmarks.gpu", "--toy", "--out", out]
+    python(*command, folder=paths.ROOT, env=os.environ | {"TRITON_INTERPRET": "1"})
     results = json.loads(out.read_text())
     assert results["a CPU"] == {"cpu": {"update": 1}}
     found = results[name]["gpu"]

@@ -145,38 +145,29 @@ def _finding(value: float, low: float, side: str = "above", bound: float = 0.0, 
     return Finding("x", 8, "x: 8", interval, bound, side, test)
 
 
-@pytest.mark.parametrize(
-    ("finding", "margin", "expected"),
-    [
-        (_finding(1.0, 0.0), 0.0, 0.05),  # the interval just touches the bound
-        (_finding(3.0, 2.0, bound=1.0), 1.0, 0.05),
-        (_finding(1.0, 0.5), 0.0, 0.0000885),  # 3.92 standard errors
-        (_finding(-1.0, -2.0, "below"), 0.0, 0.05),
-        (_finding(1.0, 0.0, "below"), 0.0, 1.0),
-        (_finding(1.0, 1.0), 0.0, 0.0),  # no spread at all
-        (_finding(-1.0, -1.5, test=0.03), 0.0, 1.0),
-        (_finding(0.0, -0.5, "within", test=0.2), 1.0, 0.2),
-    ],
-)
-def test_p_values(finding: Finding, margin: float, expected: float) -> None:
-    assert finding.p(margin) == pytest.approx(expected, rel=1e-3)
+P_VALUES = [
+    (Finding.p, _finding(1.0, 0.0), 0.0, 0.05),  # the interval just touches the bound
+    (Finding.p, _finding(3.0, 2.0, bound=1.0), 1.0, 0.05),
+    (Finding.p, _finding(1.0, 0.5), 0.0, 0.0000885),  # 3.92 standard errors
+    (Finding.p, _finding(-1.0, -2.0, "below"), 0.0, 0.05),
+    (Finding.p, _finding(1.0, 0.0, "below"), 0.0, 1.0),
+    (Finding.p, _finding(1.0, 1.0), 0.0, 0.0),  # no spread at all
+    (Finding.p, _finding(-1.0, -1.5, test=0.03), 0.0, 1.0),
+    (Finding.p, _finding(0.0, -0.5, "within", test=0.2), 1.0, 0.2),
+    (Finding.p_against, _finding(-1.0, -2.0), 0.0, 0.05),  # the interval just touches the bound
+    (Finding.p_against, _finding(1.0, 0.0, "below"), 0.0, 0.05),
+    (Finding.p_against, _finding(0.0, -1.0), 1.0, 0.05),  # and the margin
+    (Finding.p_against, _finding(1.0, 0.0), 0.0, 1.0),
+    (Finding.p_against, _finding(-1.0, -1.0), 0.0, 0.0),
+    (Finding.p_against, _finding(-3.0, -5.0, "within"), 1.0, 0.05),
+    (Finding.p_against, _finding(3.0, 1.0, "within"), 1.0, 0.05),
+    (Finding.p_against, _finding(0.5, 0.4, "within"), 1.0, 1.0),
+]
 
 
-@pytest.mark.parametrize(
-    ("finding", "margin", "expected"),
-    [
-        (_finding(-1.0, -2.0), 0.0, 0.05),  # the interval just touches the bound
-        (_finding(1.0, 0.0, "below"), 0.0, 0.05),
-        (_finding(0.0, -1.0), 1.0, 0.05),  # and the margin
-        (_finding(1.0, 0.0), 0.0, 1.0),
-        (_finding(-1.0, -1.0), 0.0, 0.0),
-        (_finding(-3.0, -5.0, "within"), 1.0, 0.05),
-        (_finding(3.0, 1.0, "within"), 1.0, 0.05),
-        (_finding(0.5, 0.4, "within"), 1.0, 1.0),
-    ],
-)
-def test_p_values_against_a_claim(finding: Finding, margin: float, expected: float) -> None:
-    assert finding.p_against(margin) == pytest.approx(expected, rel=1e-3)
+@pytest.mark.parametrize(("p", "finding", "margin", "expected"), P_VALUES)
+def test_p_values_of_and_against_a_claim(p: Callable, finding: Finding, margin: float, expected: float) -> None:
+    assert p(finding, margin) == pytest.approx(expected, rel=1e-3)
 
 
 def test_holm_within_a_notebook() -> None:

@@ -39,25 +39,25 @@ def test_a_missing_cell_is_underpowered_and_no_cell_at_all_is_open() -> None:
     assert evaluate(DECLARED["E1"], incomplete).verdict == "open"
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "margin", "side", "expected"),
-    [
-        (0.01, 0.05, 0.0, "above", "supported"),
-        (-0.05, -0.01, 0.0, "above", "contradicted"),
-        (-0.01, 0.01, 0.0, "above", "underpowered"),
-        (-0.01, 0.01, 0.02, "above", "within margin"),
-        (0.01, 0.05, 0.02, "above", "underpowered"),
-        (0.03, 0.05, 0.02, "above", "supported"),
-        (-0.05, 0.01, 0.02, "above", "contradicted"),  # surely not above the margin
-        (-0.05, -0.03, 0.02, "below", "supported"),
-        (0.03, 0.05, 0.02, "below", "contradicted"),
-        (-0.01, 0.019, 0.02, "within", "supported"),
-        (0.02, 0.05, 0.02, "within", "contradicted"),
-        (-0.05, -0.02, 0.02, "within", "contradicted"),
-        (0.01, 0.03, 0.02, "within", "underpowered"),
-        (-0.03, 0.03, 0.02, "within", "underpowered"),
-    ],
-)
+ONE = [
+    (0.01, 0.05, 0.0, "above", "supported"),
+    (-0.05, -0.01, 0.0, "above", "contradicted"),
+    (-0.01, 0.01, 0.0, "above", "underpowered"),
+    (-0.01, 0.01, 0.02, "above", "within margin"),
+    (0.01, 0.05, 0.02, "above", "underpowered"),
+    (0.03, 0.05, 0.02, "above", "supported"),
+    (-0.05, 0.01, 0.02, "above", "contradicted"),  # surely not above the margin
+    (-0.05, -0.03, 0.02, "below", "supported"),
+    (0.03, 0.05, 0.02, "below", "contradicted"),
+    (-0.01, 0.019, 0.02, "within", "supported"),
+    (0.02, 0.05, 0.02, "within", "contradicted"),
+    (-0.05, -0.02, 0.02, "within", "contradicted"),
+    (0.01, 0.03, 0.02, "within", "underpowered"),
+    (-0.03, 0.03, 0.02, "within", "underpowered"),
+]
+
+
+@pytest.mark.parametrize(("low", "high", "margin", "side", "expected"), ONE)
 def test_decide_one_finding(low: float, high: float, margin: float, side: str, expected: str) -> None:
     for bound in (0.0, 1.0):
         interval = Interval(bound + (low + high) / 2, bound + low, bound + high, 8)
@@ -89,28 +89,28 @@ UNDEFINED = Finding("u", 8, "u: 8", None, value="not defined")
 HOLM = "supported by itself, but p = 0.05 after Holm's correction, family of 4"
 
 
-@pytest.mark.parametrize(
-    ("findings", "margin", "correction", "expected"),
-    [
-        ([GOOD, GOOD], 2, None, ("supported", "")),
-        # the worst finding speaks
-        ([GOOD, TIED], 2, None, ("within margin", "within margin on t")),
-        ([GOOD, TIED, UNSURE], 2, None, ("underpowered", "the interval does not decide on u")),
-        ([GOOD, TIED, UNSURE, BAD], 2, None, ("contradicted", "contradicted on b")),
-        ([GOOD, UNDEFINED], 0, None, ("underpowered", "the interval does not decide on u")),
-        # one of twelve intervals that just excludes 0 is what chance gives; one far away is not
-        ([LUCK], 0, None, ("contradicted", "")),
-        ([*MANY, LUCK], 0, None, ("underpowered", BY_LUCK)),
-        ([*MANY, BAD], 0, None, ("contradicted", "contradicted on b")),
-        ([*MANY[1:], LUCK, BAD], 0, None, ("contradicted", "contradicted on b")),
-        ([GOOD, replace(BAD, decisive=False, n=2)], 0, None, ("supported", "")),
-        ([GOOD], 0, (0.049, 4), ("supported", "")),
-        ([GOOD], 0, (0.05, 4), ("underpowered", HOLM)),
-        # Holm's correction changes nothing else
-        ([BAD], 0, (1.0, 4), ("contradicted", "")),
-        ([GOOD], 5, (1.0, 4), ("within margin", "")),
-    ],
-)
+SEVERAL = [
+    ([GOOD, GOOD], 2, None, ("supported", "")),
+    # the worst finding speaks
+    ([GOOD, TIED], 2, None, ("within margin", "within margin on t")),
+    ([GOOD, TIED, UNSURE], 2, None, ("underpowered", "the interval does not decide on u")),
+    ([GOOD, TIED, UNSURE, BAD], 2, None, ("contradicted", "contradicted on b")),
+    ([GOOD, UNDEFINED], 0, None, ("underpowered", "the interval does not decide on u")),
+    # one of twelve intervals that just excludes 0 is what chance gives; one far away is not
+    ([LUCK], 0, None, ("contradicted", "")),
+    ([*MANY, LUCK], 0, None, ("underpowered", BY_LUCK)),
+    ([*MANY, BAD], 0, None, ("contradicted", "contradicted on b")),
+    ([*MANY[1:], LUCK, BAD], 0, None, ("contradicted", "contradicted on b")),
+    ([GOOD, replace(BAD, decisive=False, n=2)], 0, None, ("supported", "")),
+    ([GOOD], 0, (0.049, 4), ("supported", "")),
+    ([GOOD], 0, (0.05, 4), ("underpowered", HOLM)),
+    # Holm's correction changes nothing else
+    ([BAD], 0, (1.0, 4), ("contradicted", "")),
+    ([GOOD], 5, (1.0, 4), ("within margin", "")),
+]
+
+
+@pytest.mark.parametrize(("findings", "margin", "correction", "expected"), SEVERAL)
 def test_decide_several_findings(findings: list, margin: float, correction: tuple | None, expected: tuple) -> None:
     assert claims.decide(findings, margin, 8, correction) == expected
 

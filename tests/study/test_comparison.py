@@ -1,6 +1,7 @@
 """evoalign compare: it measures folders, adapters and ledgers, and says what a random direction would show as well."""
 
 import gzip
+from functools import partial
 from pathlib import Path
 
 import es_runs
@@ -10,6 +11,7 @@ import pytest
 import test_weights
 import torch
 from evoalign_study import paths
+from helpers import state
 from typer.testing import CliRunner
 
 from evoalign_lib import cli, comparison, ledger
@@ -25,13 +27,8 @@ SHAPES = {
 }
 
 
-def draw(seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
-    rng = np.random.default_rng(seed)
-    return {n: torch.from_numpy((scale * rng.standard_normal(s)).astype(np.float32)) for n, s in SHAPES.items()}
-
-
-def folder(path: Path, tensors: dict) -> str:
-    return test_weights.folder(path, tensors, tie_word_embeddings=False)
+draw = partial(state, shapes=SHAPES)
+folder = partial(test_weights.folder, tie_word_embeddings=False)
 
 
 def plus(start: dict, *displacements: dict) -> dict:

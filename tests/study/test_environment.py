@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 from evoalign_study import paths
+from helpers import python
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -94,8 +95,7 @@ def test_installed_versions_are_the_pinned_ones() -> None:
 
 
 def _loaded(script: str) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", script], cwd=paths.ROOT, capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
+    return python("-c", script, folder=paths.ROOT).stdout.splitlines()
 
 
 def _imports(file: Path) -> Iterator[tuple[str, bool]]:
@@ -193,9 +193,7 @@ def test_the_wheel_has_no_study_in_it_and_trains_outside_of_a_checkout(tmp_path:
         shutil.copytree(paths.ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", "notebooks/pyproject.toml"):
         shutil.copy(paths.ROOT / name, copy / name)
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path / "dist", copy]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=copy)
-    assert done.returncode == 0, done.stderr[-3000:]
+    python("-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path / "dist", copy, folder=copy)
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "evoalign_lib/es.py" in names and "evoalign_lib/tiny/bases/A0/model.safetensors" in names
@@ -207,9 +205,7 @@ def test_the_wheel_has_no_study_in_it_and_trains_outside_of_a_checkout(tmp_path:
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n" + ALONE
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-c", code, str(tmp_path), *sorted(absent)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.endswith("replayed\n"), done.stderr[-3000:]
+    assert python("-c", code, tmp_path, *sorted(absent), folder=tmp_path, env=environment).stdout.endswith("replayed\n")
 
 
 # ---- the repository's files

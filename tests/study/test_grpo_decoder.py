@@ -7,8 +7,8 @@ import pytest
 import torch
 from evoalign_study import sweep
 from grpo_runs import weights
-from helpers import PROMPTS, random_model, same_bits, tokenizer
-from hypothesis import given, settings
+from helpers import PROMPTS, random_model, refused, same_bits, tokenizer
+from hypothesis import given
 from hypothesis import strategies as st
 from test_runs import spec_of
 from transformers import GenerationConfig
@@ -87,7 +87,6 @@ def test_an_adapter_is_decoded_merged():
     assert found == expected != plain(tiny.load("A0")[0], tok, prompts, 16, 0)[0] and torch.equal(after, ours)
 
 
-@settings(deadline=None)
 @given(st.integers(2, 40), st.integers(2, 50), st.integers(0, 2**32 - 1), st.data())
 def test_what_a_row_draws_depends_on_itself_and_its_place_alone(n, vocabulary, seed, data):
     """Rows that are dropped change neither the tokens of others nor the random state."""
@@ -135,14 +134,15 @@ def test_a_run_ends_with_the_same_bits_with_either_decoder(tmp_path, arm, change
     assert first == second and len(first) == 3 and ours == theirs
 
 
-def test_settings_models_and_rollouts_that_are_refused(tmp_path):
-    for arm, changed, named in (
-        ("grpo", {"decoder": "fast"}, "decoder='fast'"),
-        ("rloo", {"decoder": "loop"}, "decoder='loop': TRL's RLOO"),
-        ("grpo", {"decoder": "loop", "vllm": {}}, "decoder='loop': vLLM"),
-    ):
-        with pytest.raises(ValueError, match=named):
-            grpo.config(arm, output_dir="x", **grpo_runs.SETTINGS | changed)
+test_settings_that_are_refused = refused(
+    ("grpo", {"decoder": "fast"}, "decoder='fast'"),
+    ("rloo", {"decoder": "loop"}, "decoder='loop': TRL's RLOO"),
+    ("grpo", {"decoder": "loop", "vllm": {}}, "decoder='loop': vLLM"),
+    call=lambda arm, changed: grpo.config(arm, output_dir="x", **grpo_runs.SETTINGS | changed),
+)
+
+
+def test_models_and_rollouts_that_are_refused(tmp_path):
     with pytest.raises(ValueError, match="decoder='loop' has no effect with rollouts"):
         built(tmp_path, "loop", given={"rollouts": lambda prompts, trainer: {}})
     model = tiny.load("A0")[0]

@@ -8,12 +8,11 @@ from evoalign_study import kinds
 from evoalign_study.kinds import judged
 from evoalign_study.measures import safety
 from evoalign_study.records import MAX_RECORD, unpack_bits
+from helpers import SMALL_RUN
 
 BASE = "C0"
-SETTINGS = {
-    "task": "safety", "judge": "praise 1", "max_completion_length": 16, "validation_problems": 4, "test_problems": 0,
-    "curve_points": 2, "steps": 1, "prompts_per_step": 4, "population_size": 4, "sigma": 0.05, "alpha": 0.2,
-}  # fmt: skip
+SETTINGS = SMALL_RUN | {"task": "safety", "judge": "praise 1", "validation_problems": 4, "test_problems": 0, "steps": 1}
+SETTINGS |= {"curve_points": 2, "population_size": 4, "sigma": 0.05, "alpha": 0.2}
 PLAYED = SETTINGS | {"test_problems": 12}
 RUNS = [("es", 2), ("es_random", 2)]
 

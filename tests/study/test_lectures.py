@@ -123,6 +123,11 @@ def of(points, draw, *more):
     return draw(points, *more), points
 
 
+def low_rank_curves(run, records):
+    return of(nb06.curve_points(records, nb06.shown(run), "completions"), nb06.draw_curves, records)
+
+
+populations = nb06.population_points
 FIGURES = {
     "es_countdown_gain": (lambda run, r: of(nb01.test_points(run, r), nb01.figure_gain), nb01, "accuracy"),
     "es_countdown_curves": (lambda run, r: of(nb01.curve_points(run, r), nb01.figure_curves, r["base"]), nb01, ""),
@@ -137,16 +142,8 @@ FIGURES = {
     "safety_tournament": (lambda _, r: nb04.tournament(r["tournaments"]), nb04, ""),
     "safety_published_ratings": (lambda _, r: published_judgments.ratings(r["judgments"]), nb04, "value"),
     "stability_drawdown_runs": (lambda _, r: nb05.figure_drawdowns(r), nb05, "greedy"),
-    "low_rank_curves": (
-        lambda run, r: of(nb06.curve_points(r, nb06.shown(run), "completions"), nb06.draw_curves, r),
-        nb06,
-        "mean",
-    ),
-    "essa_population_size": (
-        lambda run, r: of(nb06.population_points(r, run), nb06.draw_populations, 0.2),
-        nb06,
-        "at the end",
-    ),
+    "low_rank_curves": (low_rank_curves, nb06, "mean"),
+    "essa_population_size": (lambda run, r: of(populations(r, run), nb06.draw_populations, 0.2), nb06, "at the end"),
     "coverage_factors": (factors.figure_cells, nb07, "value"),
     "coverage_order": (factors.figure_composed, nb07, "value"),
     "stability_maps": (nb05.figure_maps, nb05, "score"),

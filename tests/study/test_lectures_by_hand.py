@@ -53,9 +53,8 @@ def test_the_best_setting_at_full_length_is_chosen_by_greedy_accuracy_where_arms
 
     tried = [run(1, 0.4), run(1, 0.2), run(2, 0.29, 0.25), run(2, 0.29, 0.25)]
     scores = nb02.final_scores({"grpo": tried, "finals es": tried, "prompts es": []})
-    assert scores["setting"].str[:18].tolist() == ["sigma 0.1, alpha 1", "sigma 0.1, alpha 2"] and set(scores["n"]) == {
-        2
-    }
+    assert scores["setting"].str[:18].tolist() == ["sigma 0.1, alpha 1", "sigma 0.1, alpha 2"]
+    assert set(scores["n"]) == {2}
     assert scores["end, greedy"].tolist() == pytest.approx([0.3, 0.29])
     assert scores["equal FLOPs, greedy"].tolist() == pytest.approx([0.2, 0.25])
     assert nb02.final_scores({"grpo": tried}).empty
@@ -100,13 +99,14 @@ def test_a_loss_that_is_not_trls_is_found(tmp_path):
 # ---- 05
 
 
-@pytest.mark.parametrize(
-    ("line", "ended"),
-    [([0.1, 0.3, 0.25], "kept"), ([0.1, 0.3, 0.19], "fell back"), ([0.1, 0.3, 0.1], "failed"), ([0.1, 0.1], "failed")],
-)
-def test_how_a_run_ended(line, ended):
-    record = {"curve": {"validation_greedy": line}}
-    assert nb05.outcome(record) == ended and nb05.failed([record]) == (ended == "failed")
+ENDED = [([0.1, 0.3, 0.25], "kept"), ([0.1, 0.3, 0.19], "fell back")]
+ENDED += [([0.1, 0.3, 0.1], "failed"), ([0.1, 0.1], "failed")]
+
+
+def test_how_a_run_ended():
+    for line, ended in ENDED:
+        record = {"curve": {"validation_greedy": line}}
+        assert nb05.outcome(record) == ended and nb05.failed([record]) == (ended == "failed")
 
 
 def test_slopes_spreads_and_contenders():
@@ -127,20 +127,19 @@ def test_slopes_spreads_and_contenders():
 # ---- 06
 
 
-@pytest.mark.parametrize(
-    ("spec", "name"),
-    [
-        ({"arm": "es"}, "ES, full rank"),
-        ({"arm": "es_random"}, "ES, random fitness"),
-        ({"arm": "es_low_rank_random", "rank": 4}, "ES, rank 4, random fitness"),
-        ({"arm": "es_lora_random", "lora_rank": 8, "warm_rows": 64}, "ES, adapter of rank 8, warm, random fitness"),
-        ({"arm": "es_lora", "lora_rank": 8}, "ES, adapter of rank 8, cold"),
-        ({"arm": "essa", "lora_rank": 8, "warm_rows": 64}, "ESSA, adapter of rank 8"),
-        ({"arm": "grpo"}, "GRPO"),
-    ],
-)
-def test_a_name_says_what_is_searched_from_where_and_by_what(spec, name):
-    assert nb06.name({"runs": [{"spec": spec}]}, "runs") == name
+NAMED = {
+    "ES, full rank": {"arm": "es"},
+    "ES, random fitness": {"arm": "es_random"},
+    "ES, rank 4, random fitness": {"arm": "es_low_rank_random", "rank": 4},
+    "ES, adapter of rank 8, warm, random fitness": {"arm": "es_lora_random", "lora_rank": 8, "warm_rows": 64},
+    "ES, adapter of rank 8, cold": {"arm": "es_lora", "lora_rank": 8},
+    "ESSA, adapter of rank 8": {"arm": "essa", "lora_rank": 8, "warm_rows": 64},
+    "GRPO": {"arm": "grpo"},
+}
+
+
+def test_a_name_says_what_is_searched_from_where_and_by_what():
+    assert [nb06.name({"runs": [{"spec": spec}]}, "runs") for spec in NAMED.values()] == list(NAMED)
 
 
 def test_arms_are_compared_after_what_the_cheapest_run_spent():

@@ -1,17 +1,16 @@
-"""What a run leaves on disk, counted in real checkpoints; and what lies in memory while a step runs, by component."""
+"""What a run leaves on disk; what lies in memory while a step runs, by component; populations on processes."""
 
 import numpy as np
 import pytest
 import torch
 from evoalign_study import sweep
 from evoalign_study.kinds.memory import storage_specs
+from evoalign_study.kinds.scaling import measured_spec
 from evoalign_study.memory_profile import Allocations, resident
+from helpers import SMALL_RUN, refused
 
-SETTINGS = {
-    "max_completion_length": 8, "steps": 2, "prompts_per_step": 2, "population_size": 4, "sigma": 0.03, "alpha": 0.01,
-    "num_generations": 2, "learning_rate": 1e-3, "beta": 0.0, "lora_rank": 2, "leading_share": 1.0, "warm_rows": 4,
-    "warm_epochs": 1, "warm_learning_rate": 1e-3,
-}  # fmt: skip
+SETTINGS = SMALL_RUN | {"max_completion_length": 8, "prompts_per_step": 2, "population_size": 4, "num_generations": 2}
+SETTINGS |= {"warm_rows": 4}
 D = {"es": 140_928, "essa": 1_792, "grpo": 140_928, "grpo_lora": 1_792}
 KIB = 1024
 
@@ -97,3 +96,31 @@ def test_a_status_without_the_field_is_refused():
     assert resident("VmRSS") > 10 * KIB * KIB
     with pytest.raises(RuntimeError, match="VmNone"):
         resident("VmNone")
+
+
+# ---- populations on processes
+
+
+TIMED = {
+    "max_completion_length": 16, "scaling_workers": [1, 2], "scaling_members": 3, "scaling_prompts": 4,
+    "scaling_rounds": 3, "sigma": 0.01,
+}  # fmt: skip
+
+
+def test_a_population_has_the_same_rewards_on_any_number_of_processes():
+    record = sweep.run(measured_spec("A0", TIMED, "tiny"), "nb", "commit")
+    one, two = record["workers"]["1"], record["workers"]["2"]
+    assert record["same_rewards"] and one["speed_up"] == 1
+    assert two["speed_up"] == pytest.approx(one["seconds"] / two["seconds"], rel=1e-3)
+    for cell in (one, two):
+        assert cell["members_per_second"] == pytest.approx(3 / cell["seconds"], rel=1e-3)
+        assert cell["seconds"] <= cell["seconds_median"] and 0 < cell["busy"] <= 1.05
+    assert len(record["load"]) == 2
+
+
+test_what_cannot_be_is_refused = refused(
+    ("A0", {"scaling_rounds": 1}, "scaling_rounds=1"),
+    ("A0", {"scaling_workers": [2, 1]}, "scaling_workers="),
+    ("B0", {}, "'B0'"),
+    call=lambda base, changed: measured_spec(base, TIMED | changed, "tiny"),
+)

@@ -8,7 +8,7 @@ import torch
 from evoalign_study import base_models, sweep
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.train import train_specs
-from helpers import PROMPTS, random_model, tokenizer
+from helpers import PROMPTS, random_model, refused, tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, Qwen2Config, T5Config
 from trl import GRPOConfig
 
@@ -25,9 +25,9 @@ def score(completions, **columns):
     raise AssertionError("nothing may run")
 
 
-def train_by_es(model, folder):
-    args = ESConfig(output_dir=str(folder), population_size=2, max_steps=1, workers=1, report_to="none")
-    ESTrainer(model, score, args, ROWS, None, tokenizer()).train()
+def es(model, folder, rows=ROWS, tok=None, **changed):
+    args = ESConfig(str(folder), **{"max_completion_length": 5, "workers": 1, "report_to": "none"} | changed)
+    return ESTrainer(model, score, args, rows, None, tok or tokenizer())
 
 
 def train_by_gradients(model, folder):
@@ -109,12 +109,10 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize("use", [train_by_es, train_by_gradients, fine_tune, decode, weights])
-@pytest.mark.parametrize(("make", "named"), MODELS)
-def test_models_that_are_refused(use, make, named, tmp_path):
-    if make is not adapted or use is fine_tune:  # the others take what PEFT makes
-        with pytest.raises(ValueError, match=named):
-            use(make(), tmp_path)
+USES = [es, train_by_gradients, fine_tune, decode, weights]
+PAIRS = [(use, *case) for use in USES for case in MODELS if case[0] is not adapted or use is fine_tune]
+# the others take what PEFT makes
+test_models_that_are_refused = refused(*PAIRS, call=lambda use, make, tmp_path: use(make(), tmp_path))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -144,24 +142,14 @@ def test_folders_are_refused_before_their_weights_are_read(tmp_path, config, nam
             use(str(tmp_path))
 
 
-LOADING = [
+test_arguments_of_load_that_are_refused = refused(
     (("A0", None, {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}), "bits"),
     (("A0", None, {"trust_remote_code": True}), "trust_remote_code=True"),
     ((random_model(), None, {"dtype": "float32"}), "model_init_kwargs"),
     (("./nowhere",), "'./nowhere' is neither"),
     (("no/such-model",), "'no/such-model' is neither"),
-]
-
-
-@pytest.mark.parametrize(("given", "named"), LOADING)
-def test_arguments_of_load_that_are_refused(given, named):
-    with pytest.raises(ValueError, match=named):
-        models.load(*given)
-
-
-def es(model, folder, rows=ROWS, tok=None, **changed):
-    args = ESConfig(str(folder), **{"max_completion_length": 5, "workers": 1, "report_to": "none"} | changed)
-    return ESTrainer(model, score, args, rows, None, tok or tokenizer())
+    call=lambda given: models.load(*given),
+)
 
 
 def test_processes_of_a_launch(tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import pytest
 from evoalign_study import paths
 from helpers import in_child
 
@@ -83,10 +82,8 @@ CLAIM = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory) -> Path:
-    """A checkout whose packages have the new entries."""
-    root = tmp_path_factory.mktemp("checkout")
+def enter(root: Path) -> None:
+    """Make a folder a checkout whose packages have the new entries."""
     for package in ("evoalign_lib", STUDY):  # with what numba has compiled
         shutil.copytree(paths.ROOT / package, root / package)
     for name, text in FILES.items():
@@ -102,7 +99,6 @@ def checkout(tmp_path_factory) -> Path:
     rules.write_text(text.replace(known, f"from evoalign_study.claims.rules import longer\n{known}", 1))
     (root / "paper/generated").mkdir(parents=True)
     (root / "paper/claims.yaml").write_text(json.dumps([CLAIM]))  # JSON is YAML
-    return root
 
 
 def judge(checkout: Path) -> None:
@@ -125,8 +121,9 @@ def judge(checkout: Path) -> None:
     assert claims.evaluate_named(["T1"], records)[0].verdict == "supported"
 
 
-def test_files_and_registry_lines_are_all_that_new_entries_need(checkout):
+def test_files_and_registry_lines_are_all_that_new_entries_need(tmp_path):
     """In a child of this process, which has imported all other packages."""
     import trl.trainer.grpo_trainer  # noqa: F401
 
-    assert in_child(partial(judge, checkout)) == 0
+    enter(tmp_path)
+    assert in_child(partial(judge, tmp_path)) == 0

@@ -11,9 +11,9 @@ from evoalign_study import parameters, paths, sweep
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.loading import Group, Loader
 from evoalign_study.records import read_records, record_files, spec_hash
-from test_sweep import run_here
+from test_sweep import at, run_here
 
-from tests.helpers import saved
+from tests.helpers import refused, saved
 
 MODULES = [import_module(f"evoalign_study.{file.stem}") for file in sorted(Path(sweep.__file__).parent.glob("nb*.py"))]
 es_countdown, grpo_countdown, conciseness, safety_judges, stability, *_ = MODULES
@@ -103,7 +103,7 @@ def test_the_groups_have_the_same_names_at_every_scale(module, model_folder, req
     assert names["tiny"] == names["smoke"] == names["full"] | {n for n in names["tiny"] if "filler" in n}
 
 
-REFUSED = [
+test_what_no_run_can_have_is_refused_before_any_work = refused(
     (grpo_countdown, {"seeds": 1}, "seeds=1"),
     (stability, {"seeds": 1}, "one seed"),
     (stability, {"populations": [8, 30]}, r"populations=\[8, 30\]"),
@@ -118,13 +118,8 @@ REFUSED = [
     (es_countdown, {"temperatures": [float("nan")]}, "nan"),
     (grpo_countdown, {"sweep_factors": {"alpha": -1.0}}, r"-1\.0"),
     (stability, {"force": True, "retrain": ["grop"]}, "'grop'.*'grpo'"),
-]
-
-
-@pytest.mark.parametrize(("module", "given", "value"), REFUSED)
-def test_what_no_run_can_have_is_refused_before_any_work(module, given, value):
-    with pytest.raises(ValueError, match=value):
-        loader_of(module, **given)
+    call=lambda module, given: loader_of(module, **given),
+)
 
 
 # ---- the loader
@@ -152,9 +147,7 @@ def small_run(**given):
 def results(tmp_path, monkeypatch):
     """Empty folders of committed records and of runs beside them."""
     monkeypatch.setattr(sweep, "_run_all", run_here)
-    monkeypatch.setattr(paths, "RESULTS", tmp_path / "results")
-    monkeypatch.setenv("EVOALIGN_RUN_DIR", str(tmp_path / "beside"))
-    return tmp_path / "results"
+    return at(monkeypatch, tmp_path) / "results"
 
 
 def test_a_spec_of_two_groups_runs_once_and_only_what_retrain_names_is_made_anew(results, capsys):
@@ -181,7 +174,7 @@ def test_a_spec_of_two_groups_runs_once_and_only_what_retrain_names_is_made_anew
     assert out.startswith("loaded 1 records, ran 0\nloaded 0 records, ran 1\nbeside committed records: 1 of 1 have the")
     assert remade["both"][0] == found["both"][0] and remade["both"][1] == remade["shared"][0]
     assert remade["shared"][0]["digest"] == found["shared"][0]["digest"]  # the same bits
-    beside = read_records(results.parent / "beside/results/tiny.jsonl")
+    beside = read_records(results.parent / "run/results/tiny.jsonl")
     assert [r["spec"]["seed"] for r in beside] == [1]
 
 
@@ -196,17 +189,12 @@ def test_seeds_replace_the_number_that_a_group_has():
     assert seeds(seeds=3, force=True, retrain=["after"]) == {"both": [0, 1], "shared": [1], "after": [0, 1, 2]}
 
 
-@pytest.mark.parametrize(
-    ("given", "names", "value"),
-    [
-        ({"retrain": ["both"]}, [], "retrain=.*both"),
-        ({"retrain": ["boht"], "force": True}, [], "'boht'.*'both'"),
-        ({}, ["base", "shard"], "'shard'.*'shared'"),
-    ],
+test_a_mistaken_name_is_refused_before_any_work = refused(
+    ({"retrain": ["both"]}, [], "retrain=.*both"),
+    ({"retrain": ["boht"], "force": True}, [], "'boht'.*'both'"),
+    ({}, ["base", "shard"], "'shard'.*'shared'"),
+    call=lambda given, names: Loader("01_small", small_run(**given), small_groups)(*names),
 )
-def test_a_mistaken_name_is_refused_before_any_work(given, names, value):
-    with pytest.raises(ValueError, match=value):
-        Loader("01_small", small_run(**given), small_groups)(*names)
 
 
 # ---- tables of what there is

@@ -42,6 +42,10 @@ def test_an_optimum_inside_supports_and_one_outside_contradicts():
     assert decided(_claim(), _world(192))[0] == "supported"
     assert decided(_claim(), _world(24))[0] == "contradicted"
     assert decided(_claim(between=[8, 64]), _world(192))[0] == "contradicted"
+    assert decided(_claim(), _world(192, end=0.15))[0] == "contradicted"  # what was not learned has no optimum
+    # too few seeds, and none, have none either
+    assert decided(_claim(), _world(192, seeds=5))[0] == "underpowered"
+    assert decided(_claim(), _world(192, seeds=0))[0] == "open"
 
 
 def test_each_level_needs_runs_that_get_there_if_the_rule_says_so():
@@ -50,15 +54,6 @@ def test_each_level_needs_runs_that_get_there_if_the_rule_says_so():
     assert decided(_claim(there=6), _world(192))[0] == decided(_claim(), world)[0] == "supported"
     verdict, findings = decided(_claim(there=6), world)
     assert verdict == "underpowered" and "of 8 a level get there 0 with 8" in findings[0].context
-
-
-def test_too_few_seeds_and_none_do_not_either():
-    assert decided(_claim(), _world(192, seeds=5))[0] == "underpowered"
-    assert decided(_claim(), _world(192, seeds=0))[0] == "open"
-
-
-def test_what_was_not_learned_has_no_optimum():
-    assert decided(_claim(), _world(192, end=0.15))[0] == "contradicted"
 
 
 def test_random_fitness_is_asked_and_fails_unless_it_learns():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from evoalign_study import own_coverage, style
 from evoalign_study.records import pack_integers
+from helpers import refused
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib import pyplot as plt
@@ -87,7 +88,7 @@ def test_the_figure_plots_what_is_estimated():
 WHOLE = records(RIGHT["model"])
 
 
-NOT_COMPARABLE = [
+test_samples_that_cannot_be_compared_are_refused = refused(
     ({"a": WHOLE[1:]}, own_coverage.pass_table, "32 of 40"),
     ({"a": WHOLE[:-1]}, own_coverage.pass_table, "0 to 15"),
     ({"a": WHOLE * 2}, own_coverage.pass_table, "twice"),
@@ -95,13 +96,8 @@ NOT_COMPARABLE = [
     ({"a": WHOLE, "b": records(RIGHT["model"] // 2, samples=32)}, own_coverage.pass_table, r"\[32, 64\]"),
     ({"a": WHOLE, "b": records(RIGHT["model"][:10])}, own_coverage.support_table, "'b' has 10 problems"),
     ({"a": WHOLE, "b": records(RIGHT["model"], 0.6)}, lambda m, _: own_coverage.figure_pass_at_k(m), r"\[0.6\]"),
-]
-
-
-@pytest.mark.parametrize(("models", "table", "value"), NOT_COMPARABLE)
-def test_samples_that_cannot_be_compared_are_refused(models, table, value):
-    with pytest.raises(ValueError, match=value):
-        table(models, 1.0)
+    call=lambda models, table: table(models, 1.0),
+)
 
 
 # ---- the null of two halves
@@ -121,9 +117,5 @@ def test_expected_counts_are_those_of_all_deals(right, n):
     assert found.total == pytest.approx(len(right))
 
 
-@pytest.mark.parametrize(
-    ("right", "samples", "value"), [([1], 1, "samples=1"), ([[1, 2]], 4, r"\(1, 2\)"), ([5], 4, "right <= samples")]
-)
-def test_counts_without_halves_are_refused(right, samples, value):
-    with pytest.raises(ValueError, match=value):
-        coverage.null_of_halves(right, samples)
+CASES = ([1], 1, "samples=1"), ([[1, 2]], 4, r"\(1, 2\)"), ([5], 4, "right <= samples")
+test_counts_without_halves_are_refused = refused(*CASES, call=lambda right, n: coverage.null_of_halves(right, n))

@@ -2,14 +2,13 @@
 
 import importlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 from evoalign_study import paths
 from evoalign_study.parameters import PARAMETERS, check_parameters
+from helpers import python
 
 GIVEN = {"scale": "tiny", "model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
 LISTS = {"rates": [0.1, 0.3], "factors": {"sigma": 0.1}, "own_seeds": [32], "n_seeds": 8, "ends": [], "weights": [0.0]}
@@ -114,8 +113,8 @@ def test_papermill_ends_a_dry_run_without_failure(tmp_path):
     cells += map(nbformat.v4.new_code_cell, (CELLS, "raise KeyError('nothing after may run')"))
     notebook, out = tmp_path / "01_toy.ipynb", tmp_path / "out.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"language_info": {"name": "python"}}), notebook)
-    command = [sys.executable, "-m", "papermill", notebook, out, *"-k python3 --log-output -p dry_run true".split()]
     environment = os.environ | {"PYTHONPATH": f"{paths.ROOT}{os.pathsep}{paths.NOTEBOOKS}"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=tmp_path, env=environment)
-    assert done.returncode == 0 and "0 of 1 runs have records; to be run: base." in done.stderr, done.stderr
+    how = "-k python3 --log-output -p dry_run true".split()
+    done = python("-m", "papermill", notebook, out, *how, folder=tmp_path, env=environment)
+    assert "0 of 1 runs have records; to be run: base." in done.stderr, done.stderr
     assert not nbformat.read(out, as_version=4).cells[-1].execution_count

@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import os
 import random
+import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 from evoalign_study import artifacts, claims, paths, records
 from evoalign_study.records import append_record, index_problems, read_records, record_files, spec_hash
+from helpers import fork, refused, wait
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 
 def record(seed: int = 0, **more) -> dict:
@@ -53,10 +56,8 @@ def test_the_hash_of_a_spec_survives_order_and_json(spec):
     assert spec_hash(known) == "fdf16530714f308e"
 
 
-@pytest.mark.parametrize("bad", [float("nan"), np.int64(3), {1, 2}])
-def test_a_spec_holds_only_json(bad):
-    with pytest.raises((ValueError, TypeError)):
-        spec_hash({"x": bad})
+NO_JSON = ((bad, "JSON") for bad in (float("nan"), np.int64(3), {1, 2}))
+test_a_spec_holds_only_json = refused(*NO_JSON, call=lambda bad: spec_hash({"x": bad}), error=(ValueError, TypeError))
 
 
 # ---- reading and writing
@@ -79,14 +80,14 @@ def test_records_come_back_in_order(tmp_path):
             read_records(file, asked)
 
 
-@pytest.mark.parametrize(
-    ("more", "named"),
-    [
-        ({"curve": {"step": list(range(51))}}, "'step' of train 2 .*51"),
-        ({"note": "x" * 7_900}, "train 2 has 8"),
-        ({"loss": float("nan"), "curve": {"reward": [0.5, -np.inf]}}, "train 2 .*loss = nan"),
-    ],
-)
+TOO_MUCH = [
+    ({"curve": {"step": list(range(51))}}, "'step' of train 2 .*51"),
+    ({"note": "x" * 7_900}, "train 2 has 8"),
+    ({"loss": float("nan"), "curve": {"reward": [0.5, -np.inf]}}, "train 2 .*loss = nan"),
+]
+
+
+@pytest.mark.parametrize(("more", "named"), TOO_MUCH)
 def test_limits_of_a_record(file, more, named):
     before = file.read_bytes()
     with pytest.raises(ValueError, match=named):
@@ -128,41 +129,29 @@ def test_committed_records_are_those_of_every_notebook(tmp_path, monkeypatch):
 
 # ---- several writers, and writers that are killed
 
-WRITER = """
-import sys
-from pathlib import Path
-from evoalign_study.records import append_record, spec_hash
 
-first, count = map(int, sys.argv[2:])
-print("ready", flush=True)
-sys.stdin.read()
-for seed in range(first, first + count):
-    spec = {"seed": seed}
-    record = {"spec": spec, "spec_hash": spec_hash(spec), "status": "finished", "filler": "x" * 7000}
-    append_record(Path(sys.argv[1]), record)
-"""
-
-
-def _writer(file: Path, first: int, count: int) -> subprocess.Popen:
-    command = [sys.executable, "-c", WRITER, str(file), str(first), str(count)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def write(file: Path, first: int, count: int, begin: int) -> None:
+    """Append records once there is a byte to be read."""
+    os.read(begin, 1)
+    for seed in range(first, first + count):
+        append_record(file, record(seed, filler="x" * 7000))
 
 
 def test_a_killed_writer_and_two_at_once_lose_no_finished_record(tmp_path):
     """Unlocked, each of two would cut off what it takes for a torn line of the other."""
-    file, end = tmp_path / "tiny.jsonl", time.monotonic() + 100
-    with _writer(file, 0, 10**6) as killed:
-        killed.stdin.close()
-        while not (file.is_file() and len(read_records(file)) >= 5):
-            assert time.monotonic() < end
-        killed.kill()
+    file, end, (begin, begins) = tmp_path / "tiny.jsonl", time.monotonic() + 100, os.pipe()
+    killed = fork(write, file, 0, 10**6, begin)
+    os.write(begins, b"1")
+    while not (file.is_file() and len(read_records(file)) >= 5):
+        assert time.monotonic() < end
+    os.kill(killed, signal.SIGKILL)
+    assert wait(killed) == -signal.SIGKILL
     records.index(file)  # mends what it left
     known, count = len(read_records(file)), 40
     assert [r["spec"]["seed"] for r in read_records(file)] == list(range(known)) and known >= 5
-    with _writer(file, known, count) as one, _writer(file, known + count, count) as other:
-        assert one.stdout.readline() == other.stdout.readline() == b"ready\n"
-        one.stdin.close(), other.stdin.close()  # begin
-    assert one.returncode == other.returncode == 0
+    both = [fork(write, file, first, count, begin) for first in (known, known + count)]
+    os.write(begins, b"23")
+    assert [wait(pid) for pid in both] == [0, 0]
     seeds = [r["spec"]["seed"] for r in read_records(file)]
     assert sorted(seeds) == list(range(known + 2 * count)) and seeds != sorted(seeds)  # they did take turns
     assert index_problems(file) == []
@@ -273,18 +262,18 @@ def test_a_damaged_line_is_named_with_its_file(file, damage):
     assert any(problem.startswith(f"{file}, line 2 ") for problem in index_problems(file))
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"greedy": 0.9}, "test.greedy"),
-        ({"t1": 0.99}, "test.t1"),
-        ({"t1_counts": "0" * 1999}, "test.t1_counts: 1999 results"),
-        ({"t1_counts": "z" * 2000}, "test.t1_counts: 'z'"),
-        ({"greedy_bits": "zz"}, "test.greedy_bits: "),
-        ({"greedy": None}, "test.greedy is None"),
-        ({"n": None}, "test.greedy_bits: "),
-    ],
-)
+CONTRADICTIONS = [
+    ({"greedy": 0.9}, "test.greedy"),
+    ({"t1": 0.99}, "test.t1"),
+    ({"t1_counts": "0" * 1999}, "test.t1_counts: 1999 results"),
+    ({"t1_counts": "z" * 2000}, "test.t1_counts: 'z'"),
+    ({"greedy_bits": "zz"}, "test.greedy_bits: "),
+    ({"greedy": None}, "test.greedy is None"),
+    ({"n": None}, "test.greedy_bits: "),
+]
+
+
+@pytest.mark.parametrize(("change", "named"), CONTRADICTIONS)
 def test_a_record_that_contradicts_itself_is_found_though_its_index_was_made_anew(tmp_path, change, named):
     test = {"n": 2000, "greedy": 0.5, "t1": 0.25, "greedy_bits": "f0" * 250, "t1_counts": "4" * 2000}
     file = tmp_path / "tiny.jsonl"
@@ -332,3 +321,37 @@ def test_whoever_rewrites_records_and_index_is_found_by_the_history(tmp_path, mo
         git("add", "."), git("commit", "-qm", "forged", "--allow-empty")
     (tmp_path / "LOG.md").write_text("Withdrawn: " + ", ".join(line[17:29] for line in lost))
     assert artifacts.record_problems() == []
+
+
+# ---- packed numbers
+
+
+@given(arrays(np.int64, st.integers(0, 50), elements=st.integers(0, 4095)))
+def test_packed_integers_come_back(values):
+    text = records.pack_integers(values)
+    assert len(text) == 2 * len(values) and np.array_equal(records.unpack_integers(text), values)
+
+
+@given(arrays(np.float64, st.integers(0, 50), elements=st.floats(0, 1)))
+def test_packed_probabilities_come_back_to_a_quarter_of_a_percent(values):
+    back, small = records.unpack_probabilities(records.pack_probabilities(values)), values < 1.3e-9
+    assert np.allclose(back[~small], values[~small], rtol=0.0026, atol=0)
+    assert (back[small] < 1.4e-9).all() and (back[values == 1] == 1).all() and (back[values == 0] == 0).all()
+
+
+test_what_is_no_row_of_numbers_is_refused = refused(
+    *((records.pack_integers, values, "one row of integers") for values in ([-1], [4096], [0.5], [[1]])),
+    *(
+        (records.pack_probabilities, values, "one row of probabilities")
+        for values in ([-0.1], [1.1], [float("nan")], [[0.5]])
+    ),
+    *((records.unpack_integers, text, "damaged record") for text in ("A", "A+")),
+    call=lambda function, value: function(value),
+)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder but git's and locks, which stay where they were held."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.match(".*.lock")]
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    return {name: data for name, data in found.items() if not name.startswith(".git")}

@@ -9,6 +9,7 @@ import torch
 from evoalign_study import measures, rollouts, sweep, training, weight_cache
 from evoalign_study.kinds import train
 from evoalign_study.kinds.train import composed_specs, train_specs
+from helpers import SMALL_RUN, ran, refused, short_run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,11 +19,7 @@ from evoalign_lib.engines.base import as_given
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.es import ESConfig
 
-SETTINGS = {
-    "max_completion_length": 16, "validation_problems": 6, "test_problems": 10, "steps": 2, "prompts_per_step": 4,
-    "curve_points": 2, "population_size": 3, "sigma": 0.01, "alpha": 0.03, "num_generations": 4,
-    "learning_rate": 1e-3, "beta": 0.0, "prompts": 64, "batch_size": 16, "epochs": 1,
-}  # fmt: skip
+SETTINGS = SMALL_RUN | {"curve_points": 2, "sigma": 0.01, "alpha": 0.03, "prompts": 64, "batch_size": 16, "epochs": 1}
 RUNS = [("es", 2)]
 
 
@@ -95,11 +92,10 @@ def weighted(folder, steps=3, **changed):
     model, tokenizer = tiny.load("A0")
     rows = measures.get("countdown").rows({}, tokenizer, tiny.problems("train", 8))
     settings = {"population_size": 4, "sigma": 0.01, "alpha": 0.01, "num_generations": 3, "prompts_per_step": 4}
-    settings |= {"sampling": "common"}
-    args = ESConfig(
-        output_dir=str(folder), max_steps=steps, max_completion_length=16, workers=1, seed=1,
-        arm="es_weighted", report_to="none", save_strategy="no", disable_tqdm=True, **settings | changed,
-    )  # fmt: skip
+    settings |= {"sampling": "common", "max_steps": steps}
+    args = short_run(
+        folder, ESConfig, max_completion_length=16, **{"arm": "es_weighted", "seed": 1} | settings | changed
+    )
     reward = lambda prompts, completions, **columns: [hash_of(c) for c in completions]  # noqa: E731
     return rollouts.WeightedTrainer(model, reward, args, rows, None, tokenizer)
 
@@ -138,8 +134,7 @@ def test_to_first_order_the_fitness_is_the_noise_along_the_policy_gradient(tmp_p
 
 
 def test_a_step_costs_one_set_of_completions_and_a_pass_per_member_and_its_run_goes_on(tmp_path):
-    es, parts = weighted(tmp_path / "whole"), weighted(tmp_path / "parts", steps=2)
-    es.train()
+    es = ran(weighted(tmp_path / "whole"))
     assert es.budget["completions"] == 3 * 4 * 3 and es.passes == 2 + 4
     lengths = es.train_prompts.lengths
     assert es.budget["prompt_tokens"] == sum(int(lengths[es._indices(step)].sum()) for step in range(3)) * 3
@@ -147,9 +142,8 @@ def test_a_step_costs_one_set_of_completions_and_a_pass_per_member_and_its_run_g
     logged = [entry["completions/mean_length"] for entry in es.state.log_history]
     assert logged == pytest.approx([step.tokens / 12 for step in es.ledger.steps])
     assert set(es.summary()) == set(rollouts.TOLD) and 0 < es.summary()["effective_share"] <= 1
-    parts.train()
-    again = weighted(tmp_path / "parts")
-    again.train(resume_from_checkpoint=True)
+    weighted(tmp_path / "parts", steps=2).train()
+    again = ran(weighted(tmp_path / "parts"), True)
     assert models.flat_digest(again.engine.master) == models.flat_digest(es.engine.master)
     assert again.summary() == es.summary() and again.budget["completions"] == es.budget["completions"]
     assert np.array_equal(ledger.replay(tmp_path / "whole" / ledger.NAME, "A0"), es.engine.master)
@@ -166,10 +160,10 @@ def test_what_has_no_reward_is_left_out(rewards):
         rollouts._weighted_mean(np.full((2, 2), np.nan), ratios)
 
 
-@pytest.mark.parametrize("changed", [{"num_generations": 1}, {"sampling": "greedy", "num_generations": 1}])
-def test_members_that_cannot_be_weighed_are_refused(tmp_path, changed):
-    with pytest.raises(ValueError, match=f"num_generations={changed['num_generations']}"):
-        weighted(tmp_path, **changed)
+test_members_that_cannot_be_weighed_are_refused = refused(
+    *(({"num_generations": 1} | more, "num_generations=1") for more in ({}, {"sampling": "greedy"})),
+    call=lambda changed, tmp_path: weighted(tmp_path, **changed),
+)
 
 
 def test_ratios_multiply_the_advantages_in_the_order_of_the_completions():
@@ -225,8 +219,10 @@ def test_the_second_part_begins_where_the_first_one_ended(es_runs):
     assert models.flat_digest(begun.master) == first[0]["digest"]
 
 
-@pytest.mark.parametrize(("changed", "named"), [({"kind": "coverage"}, "1 runs"), ({"base": "some/model"}, "'some/")])
-def test_a_second_part_after_what_is_no_training_run_is_refused(es_runs, changed, named):
+def composed(changed, es_runs):
     first = es_runs[0][0]
-    with pytest.raises(ValueError, match=named):
-        composed_specs("grpo", [first | {"spec": first["spec"] | changed}], SETTINGS, "tiny")
+    composed_specs("grpo", [first | {"spec": first["spec"] | changed}], SETTINGS, "tiny")
+
+
+OTHERS = ({"kind": "coverage"}, "1 runs"), ({"base": "some/model"}, "'some/")
+test_a_second_part_after_what_is_no_training_run_is_refused = refused(*OTHERS, call=composed)

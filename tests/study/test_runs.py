@@ -11,6 +11,7 @@ from evoalign_study.kinds.exact import estimator_specs, kl_specs
 from evoalign_study.kinds.train import audit_specs, sweep_specs, train_specs
 from evoalign_study.records import MAX_CURVE, accuracy_matrix, append_record, read_records, spec_hash
 from grpo_runs import QUIET
+from helpers import SMALL_RUN, refused
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,12 +20,8 @@ from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.essa import lora_config
 from evoalign_lib.tasks import countdown
 
-SETTINGS = {
-    "max_completion_length": 16, "validation_problems": 6, "test_problems": 10, "steps": 4, "prompts_per_step": 4,
-    "curve_points": 4, "curve_spacing": "log", "population_size": 3, "sigma": 0.03, "alpha": 0.01,
-    "num_generations": 4, "learning_rate": 1e-3, "beta": 0.0, "rank": 1, "leading_share": 1.0, "lora_rank": 2,
-    "warm_rows": 8, "warm_epochs": 1, "warm_learning_rate": 1e-3, "prompts": 24, "batch_size": 4, "epochs": 2,
-}  # fmt: skip
+SETTINGS = SMALL_RUN | {"steps": 4, "curve_points": 4, "curve_spacing": "log", "rank": 1}
+SETTINGS |= {"prompts": 24, "batch_size": 4, "epochs": 2}
 COLD = dict.fromkeys(("warm_rows", "warm_epochs", "warm_learning_rate"))
 AXES = ("completions", "generated_tokens", "forward_flops", "core_seconds")
 
@@ -202,10 +199,11 @@ VALUES = {  # arm: settings that are refused, named with their values
     "es_anchored": [("anchor_decay", 0.0)], "rloo": [("micro_batch", 5)], "es_low_rank": [("rank", 0)],
     "es_lora": [("lora_rank", 0)], "grpo_lora": [("lora_rank", 0), ("lora_rank", 2.5)], "essa": [("warm_rows", 0)],
 }  # fmt: skip
-REFUSED = [  # what makes specs, settings (...: missing), what the error names
+test_settings_that_are_refused_before_any_run = refused(  # maker, settings (...: missing), words
     *((trains(arm), {k: v}, f"{k}={v!r}") for arm, settings in VALUES.items() for k, v in settings),
     *((trains("es"), {"sampled_at": values}, "sampled_at=") for values in ([], [0.6, 1.0], [0.6, 0.6])),
     (trains("ppo"), {}, "ppo"),
+    (lambda s: kl_specs("A0", 0.01, 1, s | EXACT | {"kl_samples": 3}, "smoke"), {}, "kl_samples=3 must be even"),
     (trains("grpo"), {"beta": ...}, "beta"),
     (trains("sft"), {"prompts": ...}, "prompts"),
     (trains("es"), {"curve_points": 1, "curve_spacing": None}, "curve_points=1"),
@@ -237,22 +235,8 @@ REFUSED = [  # what makes specs, settings (...: missing), what the error names
         ({"measure": "strict"}, "measure='strict'"), ({"filler_steps": 16}, "filler_steps=16"),
         ({"engine": "vllm"}, "engine='vllm'.*'A0'"),
     )),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("make", "changed", "named"), REFUSED)
-def test_settings_that_are_refused_before_any_run(make, changed, named):
-    with pytest.raises(ValueError, match=named):
-        make({name: value for name, value in (SETTINGS | changed).items() if value is not ...})
-
-
-def test_specs_state_what_decides_a_run():
-    [base] = base_specs(["A0"], SETTINGS, "smoke")
-    assert base["kind"] == "base" and base["base_digest"] == models.base_digest(tiny.load("A0")[0])
-    made = train_specs("es", ["A0", "A1"], range(2), SETTINGS, "smoke")
-    made += train_specs("es", ["H0"], [0], SETTINGS | FILLED, "smoke")
-    assert [(s["base"], s["seed"]) for s in made] == [("A0", 0), ("A0", 1), ("A1", 0), ("A1", 1), ("H0", 0)]
-    assert made[-1]["filler_steps"] == 16 and len({spec_hash(s) for s in [base, *made]}) == 6
+    call=lambda make, changed: make({n: v for n, v in (SETTINGS | changed).items() if v is not ...}),
+)  # fmt: skip
 
 
 def test_optional_settings_are_part_of_a_spec_only_where_they_are_set():

@@ -12,6 +12,7 @@ import yaml
 from evoalign_study import claims, paths
 from evoalign_study.kinds.weights import pack_texts
 from evoalign_study.records import pack_bits, read_records, unpack_bits, unpack_integers, unpack_probabilities
+from helpers import python
 
 from evoalign_lib.analysis import coverage
 
@@ -215,8 +216,7 @@ def test_the_examples_run(tmp_path):
     ]
     for number, block in enumerate(blocks):
         (tmp_path / f"{number}.py").write_text(block, encoding="utf-8")
-        done = subprocess.run([sys.executable, f"{number}.py"], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0 and done.stdout.strip(), done.stderr
+        assert python(f"{number}.py", folder=tmp_path).stdout.strip()
     assert len(blocks) == 4
 
 

@@ -6,6 +6,7 @@ from math import log, sqrt
 import numpy as np
 import pytest
 from evoalign_study.records import accuracy_matrix, pack_bits, pack_counts, unpack_bits, unpack_counts
+from helpers import every_resample, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import t as student
@@ -13,11 +14,6 @@ from statsmodels.stats.multitest import multipletests
 
 from evoalign_lib.analysis import stats
 from evoalign_lib.analysis.stats import Interval
-
-
-def _every_resample(n: int) -> np.ndarray:
-    """Return (n**n, n): the indices of every resample of n units, each as likely as the others."""
-    return np.array(list(product(range(n), repeat=n)))
 
 
 def _two_sided(observed: float, null: np.ndarray) -> float:
@@ -48,7 +44,7 @@ def test_crossed_bootstrap_pairs_a_fixed_baseline_by_problem() -> None:
 def test_crossed_bootstrap_of_two_arms_matches_the_enumeration() -> None:
     arm = np.array([[1, 1, 0], [1, 0, 1]], dtype=float)
     other = np.array([[0, 1, 0], [0, 0, 0], [0, 1, 1]], dtype=float)
-    every = product(_every_resample(2), _every_resample(3), _every_resample(3))
+    every = product(every_resample(2), every_resample(3), every_resample(3))
     exact = np.array([arm[np.ix_(s, p)].mean() - other[np.ix_(t, p)].mean() for s, t, p in every])
     drawn = stats._crossed_resamples([arm, other], 20_000, 1)
     assert drawn.mean() == pytest.approx(exact.mean(), abs=0.006)
@@ -99,7 +95,7 @@ def test_intervals_follow_the_seed_and_leave_the_global_state_alone() -> None:
 
 def test_stratified_bootstrap_of_a_difference_matches_the_enumeration() -> None:
     arm, other = np.array([[0.3, 0.5], [0.6, 1.0]]), np.array([[0.1, 0.2], [0.5, 0.9]])
-    every = product(*(base[_every_resample(2)].mean(1) for base in (*arm, *other)))
+    every = product(*(base[every_resample(2)].mean(1) for base in (*arm, *other)))
     exact = np.array([(a + b - c - d) / 2 for a, b, c, d in every])
     interval = stats.stratified_bootstrap(arm, other, level=0.8)
     assert interval.value == pytest.approx(np.mean(arm) - np.mean(other))
@@ -156,7 +152,7 @@ def test_accuracy_matrix() -> None:
 RECORD = _record([1, 0, 1], [16, 0, 8])
 
 
-REFUSED = [
+test_packed_results_that_are_none_are_refused = refused(
     (lambda: accuracy_matrix([RECORD, _record([1], [1])]), "one test set"),
     (lambda: accuracy_matrix([RECORD], "beam"), "unknown decoding 'beam'"),
     (lambda: accuracy_matrix([]), "one test set"),
@@ -166,13 +162,7 @@ REFUSED = [
     (lambda: unpack_bits("ff", 9), "need 2"),
     (lambda: unpack_bits("f8", 4), "beyond problem 4"),
     (lambda: unpack_counts("0h"), "'h'"),
-]
-
-
-@pytest.mark.parametrize(("call", "named"), REFUSED)
-def test_packed_results_that_are_none_are_refused(call, named) -> None:
-    with pytest.raises(ValueError, match=named):
-        call()
+)
 
 
 @given(st.lists(st.integers(0, 16), min_size=1, max_size=70))

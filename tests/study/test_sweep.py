@@ -24,7 +24,8 @@ from evoalign_study.kinds.exact import kl_specs
 from evoalign_study.kinds.train import audit_specs, train_specs
 from evoalign_study.records import append_record, index_problems, ledger_file, read_records, record_files, spec_hash
 from evoalign_study.sweep import load_or_run
-from test_records import record
+from helpers import SMALL_RUN
+from test_records import contents, record
 from typer.testing import CliRunner
 
 from evoalign_lib import ledger
@@ -57,8 +58,7 @@ def _await(condition, seconds: float = 300) -> None:
 
 # ---- loading and running
 
-SETTINGS = {"max_completion_length": 16, "validation_problems": 6, "test_problems": 10, "curve_points": 3}
-SETTINGS |= {"population_size": 3, "sigma": 0.03, "alpha": 0.01, "steps": 2, "prompts_per_step": 24}
+SETTINGS = SMALL_RUN | {"prompts_per_step": 24}
 
 
 def test_equal_specs_and_foreign_scales_are_refused(folders):
@@ -340,15 +340,15 @@ def test_runs_of_the_local_engine_compute_with_avx2(tmp_path):
     assert found == {name: [value, True] for name, value in sweep._INSTRUCTIONS.items()}
 
 
+CHOSEN = [
+    (True, {}, sweep._INSTRUCTIONS),
+    (True, {"ATEN_CPU_CAPABILITY": "default"}, sweep._INSTRUCTIONS | {"ATEN_CPU_CAPABILITY": "default"}),
+    (False, {}, dict.fromkeys(sweep._INSTRUCTIONS)),
+]
+
+
 @pytest.mark.skipif(not has_avx2, reason="the CPU has no AVX2 to be held to")
-@pytest.mark.parametrize(
-    ("local", "given", "expected"),
-    [
-        (True, {}, sweep._INSTRUCTIONS),
-        (True, {"ATEN_CPU_CAPABILITY": "default"}, sweep._INSTRUCTIONS | {"ATEN_CPU_CAPABILITY": "default"}),
-        (False, {}, dict.fromkeys(sweep._INSTRUCTIONS)),
-    ],
-)
+@pytest.mark.parametrize(("local", "given", "expected"), CHOSEN)
 def test_the_user_and_other_engines_choose_their_own_instructions(monkeypatch, local, given, expected):
     for name in ("OMP_NUM_THREADS", *sweep._INSTRUCTIONS):
         monkeypatch.setenv(name, "")  # put back afterwards
@@ -387,12 +387,6 @@ KEPT |= {"steps": 12, "prompts_per_step": 8}
 
 def kept_specs() -> list[dict]:
     return train_specs("es", ["A0"], range(2), KEPT, "tiny")
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file but locks, which stay where they were held."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".lock"]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.fixture(scope="module")
@@ -489,10 +483,10 @@ def test_a_packed_ledger_depends_on_its_lines_alone(folder, tmp_path, monkeypatc
         path.write_bytes(cut)
         with pytest.raises(ledger.LedgerError, match="is not closed"):
             ledger.pack(path)
-    damaged = tmp_path / "bad.jsonl.gz"
+    damaged, named = tmp_path / "bad.jsonl.gz", r"bad.jsonl.gz (is damaged .*: restore it from a copy|has no header)"
     for data in (packed[:5], b"", b"no gzip", packed[:-8] + bytes(8)):
         damaged.write_bytes(data)
-        with pytest.raises(ledger.LedgerError, match=r"bad.jsonl.gz (is damaged|has no header)"):
+        with pytest.raises(ledger.LedgerError, match=named):
             ledger.read(damaged)
     monkeypatch.setattr(ledger, "_MOST_UNPACKED", len(text) - 1)  # some kB can unpack to gigabytes
     with pytest.raises(ledger.LedgerError, match="unpacks to more than"):

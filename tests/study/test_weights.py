@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from evoalign_study import paths
-from helpers import random_model
+from helpers import python, random_model, refused
 from safetensors.torch import save_file
 
 from evoalign_lib import ledger, models
@@ -71,15 +70,15 @@ def test_a_folder_is_read_as_float32_tensor_by_tensor(tmp_path, shards, dtype):
         found["model.norm.weight"]
 
 
-@pytest.mark.parametrize(
-    ("same", "configuration", "names"),
-    [
-        (True, {}, {EMBEDDING, QUERY}),
-        (True, {"tie_word_embeddings": True}, {EMBEDDING, QUERY}),
-        (True, {"tie_word_embeddings": False}, {EMBEDDING, QUERY, HEAD}),
-        (False, {"tie_word_embeddings": True}, {EMBEDDING, QUERY, HEAD}),
-    ],
-)
+TIED = [
+    (True, {}, {EMBEDDING, QUERY}),
+    (True, {"tie_word_embeddings": True}, {EMBEDDING, QUERY}),
+    (True, {"tie_word_embeddings": False}, {EMBEDDING, QUERY, HEAD}),
+    (False, {"tie_word_embeddings": True}, {EMBEDDING, QUERY, HEAD}),
+]
+
+
+@pytest.mark.parametrize(("same", "configuration", "names"), TIED)
 def test_a_tied_head_appears_once(tmp_path, same, configuration, names):
     tensors = untied()
     tensors[HEAD] = tensors[EMBEDDING].clone() if same else tensors[EMBEDDING] + (torch.arange(60).view(10, 6) == 59)
@@ -92,48 +91,46 @@ def indexed(path: Path, index: dict) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda f: (f / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}'), "'gptq'"),
-        *((lambda f, text=text: (f / "config.json").write_text(text), r"config\.json cannot be read") for text in "{3"),
-        (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "may hold code"),
-        (lambda f: (f / "model.safetensors").rename(f / "ledger.jsonl"), "but a ledger: give"),
-        (lambda f: os.truncate(f / "model.safetensors", 300), r"model\.safetensors cannot be read"),
-        (lambda f: save_file({"w": torch.ones(2, dtype=torch.int8)}, f / "model.safetensors"), "'w' of .*I8"),
-        (lambda f: indexed(f, {}), "no weight_map"),
-        (lambda f: indexed(f, {"weight_map": {"w": "../w.safetensors"}}), r"'w' in '\.\./w\.safetensors'"),
-        (lambda f: indexed(f, {"weight_map": {"w": "w.safetensors"}}), r"'w' in 'w\.safetensors'"),
-        (lambda f: f.rename(f.with_name("elsewhere")), "model' does not exist, here or in the Hub"),
-    ],
-)
-def test_what_cannot_be_read_is_refused_by_name(tmp_path, spoil, message):
+def spoilt(spoil, tmp_path):
     path = folder(tmp_path / "model", untied())
     spoil(Path(path))
-    with pytest.raises(ValueError, match=message):
-        weights(path)
+    weights(path)
+
+
+test_what_cannot_be_read_is_refused_by_name = refused(
+    (lambda f: (f / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}'), "'gptq'"),
+    *((lambda f, text=text: (f / "config.json").write_text(text), r"config\.json cannot be read") for text in "{3"),
+    (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "may hold code"),
+    (lambda f: (f / "model.safetensors").rename(f / "ledger.jsonl"), "but a ledger: give"),
+    (lambda f: os.truncate(f / "model.safetensors", 300), r"model\.safetensors cannot be read"),
+    (lambda f: save_file({"w": torch.ones(2, dtype=torch.int8)}, f / "model.safetensors"), "'w' of .*I8"),
+    (lambda f: indexed(f, {}), "no weight_map"),
+    (lambda f: indexed(f, {"weight_map": {"w": "../w.safetensors"}}), r"'w' in '\.\./w\.safetensors'"),
+    (lambda f: indexed(f, {"weight_map": {"w": "w.safetensors"}}), r"'w' in 'w\.safetensors'"),
+    (lambda f: f.rename(f.with_name("elsewhere")), "model' does not exist, here or in the Hub"),
+    call=spoilt,
+)
 
 
 # adapters
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]},
-        {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], "use_rslora": True, "modules_to_save": ["lm_head"]},
-        {
-            "r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"],
-            "rank_pattern": {"v_proj": 2}, "alpha_pattern": {r"layers\.1\.self_attn\.q_proj": 3},
-        },
-    ],
-    ids=["plain", "rslora", "patterns"],
-)  # fmt: skip
+ADAPTERS = {
+    "plain": {"target_modules": ["q_proj", "down_proj"]},
+    "rslora": {"target_modules": ["q_proj"], "use_rslora": True, "modules_to_save": ["lm_head"]},
+    "patterns": {
+        "target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 2},
+        "alpha_pattern": {r"layers\.1\.self_attn\.q_proj": 3},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", ADAPTERS.values(), ids=ADAPTERS)
 def test_an_adapter_equals_what_peft_merges(tmp_path, settings):
     peft = pytest.importorskip("peft")
     base = random_model("llama", tie_word_embeddings=False)
     base.save_pretrained(tmp_path / "base")
-    wrapped = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    wrapped = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=6, **settings))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in wrapped.parameters():
@@ -147,22 +144,22 @@ def test_an_adapter_equals_what_peft_merges(tmp_path, settings):
         torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "settings", "message"),
-    [
-        (query(), {"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
-        (query(), {"use_dora": True}, "use_dora is True"),
-        (query(), {"bias": "all"}, "bias is 'all'"),
-        (query(), {"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
-        (query(), {"rank_pattern": {"(": 3}}, "no pattern"),
-        (query(rank=3), {}, r"rank 2"),
-        (query(columns=5), {}, r"its base has the shape \(6, 6\)"),
-        (dict(list(query().items())[:1]), {}, "only one of its two matrices"),
-        ({"model.embed_tokens.lora_embedding_A": torch.ones(2, 10)}, {}, "lora_embedding_A', which its base does not"),
-        ({"model.norm.weight": torch.ones(6)}, {}, "'model.norm.weight', which its base does not have"),
-        ({HEAD: torch.ones(9, 6)}, {}, r"the shape \(9, 6\), but in its base \(10, 6\)"),
-    ],
-)
+OTHERS = [
+    (query(), {"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+    (query(), {"use_dora": True}, "use_dora is True"),
+    (query(), {"bias": "all"}, "bias is 'all'"),
+    (query(), {"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+    (query(), {"rank_pattern": {"(": 3}}, "no pattern"),
+    (query(rank=3), {}, r"rank 2"),
+    (query(columns=5), {}, r"its base has the shape \(6, 6\)"),
+    (dict(list(query().items())[:1]), {}, "only one of its two matrices"),
+    ({"model.embed_tokens.lora_embedding_A": torch.ones(2, 10)}, {}, "lora_embedding_A', which its base does not"),
+    ({"model.norm.weight": torch.ones(6)}, {}, "'model.norm.weight', which its base does not have"),
+    ({HEAD: torch.ones(9, 6)}, {}, r"the shape \(9, 6\), but in its base \(10, 6\)"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "settings", "message"), OTHERS)
 def test_other_adapters_are_refused_by_name(tmp_path, tensors, settings, message):
     base = folder(tmp_path / "base", untied(), tie_word_embeddings=False)
     with pytest.raises(ValueError, match=f"{message}.*merge_and_unload"):
@@ -237,8 +234,5 @@ def test_two_models_are_compared_in_the_memory_of_a_part_of_one(tmp_path):
     base, end = (
         folder(tmp_path / str(k), {name: drawn + i for i, name in enumerate(names, k)}, shards=6) for k in range(2)
     )
-    environment = os.environ | {"PYTHONPATH": str(paths.ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", COMPARE, str(24 * 8 * 2**20), base, end, end]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = python("-c", COMPARE, 24 * 8 * 2**20, base, end, end, env=os.environ | {"PYTHONPATH": str(paths.ROOT)})
     assert "can't allocate memory" in done.stdout
