@@ -285,7 +285,8 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
     replace_text(generated / "claims.csv", rendering.csv_text(table))
     caption = (
         "Declared claims, with the verdicts that code computed from the committed records of scale tiny (tiny models, "
-        "trained from scratch). A letter marks a rule that was declared after the data of the first were seen. "
+        "trained from scratch), and of scale real (one model of 135 million weights) for those whose name begins with "
+        "R. A letter marks a rule that was declared after the data of the first were seen. "
         "Placebo: whether the rule holds as well for arms that learned nothing. Control: how many comparisons that "
         "equal arms would pass the comparator passes in the challenger's place; undecided: it fails one. Decoding: "
         "whether the arms keep their order under decodings that the claim does not declare."

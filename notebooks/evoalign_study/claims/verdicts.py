@@ -120,9 +120,15 @@ def evaluate_named(
 
 
 def evaluate_all(scale: str = "tiny") -> list[Verdict]:
-    """Judge every claim of paper/claims.yaml from the committed records of all notebooks at one scale."""
-    declared = load_claims()
-    return evaluate_named([claim["id"] for claim in declared], committed_records(scale), scale, declared)
+    """Judge every claim of paper/claims.yaml from the committed records of all notebooks at one scale.
+
+    With the claims of scale tiny come those that are declared for scale real alone, judged there.
+    """
+    declared, verdicts = load_claims(), []
+    real = [claim["id"] for claim in declared if scale == "tiny" and claim["scales"] == ["real"]]
+    for at, ids in ((scale, [claim["id"] for claim in declared if claim["id"] not in real]), ("real", real)):
+        verdicts += evaluate_named(ids, committed_records(at), at, declared) if ids else []
+    return verdicts
 
 
 class _Judged(NamedTuple):
