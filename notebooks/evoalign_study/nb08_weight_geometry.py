@@ -25,7 +25,7 @@ from evoalign_study.records import Record, accuracy_matrix, ledger_file
 from evoalign_study.results import Results, stated, under
 
 NOTEBOOK = "08_weight_geometry"
-CLAIMS = ("E5", "E6", "E6b", "E7", "E8", "E9", "E10", "E11", "C20", "C21b", "C22", "C23b", "C24b")
+CLAIMS = ("E5", "E6", "E6b", "E7", "E8", "E9", "E10", "E11", "E14", "C20", "C21b", "C22", "C23b", "C24b")
 FACTORIAL = ("grpo_sgd", "grpo_rounded", "grpo_sgd_rounded")
 """Groups of GRPO runs that separate the effects of optimiser and rounding."""
 TRAINED = ("es", "es_sampled", "es_shuffled", "es_random", "grpo", "dr_grpo", "grpo_random", "sft", *FACTORIAL)
@@ -561,7 +561,7 @@ def _along_results(run: SimpleNamespace, records: Records) -> Results:
     shares = (f"{stated(each.signal.share, '.2%')} after {last}" for last, each in from_base.items())
     entries |= {"shares": ", ".join(shares), "late z": max(each.z for each in along if each.first >= turn)}
     entries["late along"] = along[-1].along
-    entries["foretold end"] = entries["turn share"].value * turn / end
+    entries["predicted end"] = entries["turn share"].value * turn / end
     new = records | {"es": [one for one in records["es"] if one["spec"]["seed"] >= PILOT]}
     enough = len(new["es"]) > 1
     entries["new common"] = signal(new, "es").share if enough else None
@@ -682,9 +682,9 @@ def figure_cosines(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, 
 
 
 def figure_theory(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw norm, share and projection along the runs of ES, as foretold and as found.
+    """Draw norm, share and projection along the runs of ES, as predicted and as found.
 
-    The norm is foretold without any free number, the share from the projection and the projection from the share, both
+    The norm is predicted without any free number, the share from the projection and the projection from the share, both
     with the cosine of the two directions at the ends of the runs.
     """
     from_base = [found for found in along_runs(records) if not found.first]
@@ -695,10 +695,10 @@ def figure_theory(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, D
     along, rho = np.array([(found.along.value, found.rho) for found in from_base]).T
     share, projection = attenuation.expected_share, attenuation.projection_z
     lines = {
-        ("norm", "foretold"): (T, geometry.es_norm(alpha, d, 1, N) * np.sqrt(T)),
-        ("share in common, %", "foretold"): (T, 100 * share(along / c, T, N, d)),
+        ("norm", "predicted"): (T, geometry.es_norm(alpha, d, 1, N) * np.sqrt(T)),
+        ("share in common, %", "predicted"): (T, 100 * share(along / c, T, N, d)),
         ("share in common, %", "if rho stayed"): (every, 100 * share(early, every, N, d)),
-        ("along the gradient", "foretold"): (T, projection(rho, T, N, c)),
+        ("along the gradient", "predicted"): (T, projection(rho, T, N, c)),
         ("along the gradient", "if rho stayed"): (every, projection(early, every, N, c)),
     }
     drawn = [
@@ -716,7 +716,7 @@ def figure_theory(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, D
         if interval
     )
     points = concat([*drawn, found])
-    looks = {"foretold": {"color": "black", "lw": 1.2, "label": "foretold"}}
+    looks = {"predicted": {"color": "black", "lw": 1.2, "label": "predicted"}}
     looks["if rho stayed"] = {"color": "black", "lw": 0.9, "ls": ":", "label": f"if rho of {run.early} steps stayed"}
     fig, axes, shown = plots.panels(points, "panel", 2.7)
     for ax, panel, part in shown:
