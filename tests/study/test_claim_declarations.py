@@ -20,7 +20,7 @@ def test_the_committed_verdicts_are_those_of_the_committed_records(committed_ver
 
 def test_every_claim_of_the_field_is_judged_or_undecided_or_waits(committed_verdicts, tmp_path: Path) -> None:
     text = artifacts.save_claims(committed_verdicts, tmp_path)
-    counts = [int(n) for n in re.findall(r"(\d+) (?:claims|are judged|undecided|waiting)", text)]
+    counts = [int(n) for n in re.findall(r"(\d+) (?:claims|are judged|underpowered|waiting)", text)]
     assert counts[0] == sum(counts[1:]) and counts[1] == text.count("\n| C")
 
 

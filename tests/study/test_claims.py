@@ -239,7 +239,7 @@ def test_the_command_prints_json_that_every_parser_reads(repository: Path, monke
     _record(repository, *_world("A0", "A1", "A2"))
     open_ended = Interval(0.5, math.nan, math.inf, 1)
     verdicts = [replace(verdict, title="é", intervals={"a": open_ended}) for verdict in claims.evaluate_all()]
-    monkeypatch.setattr(claims, "evaluate_all", lambda: verdicts)
+    monkeypatch.setattr(claims, "evaluate_all", lambda scale: verdicts)
     code, output = said("--json")
     found = json.loads(output, parse_constant=pytest.fail)
     assert code == 0 and [claim["id"] for claim in found] == ["C1", "C10", "E1"] and found[0]["title"] == "é"
