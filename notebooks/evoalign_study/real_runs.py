@@ -161,15 +161,17 @@ class Bench:
             told |= tallied(decoding, self.measure.accuracy(self.judge, name, problems, **how))
         return told
 
-    def trained(self, spec: Spec, keep: Path | None = None) -> tuple[Record, dict[str, float]]:
-        """Train as a spec says, and return its record without provenance, and what it cost.
+    def trained(self, spec: Spec, keep: Path | None = None) -> Record:
+        """Train as a spec says, and return its record without provenance.
 
         keep: where the compressed ledger of an ES run goes. The end is remembered unless the spec has no test problems,
-        as in a sweep. The cost: "step", seconds of a step, and "rest", seconds of all else.
+        as in a sweep. The budget has "train_seconds" of all steps, "step_seconds" of one, and "rest_seconds" of
+        preparation and evaluation; "gpu_memory_bytes" is the most that torch held on a GPU.
         """
         began = time.perf_counter()
-        train = self._gradient if arms.get(spec["arm"]).family == "gradient" else self._evolved
-        with tempfile.TemporaryDirectory() as place, train(spec, Path(place), keep) as (end, result, watch):
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        with self._training(spec, keep) as (end, result, watch):
             digest = models.flat_digest(end.numpy())
             result |= {"d": self.layout.d, "digest": digest, "update_norm": significant(self._distance(end), 8)}
             if not torch.isfinite(end).all():
@@ -178,11 +180,43 @@ class Bench:
                 self.put(end)
                 result["test"] = self.tested()
                 self.ends[digest] = end
-        gc.collect()
+        spent = {"train_seconds": sum(watch.seconds), "step_seconds": watch.a_step}
+        spent["rest_seconds"] = time.perf_counter() - began - spent["train_seconds"]
+        result["budget"] |= {name: round(seconds, 3) for name, seconds in spent.items()}
         if self.device == "cuda":
-            torch.cuda.empty_cache()
-        spent = time.perf_counter() - began
-        return result, {"step": watch.a_step, "rest": spent - sum(watch.seconds), "first": sum(watch.seconds[:2])}
+            result["budget"]["gpu_memory_bytes"] = torch.cuda.max_memory_allocated()
+        return result
+
+    @contextmanager
+    def _training(self, spec: Spec, keep: Path | None) -> Iterator[tuple[Tensor, Record, Stopwatch]]:
+        train = self._gradient if arms.get(spec["arm"]).family == "gradient" else self._evolved
+        try:
+            with tempfile.TemporaryDirectory() as place, train(spec, Path(place), keep) as made:
+                yield made
+        finally:
+            gc.collect()
+            if self.device == "cuda":
+                torch.cuda.empty_cache()
+
+    # ---- ends of earlier commands
+
+    def replayed(self, record: Record, source: Path) -> None:
+        """Remember the end of an ES run from its ledger. Raises ValueError unless it is the recorded one."""
+        run, weights = ledger.read(source), self.start.to(self.device, copy=True)
+        pieces = [noise.Piece(view, name) for name, view in self.layout.views(weights).items()]
+        held = noise.device_weights(pieces, run.settings["noise"])
+        for update in ledger.updates(run, len(run.steps)):
+            held.update(*update)
+        self._remember(record, held.master.cpu(), "replayed")
+
+    def again(self, record: Record) -> None:
+        """Train a run again for its end, without evaluation on the way. Raises ValueError unless it is the recorded."""
+        with self._training(record["spec"] | {"curve_points": 1}, None) as (end, _, _):
+            self._remember(record, end, "trained again")
+
+    def _remember(self, record: Record, end: Tensor, how: str) -> None:
+        weight_cache.check_digest(models.flat_digest(end.numpy()), record["digest"], how)
+        self.ends[record["digest"]] = end
 
     def _distance(self, end: Tensor) -> float:
         total = 0.0
@@ -260,10 +294,6 @@ class Bench:
         yield end, result, watch
 
     # ---- what needs the weights of ends
-
-    def knows(self, *records: Record) -> bool:
-        """Return whether the ends of all these runs are still in memory: they were trained by this process."""
-        return all(record["digest"] in self.ends for record in records)
 
     def _moved(self, named: Mapping[str, Any]) -> Tensor:
         """Return the mean displacement of a group's runs (`weight_cache.group`), float64, on the device."""

@@ -73,12 +73,14 @@ def test_gram_is_that_of_the_library() -> None:
 RULED = ["R0", "R3", "R4", "R8", "R9", "R11"]
 CHANGES = {
     "seeds": 3,
+    "population_size": 4,
     "grpo_prompts": 2,
     "num_generations": 8,
     "test_problems": 6,
     "max_completion_length": 8,
     "es_sweep": [[0.2, 0.05], [0.1, 0.05]],
 }
+ONE_PAIR = {"es_sweep": [[0.2, 0.05]], "grpo_sweep": [1e-5]}
 
 
 @pytest.fixture(scope="module")
@@ -88,30 +90,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model, tokenizer = tiny.load("A0")
     for part in (model.to(torch.bfloat16), tokenizer):
         part.save_pretrained(place / "model")
-    changes = CHANGES | {"base": str(place / "model")}
-    asked = ["run", "--out", str(place / "out"), "--minutes", "9", "--trial", "--plan", json.dumps(changes)]
+    asked = ["run", "--out", str(place / "out"), "--minutes", "9", "--trial", "--plan"]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(arithmetic, "grade", lambda completion, right: sum(completion.encode()) % 2)
-        for _ in range(2):  # the second call finds all records
-            real.main(asked)
+        # sweep; two seeds; a third one, for which ends come back and no second sweep is made; nothing is left
+        for changed in (ONE_PAIR | {"seeds": 0}, ONE_PAIR | {"seeds": 2}, {}, {}):
+            real.main([*asked, json.dumps(CHANGES | {"base": str(place / "model")} | changed)])
     return place / "out"
 
 
 def test_the_command_makes_every_kind_of_record_once(folder: Path) -> None:
     records = read_records(folder / "records.jsonl")
     kinds = [record["spec"]["kind"] for record in records]
-    assert {kind: kinds.count(kind) for kind in kinds} == {"base": 1, "train": 13, "products": 6, "path": 6, "merge": 3}
+    counts = {"base": 1, "train": 11, "products": 12, "path": 6, "merge": 3}
+    assert {kind: kinds.count(kind) for kind in kinds} == counts
     trained = [record for record in records if record["spec"]["kind"] == "train" and "test" in record]
     assert {(r["spec"]["arm"], r["spec"]["seed"]) for r in trained} == {
-        (arm, seed) for arm in ("es", "grpo", "es_random") for seed in (0, 1, 2)
+        (arm, seed) for arm in ("es", "grpo", "es_random") for seed in range(3)
     }
     judged = {v.id: v for v in claims.evaluate_named(RULED, records_at_real(records), "real", resamples=50)}
     (law, _, walk, _) = judged["R0"].findings
     assert law.n == walk.n == 3 and abs(walk.interval.value - 1) < 0.01  # 0.14 M weights
     assert judged.pop("R4").verdict == "open"  # fewer runs than it needs were decoded under each decoding
     assert {verdict.verdict for verdict in judged.values()} == {"underpowered"}
-    assert judged["R8"].n == judged["R9"].n == 3
-    assert json.loads((folder / "device.json").read_text())["left_out"] == []
+    assert judged["R3"].n == judged["R8"].n == judged["R9"].n == 3
+    assert [command["left_out"] for command in json.loads((folder / "device.json").read_text())] == [[]] * 4
 
 
 def records_at_real(records: list[dict]) -> list[dict]:
@@ -127,17 +130,25 @@ def test_trials_cannot_be_imported(folder: Path) -> None:
 
 
 def test_import_takes_declared_runs_with_their_ledgers(folder: Path, tmp_path: Path, monkeypatch) -> None:
-    base = read_records(folder / "records.jsonl")[0]["spec"]["base"]
-    plan = replace(real.TRIAL, **CHANGES | {"base": base, "es_sweep": tuple(map(tuple, CHANGES["es_sweep"]))})
-    monkeypatch.setattr(real, "Plan", lambda: plan)
     records = read_records(folder / "records.jsonl")
+    plan = replace(real.TRIAL, **CHANGES | {"base": records[0]["spec"]["base"], "es_sweep": ((0.2, 0.05), (0.1, 0.05))})
+    monkeypatch.setattr(real, "Plan", lambda: plan)
+    monkeypatch.setattr(real.paths, "RESULTS", tmp_path)
     for record in records:
         record["environment"]["device"] = "1 x GPU"
-    (tmp_path / "records.jsonl").write_text("".join(map(real.record_line, records)))
     (tmp_path / "ledgers.zip").write_bytes((folder / "ledgers.zip").read_bytes())
-    taken = list(real.checked(tmp_path))
-    assert [record["spec_hash"] for record, _ in taken] == [spec_hash(record["spec"]) for record in records]
-    assert sum(kept is not None for _, kept in taken) == 8
-    (tmp_path / "ledgers.zip").unlink()
-    with pytest.raises(FileNotFoundError):
+    first = next(i for i, record in enumerate(records) if record["spec"].get("seed") == 2)  # of the third command
+    (tmp_path / "02").mkdir()
+    for known, ledgers in ((0, 7), (first, 2)):  # nothing is committed; all but the last command's records are
+        (tmp_path / "02" / "smoke.jsonl").write_text("".join(map(real.record_line, records[:known])))
+        (tmp_path / "records.jsonl").write_text("".join(map(real.record_line, records[known:])))
+        taken = list(real.checked(tmp_path))
+        assert [record["spec_hash"] for record, _ in taken] == [spec_hash(r["spec"]) for r in records[known:]]
+        assert sum(kept is not None for _, kept in taken) == ledgers
+    (tmp_path / "02" / "smoke.jsonl").write_text("".join(map(real.record_line, records[:7])))
+    with pytest.raises(ValueError, match="is not what the plan and its sweep declare"):  # of ends without a run
+        list(real.checked(tmp_path))
+    real.put_in_archive(tmp_path / "ledgers.zip", f"{records[1]['spec_hash']}.jsonl.gz", b"another")
+    (tmp_path / "records.jsonl").write_text(real.record_line(records[1]))
+    with pytest.raises(ValueError, match="is not the ledger that was recorded"):
         list(real.checked(tmp_path))
