@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from evoalign_lib import arms, grpo, ledger, models, noise
+from evoalign_lib import arms, grpo, ledger, models, noise, smollm2
 from evoalign_lib.analysis import geometry
 from evoalign_lib.checks import require
 from evoalign_lib.engines.base import Decoding, Prompts, _eos_ids, check_temperature
@@ -118,6 +118,10 @@ class Bench:
     def __init__(self, spec: Spec, device: str):
         self.device = device
         self.model, self.tokenizer = models.load(spec["base"], keywords={"dtype": getattr(torch, spec["dtype"])})
+        if spec["base"] == smollm2.NAME:  # a folder's digest was taken from its files
+            found, wanted = models.base_digest(self.model), spec["base_digest"]
+            what = f"the weights of {spec['base']} have the digest {found}, not {wanted}"
+            require(found == wanted, f"{what}: make them again with `python -m evoalign_lib.smollm2`.")
         self.layout: Layout = layout_of(self.model)
         self.measure = measures.of(spec)
         self.start = self.flat(dict(self.model.named_parameters()))

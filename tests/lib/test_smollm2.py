@@ -2,7 +2,7 @@
 
 import pytest
 
-from evoalign_lib import models, smollm2
+from evoalign_lib import models, smollm2, tiny
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +23,17 @@ def test_only_the_published_wheel_is_converted(tmp_path) -> None:
     with pytest.raises(ValueError, match="SHA-256"):
         smollm2.convert([tmp_path / "a", tmp_path / "b"], tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+def test_its_folder_exists_once_it_holds_the_whole_model(tmp_path, monkeypatch) -> None:
+    model, tokenizer = tiny.load("A0")
+    with pytest.raises(ValueError, match=f"not {smollm2.DIGEST}"):
+        smollm2._save(model, tokenizer, smollm2.folder())
+    monkeypatch.setattr(smollm2, "DIGEST", models.base_digest(model))
+    monkeypatch.setattr(tokenizer, "save_pretrained", lambda folder: 1 / 0)  # as if killed
+    with pytest.raises(ZeroDivisionError):
+        smollm2._save(model, tokenizer, smollm2.folder())
+    assert not smollm2.folder().exists()
 
 
 def test_without_a_network_the_error_names_the_remedy(tmp_path, monkeypatch) -> None:

@@ -122,6 +122,13 @@ def records_at_real(records: list[dict]) -> list[dict]:
     return json.loads(json.dumps(records).replace('"scale": "smoke"', '"scale": "real"'))
 
 
+def test_the_name_of_the_base_stands_for_its_weights_alone(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("EVOALIGN_MODELS", str(tmp_path))
+    (tmp_path / smollm2.NAME).symlink_to(folder.parent / "model")
+    with pytest.raises(SystemExit, match=f"not {smollm2.DIGEST}"):
+        real.main(["run", "--out", str(tmp_path / "out"), "--trial", "--plan", json.dumps({"base": smollm2.NAME})])
+
+
 def test_trials_cannot_be_imported(folder: Path) -> None:
     with pytest.raises(SystemExit, match="is not what the plan and its sweep declare"):
         real.main(["import", str(folder)])
