@@ -502,7 +502,7 @@ class PopulationRollouts:
         """Return the token ids of prompts and completions.
 
         Raises:
-            ValueError: a model that the decoder does not cover.
+            ValueError: a model that the decoder does not cover, or prompts that are not of the training set.
         """
         import torch
 
@@ -520,6 +520,8 @@ class PopulationRollouts:
             self._decoder.check(model, found.ids[0][found.mask[0] == 1], self._prefix)
         else:
             self._decoder.load(_adapters.dense(model))
+        if found.width > self._width:
+            raise ValueError(f"prompts of {found.width} tokens: those of the training set have at most {self._width}.")
         ends, new = list(trainer.eos_token_ids), trainer.max_completion_length
         ids, mask = (np.pad(a, ((0, 0), (self._width - found.width, 0))) for a in (found.ids, found.mask))
         uniforms = torch.rand(len(found), new).numpy()
