@@ -1,14 +1,16 @@
 """Scale "real": the plan that is declared, the choice of settings and lengths, and the whole command in miniature."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from evoalign_study import claims, real
-from evoalign_study.records import read_records, spec_hash
+from evoalign_study import claims, real, weight_cache
+from evoalign_study.claims import run_scores
+from evoalign_study.records import pack_bits, read_records, spec_hash
 
 from evoalign_lib import smollm2, tiny
 from evoalign_lib.analysis import geometry
@@ -50,17 +52,10 @@ def test_lengths_fit_all_seeds_before_they_are_long() -> None:
 def test_gram_is_that_of_the_library() -> None:
     from evoalign_study import real_runs
 
-    from evoalign_lib.precision import layout_of
-
-    model, _ = tiny.load("A0")
-    layout, generator = layout_of(model), torch.Generator().manual_seed(0)
-    start = torch.zeros(layout.size)
-    for name, view in layout.views(start).items():
-        view.copy_(dict(model.named_parameters())[name].detach())
-    ends = [
-        start + 1e-3 * torch.randn(layout.size, generator=generator) * (torch.arange(layout.size) % k > 0)
-        for k in (2, 3)
-    ]
+    layout, start = weight_cache.layout_of("A0"), torch.tensor(weight_cache.of_base("A0"))
+    generator = torch.Generator().manual_seed(0)
+    kept = (torch.arange(layout.size) % k > 0 for k in (2, 3))
+    ends = [start + 1e-3 * torch.randn(layout.size, generator=generator) * each for each in kept]
     found = real_runs.gram(layout, start, ends, "cpu")
     known = geometry.measure(layout.views(start), [layout.views(end) for end in ends], ("float32", "bfloat16"))
     np.testing.assert_allclose(found.gram, known.gram, rtol=1e-12)
@@ -70,16 +65,20 @@ def test_gram_is_that_of_the_library() -> None:
         np.testing.assert_array_equal(found.moved[dtype], counts)
 
 
+@pytest.mark.parametrize(
+    ("spent", "why"), [((9, 10), ""), ((104, 100), ""), ((12, 10), "1.20 times"), ((0, 0), "second arm spent nothing")]
+)
+def test_an_arm_that_spent_more_is_not_read_at_its_end(spent: tuple[int, int], why: str) -> None:
+    taken = run_scores.Taken.of({"tested": "greedy", "at_most": "forward_flops"})
+    right = {"n": 2, "greedy_bits": pack_bits([1, 0])}
+    arms = [[{"curve": {"forward_flops": [0, flops]}, "test": right}] for flops in spent]
+    with pytest.raises(run_scores.Undecided, match=why) if why else nullcontext():
+        assert [arm.tolist() for arm in taken.measure.read(None, taken, arms)] == [[[1, 0]]] * 2
+
+
 RULED = ["R0", "R3", "R4", "R8", "R9", "R11"]
-CHANGES = {
-    "seeds": 3,
-    "population_size": 4,
-    "grpo_prompts": 2,
-    "num_generations": 8,
-    "test_problems": 6,
-    "max_completion_length": 8,
-    "es_sweep": [[0.2, 0.05], [0.1, 0.05]],
-}
+CHANGES = {"seeds": 3, "population_size": 4, "grpo_prompts": 2, "num_generations": 8, "test_problems": 6}
+CHANGES |= {"max_completion_length": 8, "es_sweep": ((0.2, 0.05), (0.1, 0.05))}
 ONE_PAIR = {"es_sweep": [[0.2, 0.05]], "grpo_sweep": [1e-5]}
 
 
@@ -138,7 +137,7 @@ def test_trials_cannot_be_imported(folder: Path) -> None:
 
 def test_import_takes_declared_runs_with_their_ledgers(folder: Path, tmp_path: Path, monkeypatch) -> None:
     records = read_records(folder / "records.jsonl")
-    plan = replace(real.TRIAL, **CHANGES | {"base": records[0]["spec"]["base"], "es_sweep": ((0.2, 0.05), (0.1, 0.05))})
+    plan = replace(real.TRIAL, **CHANGES | {"base": records[0]["spec"]["base"]})
     monkeypatch.setattr(real, "Plan", lambda: plan)
     monkeypatch.setattr(real.paths, "RESULTS", tmp_path)
     for record in records:
