@@ -112,9 +112,9 @@ def _save(model: Any, tokenizer: Any, into: Path) -> str:
     Raises:
         ValueError: it has another digest than it should; nothing is written.
     """
-    from evoalign_lib import models
+    from evoalign_lib import precision
 
-    digest = models.base_digest(model)
+    digest = precision.model_digest(model)
     what = f"the converted model has the digest {digest}, not {DIGEST}"
     require(digest == DIGEST, f"{what}: this version of gguf or transformers reads the file otherwise.")
     partial = into.with_name(f"{into.name}.partial")
