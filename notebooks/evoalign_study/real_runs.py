@@ -149,7 +149,7 @@ class Bench:
     def untrained(self, spec: Spec) -> Record:
         """Return the record of the base: the test set under three decodings, and validation."""
         self.put(self.start)
-        return {"test": self.tested(), "validation": self._validated(), "plan": self.judge.plan}
+        return {"test": self.tested(), "validation": self._validated(), "measured_by": self.judge.plan}
 
     def tested(self) -> dict[str, Any]:
         """Return the results on the test set, greedily and with 16 samples at temperatures 0.6 and 1."""
@@ -168,6 +168,9 @@ class Bench:
     def trained(self, spec: Spec, keep: Path | None = None) -> Record:
         """Train as a spec says, and return its record without provenance.
 
+        ES's samples are described by "plan", GRPO's by "decoder" and "decoder_dtype", those of measurements, for both,
+        by "measured_by". In the oldest records GRPO's decoder is called "loop", and "plan" is what measured it.
+
         keep: where the compressed ledger of an ES run goes. The end is remembered unless the spec has no test problems,
         as in a sweep. The budget has "train_seconds" of all steps, "step_seconds" of one, and "rest_seconds" of
         preparation and evaluation; "gpu_memory_bytes" is the most that torch held on a GPU.
@@ -177,7 +180,8 @@ class Bench:
             torch.cuda.reset_peak_memory_stats()
         with self._training(spec, keep) as (end, result, watch):
             digest = models.flat_digest(end.numpy())
-            result |= {"d": self.layout.d, "digest": digest, "update_norm": significant(self._distance(end), 8)}
+            result |= {"d": self.layout.d, "digest": digest, "measured_by": self.judge.plan}
+            result |= {"update_norm": significant(self._distance(end), 8)}
             if not torch.isfinite(end).all():
                 result["diverged"] = spec["steps"]
             if spec["test_problems"]:
@@ -292,7 +296,8 @@ class Bench:
         finally:
             torch.set_float32_matmul_precision(before)
         result = {"budget": _rounded(look()), "counts": dict(budget.counts), "curve": progress.curve}
-        result |= {"decoder": "loop", "trl": trl.__version__, "plan": self.judge.plan}
+        sampler = "population" if self.device == "cuda" else "loop"  # as `grpo.trainer` takes "loop" to mean
+        result |= {"decoder": sampler, "decoder_dtype": "float32", "trl": trl.__version__}
         end = self.flat(dict(trainer.model.named_parameters()))
         trainer.accelerator.free_memory()  # it outlives the trainer and would keep model and optimiser on the GPU
         yield end, result, watch
