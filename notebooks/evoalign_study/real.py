@@ -519,8 +519,8 @@ def checked(out: Path) -> Iterator[tuple[Record, Path | None]]:
 
     Raises:
         ValueError: no records; one that the plan does not declare, or that was not made on a GPU; seeds with another
-            setting than the sweep chose; products, a line or a merge of ends that no run has; a ledger that is missing
-            or not the recorded one. Runs and sweep may be committed ones.
+            setting than the sweep chose, or of another length than others; products, a line or a merge of ends that no
+            run has; a ledger that is missing or not the recorded one. Runs and sweep may be committed ones.
     """
     found, plan = read_folder(out), Plan()
     require(found, f"{out} holds no records.jsonl: run `python -m evoalign_study.real run --out {out}` first.")
@@ -533,6 +533,9 @@ def checked(out: Path) -> Iterator[tuple[Record, Path | None]]:
         if spec["kind"] == "train" and spec["seed"] != SWEEP_SEED:
             arm = "grpo" if spec["arm"] == "grpo" else "es"
             require(sweep[arm], f"{where}: the folder and the committed records lack the sweep of {arm}.")
+            alike = [r["spec"] for r in runs if (r["spec"]["arm"] == "grpo") == (arm == "grpo")]
+            steps = sorted({each["steps"] for each in alike if each["seed"] < SWEEP_SEED})
+            require(len(steps) == 1, f"{where}: runs of {arm}, committed ones included, have {steps} steps.")
             seed, made = spec["seed"], (chosen(sweep[arm]), spec["steps"])
             declared.add(spec_hash(plan.grpo(seed, *made) if arm == "grpo" else plan.es(spec["arm"], seed, *made)))
         known = record["spec_hash"] in declared or (spec["kind"] in NOTEBOOK and digests(spec) <= ends)
@@ -555,8 +558,10 @@ def _ledger(record: Record, out: Path, place: Path) -> Path:
     other = f"{name} in {out}/ledgers.zip is not the ledger that was recorded: copy the folder again."
     require(hashlib.sha256(data).hexdigest() == record["ledger"]["sha256"], other)
     (place / name).write_bytes(data)
-    steps = len(ledger.read(place / name).steps)
+    run = ledger.read(place / name)
+    steps, last = len(run.steps), run.weights.get(len(run.steps))
     require(steps == record["spec"]["steps"], f"{name} has {steps} steps, its record {record['spec']['steps']}.")
+    require(last == record["ledger"]["weights"], f"{name} ends with the weights {last}, its record with others.")
     return place / name
 
 
@@ -578,11 +583,18 @@ def _tuples(value: Any) -> Any:
 
 
 def take(folder: Path) -> None:
-    """Check the records and ledgers of a folder, and add them to the committed records of their notebooks."""
+    """Check the records and ledgers of a folder, and add them to the committed records of their notebooks.
+
+    Its commands, with what each left out, are added to `real.device.json` beside the records of the runs.
+    """
     for record, kept in checked(folder):
         path = paths.RESULTS / record["notebook"] / f"{record['spec']['scale']}.jsonl"
         append_record(path, record, kept)
         print(f"{record['spec_hash']} {record['spec']['kind']} {record['spec'].get('arm', '')} -> {path}")
+    path = paths.RESULTS / _OTHERS / f"{Plan().scale}.device.json"
+    told = read_commands(path)
+    told += [command for command in read_commands(folder / "device.json") if command not in told]
+    files.replace_text(path, json.dumps(told, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

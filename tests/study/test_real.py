@@ -65,9 +65,10 @@ def test_gram_is_that_of_the_library() -> None:
         np.testing.assert_array_equal(found.moved[dtype], counts)
 
 
-@pytest.mark.parametrize(
-    ("spent", "why"), [((9, 10), ""), ((104, 100), ""), ((12, 10), "1.20 times"), ((0, 0), "second arm spent nothing")]
-)
+SPENT = [((9, 10), ""), ((104, 100), ""), ((12, 10), "1.20 times"), ((0, 0), "second arm spent nothing")]
+
+
+@pytest.mark.parametrize(("spent", "why"), SPENT)
 def test_an_arm_that_spent_more_is_not_read_at_its_end(spent: tuple[int, int], why: str) -> None:
     taken = run_scores.Taken.of({"tested": "greedy", "at_most": "forward_flops"})
     right = {"n": 2, "greedy_bits": pack_bits([1, 0])}
@@ -139,22 +140,31 @@ def test_import_takes_declared_runs_with_their_ledgers(folder: Path, tmp_path: P
     records = read_records(folder / "records.jsonl")
     plan = replace(real.TRIAL, **CHANGES | {"base": records[0]["spec"]["base"]})
     monkeypatch.setattr(real, "Plan", lambda: plan)
-    monkeypatch.setattr(real.paths, "RESULTS", tmp_path)
+    results = tmp_path / "results"
+    monkeypatch.setattr(real.paths, "RESULTS", results)
     for record in records:
         record["environment"]["device"] = "1 x GPU"
-    (tmp_path / "ledgers.zip").write_bytes((folder / "ledgers.zip").read_bytes())
+    for name in ("ledgers.zip", "device.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+
+    def holds(*records: dict) -> None:
+        (tmp_path / "records.jsonl").write_text("".join(map(real.record_line, records)))
+
     first = next(i for i, record in enumerate(records) if record["spec"].get("seed") == 2)  # of the third command
-    (tmp_path / "02").mkdir()
-    for known, ledgers in ((0, 7), (first, 2)):  # nothing is committed; all but the last command's records are
-        (tmp_path / "02" / "smoke.jsonl").write_text("".join(map(real.record_line, records[:known])))
-        (tmp_path / "records.jsonl").write_text("".join(map(real.record_line, records[known:])))
-        taken = list(real.checked(tmp_path))
-        assert [record["spec_hash"] for record, _ in taken] == [spec_hash(r["spec"]) for r in records[known:]]
-        assert sum(kept is not None for _, kept in taken) == ledgers
-    (tmp_path / "02" / "smoke.jsonl").write_text("".join(map(real.record_line, records[:7])))
-    with pytest.raises(ValueError, match="is not what the plan and its sweep declare"):  # of ends without a run
-        list(real.checked(tmp_path))
+    for part in (records[:first], records[first:]):  # the runs and the sweep of the second part are committed ones
+        holds(*part)
+        real.main(["import", str(tmp_path)])
+    assert {r["spec_hash"] for r in real.committed(plan)} == {spec_hash(record["spec"]) for record in records}
+    assert len(list(results.glob("*/ledgers/*"))) == 7
+    assert len(real.read_commands(results / "02_grpo_countdown" / "smoke.device.json")) == 4
+    monkeypatch.setattr(real.paths, "RESULTS", tmp_path / "nothing")
+    longer = records[3] | {"spec": (spec := records[3]["spec"] | {"steps": 3}), "spec_hash": spec_hash(spec)}
+    refused = {"lack the sweep of es": records[first:], "is not what the plan": [*records[:3], records[-1]]}
+    for why, part in (refused | {r"have \[2, 3\] steps": [*records[:4], longer]}).items():
+        holds(*part)
+        with pytest.raises(SystemExit, match=why):
+            real.main(["import", str(tmp_path)])
     real.put_in_archive(tmp_path / "ledgers.zip", f"{records[1]['spec_hash']}.jsonl.gz", b"another")
-    (tmp_path / "records.jsonl").write_text(real.record_line(records[1]))
-    with pytest.raises(ValueError, match="is not the ledger that was recorded"):
-        list(real.checked(tmp_path))
+    holds(*records[:3])
+    with pytest.raises(SystemExit, match="is not the ledger that was recorded"):
+        real.main(["import", str(tmp_path)])
