@@ -278,7 +278,7 @@ class Bench:
 
         curve, progress = self._curve(spec, look)
         named = ("seed", "steps", "prompts_per_step", "num_generations", "max_completion_length")
-        settings = {name: spec[name] for name in (*named, "learning_rate", "beta")} | {"decoder": "loop"}
+        settings = {name: spec[name] for name in (*named, "learning_rate", "beta")} | {"decoder": "population"}
         settings |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
         settings |= {"use_cpu": True} if self.device == "cpu" else {}
         rows, watch = self.measure.rows(spec, self.tokenizer, self.measure.sets(spec)["train"]), Stopwatch()
@@ -286,9 +286,9 @@ class Bench:
         reward = self.measure.reward(spec)
         trainer, budget = grpo.trainer(model, reward, args, rows, self.tokenizer, [watch, curve])
         trainer.remove_callback(PrinterCallback)
-        if self.device == "cuda":  # captures the graphs of rollouts, and checks their logits, in full float32
-            first = [row["prompt"] for row in rows[: spec["prompts_per_step"]] for _ in range(spec["num_generations"])]
-            trainer.rollout_func(first, trainer)
+        # checks the logits of rollouts, and captures their graphs on a GPU, in full float32
+        first = [row["prompt"] for row in rows[: spec["prompts_per_step"]] for _ in range(spec["num_generations"])]
+        trainer.rollout_func(first, trainer)
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high")  # TF32 on a GPU that has it; nothing changes on a CPU
         try:
@@ -296,8 +296,7 @@ class Bench:
         finally:
             torch.set_float32_matmul_precision(before)
         result = {"budget": _rounded(look()), "counts": dict(budget.counts), "curve": progress.curve}
-        sampler = "population" if self.device == "cuda" else "loop"  # as `grpo.trainer` takes "loop" to mean
-        result |= {"decoder": sampler, "decoder_dtype": "float32", "trl": trl.__version__}
+        result |= {"decoder": settings["decoder"], "decoder_dtype": "float32", "trl": trl.__version__}
         end = self.flat(dict(trainer.model.named_parameters()))
         trainer.accelerator.free_memory()  # it outlives the trainer and would keep model and optimiser on the GPU
         yield end, result, watch

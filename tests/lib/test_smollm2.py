@@ -1,5 +1,7 @@
 """The converted model: its name, and errors that say what to do without it, without a network, or with a wrong file."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from evoalign_lib import models, smollm2, tiny
@@ -47,8 +49,5 @@ def test_its_name_stands_for_its_folder_everywhere(monkeypatch) -> None:
     (smollm2.folder() / "model.safetensors").touch()
     assert models.place(smollm2.NAME) == str(smollm2.folder())
 
-    class Model:
-        class config:
-            _name_or_path = str(smollm2.folder())
-
-    assert models.name_of(Model) == smollm2.NAME
+    model = SimpleNamespace(config=SimpleNamespace(_name_or_path=str(smollm2.folder())))
+    assert models.name_of(model) == smollm2.NAME

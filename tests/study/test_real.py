@@ -114,6 +114,7 @@ def test_the_command_makes_every_kind_of_record_once(folder: Path) -> None:
     assert judged.pop("R4").verdict == "open"  # fewer runs than it needs were decoded under each decoding
     assert {verdict.verdict for verdict in judged.values()} == {"underpowered"}
     assert judged["R3"].n == judged["R8"].n == judged["R9"].n == 3
+    assert {record["decoder"] for record in trained if record["spec"]["arm"] == "grpo"} == {"population"}
     assert [command["left_out"] for command in json.loads((folder / "device.json").read_text())] == [[]] * 4
 
 
