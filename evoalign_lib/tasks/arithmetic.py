@@ -95,16 +95,18 @@ def dataset(asked: Iterable[Problem], tokenizer: Any = None, chat_template: bool
     return [{"prompt": prompt(problem), "answer": problem.answer} for problem in asked]
 
 
-_NUMBER = re.compile(r"(?<!\w)([-\u2212]?)(\d{1,3}(?:,\d{3})+(?!\d)|\d+)(\.\d+)?", re.ASCII)
+# the empty whole part is that of ".84"; after "..." a number is whole
+_NUMBER = re.compile(r"(?<!\w)([-\u2212]?)(\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?<!\.)(?=\.\d))(\.\d+)?", re.ASCII)
 
 
 def answer(completion: str) -> float | None:
     """Return the last number in a completion; None if there is none.
 
-    Thousands may be separated by commas. A minus sign counts unless it follows a number, where it is an operation.
+    Thousands may be separated by commas. A minus sign counts if it stands right before the number, and not right after
+    a digit or a letter. Where a completion goes on to restate the problem, the last number is not its answer.
 
-    >>> [answer(text) for text in ("The answer is 1,240.", "3 x 4 = 12.0", "**56**", "7 - 8", "no idea")]
-    [1240.0, 12.0, 56.0, 8.0, None]
+    >>> [answer(text) for text in ("The answer is 1,240.", "3 x 4 = 12.0", "**56**", "7 - 8", "7 -8", ".84", "no idea")]
+    [1240.0, 12.0, 56.0, 8.0, -8.0, 0.84, None]
     """
     found = _NUMBER.findall(completion)
     if not found:

@@ -12,16 +12,18 @@
 4. products of all displacements; lines between paired ends of ES and GRPO, and of random fitness and GRPO; merges.
 
 A run is started only if its measured cost says that it will end in time. Each record is written as soon as it is made,
-and a repeated command goes on from the records in FOLDER and the committed ones; but ends of earlier commands are gone,
-so products, lines and merges are made of runs of the same command only. FOLDER then holds `records.jsonl`,
-`ledgers.zip` and `device.json`. `python -m evoalign_study.real import FOLDER` checks them and adds them to the
-committed records, each to those of the notebook that it belongs to.
+and a repeated command goes on from the records in FOLDER and the committed ones. Once a run with a chosen setting is
+known, the sweep is closed: setting and lengths stay those of the known runs. Ends of earlier commands come back for 4:
+those of ES from their ledgers, those of GRPO by training again, if that gives the recorded weights on this device.
+FOLDER then holds `records.jsonl`, `ledgers.zip` and `device.json`. `python -m evoalign_study.real import FOLDER` checks
+them and adds them to the committed records, each to those of the notebook that it belongs to.
 
 `--trial` runs the same code with sizes that mean nothing, at scale smoke, on the CPU.
 """
 
 import argparse
 import hashlib
+import io
 import json
 import os
 import tempfile
@@ -30,12 +32,13 @@ import traceback
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from evoalign_lib import smollm2
+from evoalign_lib import files, smollm2
 from evoalign_lib.arms import SWEEP_SEED
 from evoalign_lib.checks import require
 from evoalign_lib.tasks.arithmetic import MAX_COMPLETION_LENGTH
@@ -47,6 +50,7 @@ from evoalign_study.records import (
     Record,
     Spec,
     append_record,
+    ledger_file,
     plain_json,
     read_records,
     record_files,
@@ -57,6 +61,8 @@ from evoalign_study.records import (
 NOTEBOOK = {"products": "08_weight_geometry", "path": "09_lmc_analysis", "merge": "08_weight_geometry"}
 """Kind -> the notebook whose records have it; all other kinds belong to notebook 02."""
 _OTHERS = "02_grpo_countdown"
+TRAINED = ("es", "grpo", "es_random")
+"""The arms, in the order of a round."""
 
 
 @dataclass(frozen=True)
@@ -209,9 +215,10 @@ class Session:
         self.plan, self.out, self.commit = plan, out, commit
         self.minutes, self.began = minutes, began
         self.records = {record["spec_hash"]: record for record in known}
-        self.costs: dict[str, dict[str, float]] = {}  # arm -> seconds of a step, of the rest, of the first two steps
+        self.costs: dict[str, float] = {}  # what is no training -> seconds that the last one took
+        self.tested = 0.0  # seconds of a test
         self.left_out: list[str] = []
-        self.failed: set[str] = set()  # arms of which a run failed, which are not tried again
+        self.failed: set[str] = set()  # arms of which a run failed after the sweep, which are not tried again
         out.mkdir(parents=True, exist_ok=True)
         from evoalign_study.real_runs import Bench
 
@@ -240,8 +247,7 @@ class Session:
         if "diverged" in record:
             record = plain_json(json.dumps(record))
         if kept is not None:
-            with zipfile.ZipFile(self.out / "ledgers.zip", "a") as packed:
-                packed.write(kept, f"{record['spec_hash']}.jsonl.gz")
+            put_in_archive(self.out / "ledgers.zip", f"{record['spec_hash']}.jsonl.gz", kept.read_bytes())
         with open(self.out / "records.jsonl", "a", encoding="utf-8") as file:
             file.write(record_line(record))
             file.flush()
@@ -249,21 +255,45 @@ class Session:
         self.records[record["spec_hash"]] = record
         return record
 
-    def expected(self, arm: str, steps: int) -> float:
-        """Return the seconds that a run will take, from the last one of its arm; 0 if there was none."""
-        cost = self.costs.get(arm)
-        return 0.0 if cost is None else steps * cost["step"] + cost["rest"] + cost["tested"]
+    def finals(self) -> list[Record]:
+        """Return the records of all runs with a chosen setting."""
+        return [r for arm in TRAINED for r in self.of_arm(arm) if r["spec"]["seed"] < SWEEP_SEED]
 
-    def tried(self, what: str, make: Callable[[], Any]) -> Any:
+    def of_arm(self, arm: str) -> list[Record]:
+        """Return the records of all runs of an arm, those of the sweep included."""
+        every = self.records.values()
+        return [r for r in every if r["spec"]["kind"] == "train" and r["spec"]["arm"] == arm]
+
+    def cost(self, arm: str) -> tuple[float, float]:
+        """Return the seconds of a step, and of all else, of an arm's last known run; 0 if none is known.
+
+        The oldest records have the whole time only, which then counts as that of the steps.
+        """
+        runs = self.of_arm(arm)
+        if not runs and arm == "es_random":  # a walk decodes nothing: a tenth of ES is more than its steps take
+            step, rest = self.cost("es")
+            return 0.1 * step, rest
+        if not runs:
+            return 0.0, 0.0
+        spec, spent = runs[-1]["spec"], runs[-1]["budget"]
+        step = spent.get("step_seconds", spent["wall_seconds"] / spec["steps"])
+        return step, spent.get("rest_seconds", 0.0) + (0.0 if spec["test_problems"] else self.tested)
+
+    def expected(self, arm: str, steps: int) -> float:
+        """Return the seconds that a run with a test will take."""
+        step, rest = self.cost(arm)
+        return steps * step + rest
+
+    def attempt(self, what: str, make: Callable[[], Any]) -> Any:
         """Return what a function makes; None if it fails: other runs go on, since a GPU is lent for minutes only.
 
-        The error is printed and stands in the device line.
+        The error is printed, and its message stands in the device file.
         """
         try:
             return make()
-        except Exception:
+        except Exception as error:
             self.say(f"{what} FAILED\n{traceback.format_exc()}")
-            self.left_out.append(f"{what} failed: {traceback.format_exc()[-1500:]}")
+            self.left_out.append(f"{what} failed: {type(error).__name__}: {error}")
             return None
 
     def train(self, spec: Spec, reserve: float) -> Record | None:
@@ -279,34 +309,53 @@ class Session:
             return None
         began, keep = time.monotonic(), self.out / ".ledger"
 
-        def make() -> tuple[Record, dict[str, float]]:
-            result, cost = self.bench.trained(spec, None if arm == "grpo" else keep)
-            return self.store(spec, result, time.monotonic() - began, keep if keep.exists() else None), cost
+        def make() -> Record:
+            result = self.bench.trained(spec, None if arm == "grpo" else keep)
+            return self.store(spec, result, time.monotonic() - began, keep if keep.exists() else None)
 
-        made, wall = self.tried(name, make), time.monotonic() - began
+        record = self.attempt(name, make)
         keep.unlink(missing_ok=True)
-        if made is None:
-            self.failed.add(arm)
+        if record is None:
+            self.failed |= {arm} if spec["seed"] < SWEEP_SEED else set()
             return None
-        record, cost = made
-        # what a later run of the arm will not need: compiling in the first steps of the first one
-        self.costs[arm] = cost | {"tested": 0.0 if spec["test_problems"] else self.tested}
         told = {name: record["test"][name] for name in ("greedy", "t0.6", "t1")} if "test" in record else score(record)
-        self.say(f"{name}: {wall:.1f} s, {cost['step']:.3f} s a step and {cost['rest']:.1f} s; {told}")
+        wall, (step, rest) = record["budget"]["wall_seconds"], self.cost(arm)
+        self.say(f"{name}: {wall:.1f} s, {step:.3f} s a step and {rest:.1f} s; {told}")
         return record
 
-    def measure(self, spec: Spec, made: str) -> None:
-        """Make a record of ends' weights, of the same kind in as many seconds as the last, if there is time."""
-        if self.has(spec) is not None:
-            return
-        if self.costs.get(made, {"rest": 0.0})["rest"] > self.left:
-            self.left_out.append(f"a record of kind {made}")
-            return
+    def timed(self, what: str, make: Callable[[], Any]) -> bool:
+        """Return whether something was made: there was time for as long as the last took, and it did not fail."""
+        if self.costs.get(what, 0.0) > self.left:
+            self.left_out.append(what)
+            return False
         began = time.monotonic()
-        make = getattr(self.bench, made)
-        self.tried(made, lambda: self.store(spec, make(spec), time.monotonic() - began))
-        self.costs[made] = {"rest": time.monotonic() - began}
-        self.say(f"{spec['kind']}: {self.costs[made]['rest']:.1f} s")
+        if self.attempt(what, lambda: (make(),)) is None:
+            return False
+        self.costs[what] = time.monotonic() - began
+        self.say(f"{what}: {self.costs[what]:.1f} s")
+        return True
+
+    def measure(self, spec: Spec, made: str) -> None:
+        """Make a record of ends' weights, if there is time."""
+        began, make = time.monotonic(), getattr(self.bench, made)
+        self.timed(made, lambda: self.store(spec, make(spec), time.monotonic() - began))
+
+    def restore(self, runs: Sequence[Record]) -> None:
+        """Bring back ends of one arm's runs; no more of them once one does not come back as recorded."""
+        if runs[0]["spec"]["arm"] != "grpo":
+            with tempfile.TemporaryDirectory() as place:
+                all(self.timed("end from its ledger", partial(self._replay, run, Path(place))) for run in runs)
+        elif self.expected("grpo", runs[0]["spec"]["steps"]) * len(runs) > self.left - self.plan.reserve:
+            self.left_out.append(f"{len(runs)} ends of GRPO, trained again")
+        else:
+            all(self.timed("end trained again", partial(self.bench.again, run)) for run in runs)
+
+    def _replay(self, run: Record, place: Path) -> None:
+        here = self.out / "ledgers.zip"
+        if here.is_file() and f"{run['spec_hash']}.jsonl.gz" in zipfile.ZipFile(here).namelist():
+            self.bench.replayed(run, _ledger(run, self.out, place))
+        else:
+            self.bench.replayed(run, ledger_file(run))
 
     # ---- the list
 
@@ -324,77 +373,114 @@ class Session:
         es, grpo = self.sweep()
         if es:
             self.of_weights(self.rounds(es, grpo))
-        self.told()
 
     def sweep(self) -> tuple[list[Record], list[Record]]:
-        """Make the sweep; return the records of ES and of GRPO, equally many."""
-        tried: tuple[list[Record], list[Record]] = [], []
-        least = self.left - self.plan.sweep_share * 60 * self.minutes
+        """Make the sweep, or read it once it is closed; return the records of ES and of GRPO, equally many.
+
+        If no pair is complete, because an arm fails, those of the other arm are returned.
+        """
+        made: list[list[Record | None]] = []
+        least, closed = self.left - self.plan.sweep_share * 60 * self.minutes, bool(self.finals())
         for pair in self.plan.sweep:
-            if self.left - sum(self.expected(spec["arm"], spec["steps"]) for spec in pair) < least:
-                self.left_out.append(f"{len(self.plan.sweep) - len(tried[0])} settings an arm of the sweep")
+            if closed:
+                made.append([self.has(spec) for spec in pair])
+                continue
+            new = [spec for spec in pair if self.has(spec) is None]
+            if self.left - sum(self.expected(spec["arm"], spec["steps"]) for spec in new) < least:
+                self.left_out.append(f"{len(self.plan.sweep) - len(made)} settings an arm of the sweep")
                 break
-            for spec, records in zip(pair, tried, strict=True):
-                records += filter(None, [self.train(spec, 0.0)])
-        return tried
+            made.append([self.train(spec, 0.0) for spec in pair])
+        whole = [pair for pair in made if all(pair)] or made
+        es, grpo = ([record for pair in whole if (record := pair[i]) is not None] for i in (0, 1))
+        return es, grpo
 
     def rounds(self, es: Sequence[Record], grpo: Sequence[Record]) -> dict[str, list[Record]]:
-        """Make the rounds with the settings that the sweep chose; return arm -> the runs whose ends are known."""
+        """Make the rounds with the settings that the sweep chose; return arm -> its runs, known ones included.
+
+        Raises:
+            ValueError: known runs have another setting.
+        """
         plan, best, other = self.plan, chosen(es), chosen(grpo) if grpo else None
+        known = {record["spec"]["arm"]: record["spec"] for record in self.finals()}
+        for arm, setting in {"es": best, "es_random": best, "grpo": other or {}}.items():
+            same = arm not in known or setting.items() <= known[arm].items()
+            require(same, f"known runs of {arm} do not have {setting}, which the sweep chose: remove one or the other.")
 
         def cost(steps: int, others: int) -> float:
-            # a walk decodes nothing: a tenth of ES is more than its steps take
-            walk = 0.1 * self.costs["es"]["step"] * steps + self.costs["es"]["rest"] + self.tested
-            return self.expected("es", steps) + self.expected("grpo", others) + walk
+            return sum(map(self.expected, TRAINED, (steps, others, steps)))
 
-        earlier = {
-            record["spec"]["arm"]: record["spec"]["steps"]
-            for record in self.records.values()
-            if record["spec"]["kind"] == "train" and record["spec"]["seed"] < SWEEP_SEED
-        }
-        ratio = flops(es[-1]) / flops(grpo[-1]) if grpo else 1.0
-        if {"es", "grpo"} <= earlier.keys():
-            steps = earlier["es"], earlier["grpo"]
+        if {"es", "grpo"} <= known.keys():
+            steps: Sequence[int] = known["es"]["steps"], known["grpo"]["steps"]
         else:
-            steps = length(plan, self.left - plan.reserve, cost, ratio)
+            lengths = tuple(each for each in plan.lengths if "es" not in known or each[1] == known["es"]["steps"])
+            ratio = flops(es[-1]) / flops(grpo[-1]) if grpo else 1.0
+            steps = length(replace(plan, lengths=lengths), self.left - plan.reserve, cost, ratio)
         self.say(f"ES {best}, {steps[0]} steps; GRPO {other}, {steps[1]} steps; {self.left:.0f} s left")
-        found: dict[str, list[Record]] = {"es": [], "grpo": [], "es_random": []}
+        found: dict[str, list[Record]] = {arm: [] for arm in TRAINED}
         for seed in range(plan.seeds):
             specs = [plan.es("es", seed, best, steps[0])]
             specs += [] if other is None else [plan.grpo(seed, other, steps[1])]
             for spec in (*specs, plan.es("es_random", seed, best, steps[0])):
-                record = self.train(spec, plan.reserve)
-                if record is not None and self.bench.knows(record):
+                if (record := self.train(spec, plan.reserve)) is not None:
                     found[spec["arm"]].append(record)
         return found
 
     def of_weights(self, runs: Mapping[str, Sequence[Record]]) -> None:
-        """Make the records of products, lines and merges, in this order."""
+        """Make the records of products, lines and merges that are missing, in this order.
+
+        Products are those of all known runs of two arms, so that an arm has all of them or none.
+        """
         from evoalign_study import real_runs
 
         plan, groups = self.plan, [records for records in runs.values() if records]
         begun = {k: v for k, v in plan.of_base.items() if k not in ("validation_problems",)}
-        for spec in blocks(groups, begun):
-            self.measure(spec, "products")
+        wanted = [(spec, "products") for spec in blocks(groups, begun)]
         for arm in ("es", "es_random"):
-            for first, last in pairs(runs[arm], runs["grpo"]):
-                self.measure(real_runs.line_spec(begun, first, last, plan.path_points), "path")
-        for run in runs["es"] if len(runs["es"]) > 2 else ():  # the mean of the others must be shorter than the run
-            self.measure(real_runs.without_spec(begun, runs["es"], run), "merged")
+            lines = pairs(runs[arm], runs["grpo"])
+            wanted += [(real_runs.line_spec(begun, *ends, plan.path_points), "path") for ends in lines]
+        if len(runs["es"]) > 2:  # the mean of the others must be shorter than the run
+            wanted += [(real_runs.without_spec(begun, runs["es"], run), "merged") for run in runs["es"]]
+        missing = [(spec, made) for spec, made in wanted if self.has(spec) is None]
+        needed = {digest for spec, _ in missing for digest in digests(spec)}
+        for records in groups:
+            if gone := [run for run in records if run["digest"] in needed and run["digest"] not in self.bench.ends]:
+                self.restore(gone)
+        for spec, made in missing:
+            if digests(spec) <= self.bench.ends.keys():
+                self.measure(spec, made)
+            else:
+                self.left_out.append(f"{made}: an end of an earlier command is not here")
 
     def told(self) -> None:
-        """Write the device line: the machine, the plan, measured times, and what was left out."""
+        """Add this command to those in the device file: the machine, the plan, times, and what was left out."""
         told = provenance.environment("cuda") | {
             "seconds": round(time.monotonic() - self.began, 1),
             "minutes": self.minutes,
         }
         told |= {"plan": asdict(self.plan), "costs": self.costs, "left_out": self.left_out, "commit": self.commit}
-        if self.plan.device == "cuda":
-            import torch
-
-            told["gpu_memory_bytes"] = torch.cuda.max_memory_allocated()
-        (self.out / "device.json").write_text(json.dumps(told, indent=1) + "\n")
+        path = self.out / "device.json"
+        files.replace_text(path, json.dumps([*read_commands(path), told], indent=1) + "\n")
         self.say(f"done; left out: {'; '.join(self.left_out) or 'nothing'}")
+
+
+def put_in_archive(path: Path, name: str, data: bytes) -> None:
+    """Add a file to a zip archive, in place of one of that name; a kill leaves the old archive or the new one."""
+    held = {}
+    if path.is_file():
+        with zipfile.ZipFile(path) as packed:
+            held = {each: packed.read(each) for each in packed.namelist()}
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w") as packed:
+        for each, content in (held | {name: data}).items():
+            packed.writestr(each, content)
+    files.replace_bytes(path, written.getvalue(), sync=True)
+
+
+def digests(spec: Any) -> set[str]:
+    """Return the digests of all ends that a spec of products, a line or a merge names."""
+    if not isinstance(spec, Mapping):
+        return set()
+    return set(spec.get("digests", ())).union(*map(digests, spec.values()))
 
 
 def pairs(first: Sequence[Record], last: Sequence[Record]) -> Iterator[tuple[Record, Record]]:
@@ -412,6 +498,17 @@ def blocks(groups: Sequence[Sequence[Record]], begun: Spec) -> list[Spec]:
     return [kept | {"kind": "products", "a": a, "b": b} for i, a in enumerate(named) for b in named[i:]]
 
 
+def read_commands(path: Path) -> list[dict[str, Any]]:
+    """Return the commands in a device file; none if there is no such file. The first such files hold a single one."""
+    told = json.loads(path.read_text()) if path.is_file() else []
+    return told if isinstance(told, list) else [told]
+
+
+def committed(plan: Plan) -> list[Record]:
+    """Return the committed records of a plan's scale."""
+    return [record for path in record_files(plan.scale) for record in read_records(path)]
+
+
 def read_folder(out: Path) -> list[Record]:
     """Return the records in a folder of `run`; none if there is no such file."""
     return read_records(out / "records.jsonl")
@@ -422,21 +519,26 @@ def checked(out: Path) -> Iterator[tuple[Record, Path | None]]:
 
     Raises:
         ValueError: no records; one that the plan does not declare, or that was not made on a GPU; seeds with another
-            setting than the sweep chose; a ledger that is missing or not the recorded one.
+            setting than the sweep chose, or of another length than others; products, a line or a merge of ends that no
+            run has; a ledger that is missing or not the recorded one. Runs and sweep may be committed ones.
     """
     found, plan = read_folder(out), Plan()
     require(found, f"{out} holds no records.jsonl: run `python -m evoalign_study.real run --out {out}` first.")
-    sweeps = [r for r in found if r["spec"]["kind"] == "train" and r["spec"]["seed"] == SWEEP_SEED]
-    best = {arm: chosen(runs) for arm in ("es", "grpo") if (runs := [r for r in sweeps if r["spec"]["arm"] == arm])}
-    declared = {spec_hash(spec) for pair in plan.sweep for spec in pair} | {spec_hash(plan.of_base)}
+    runs = [r for r in (*committed(plan), *found) if r["spec"]["kind"] == "train"]
+    sweep = {arm: [r for r in runs if r["spec"]["seed"] == SWEEP_SEED and r["spec"]["arm"] == arm] for arm in TRAINED}
+    ends, declared = {r["digest"] for r in runs}, {spec_hash(spec) for pair in plan.sweep for spec in pair}
+    declared |= {spec_hash(plan.of_base)}
     for record in found:
         spec, where = record["spec"], f"{out}, record {record['spec_hash']}"
         if spec["kind"] == "train" and spec["seed"] != SWEEP_SEED:
             arm = "grpo" if spec["arm"] == "grpo" else "es"
-            require(arm in best, f"{where}: the folder lacks the sweep of {arm}.")
-            seed, made = spec["seed"], (best[arm], spec["steps"])
+            require(sweep[arm], f"{where}: the folder and the committed records lack the sweep of {arm}.")
+            alike = [r["spec"] for r in runs if (r["spec"]["arm"] == "grpo") == (arm == "grpo")]
+            steps = sorted({each["steps"] for each in alike if each["seed"] < SWEEP_SEED})
+            require(len(steps) == 1, f"{where}: runs of {arm}, committed ones included, have {steps} steps.")
+            seed, made = spec["seed"], (chosen(sweep[arm]), spec["steps"])
             declared.add(spec_hash(plan.grpo(seed, *made) if arm == "grpo" else plan.es(spec["arm"], seed, *made)))
-        known = spec["kind"] in NOTEBOOK or record["spec_hash"] in declared
+        known = record["spec_hash"] in declared or (spec["kind"] in NOTEBOOK and digests(spec) <= ends)
         require(known and spec["scale"] == plan.scale, f"{where} is not what the plan and its sweep declare.")
         require(" x " in record["environment"]["device"], f"{where} was made on {record['environment']['device']}.")
     with tempfile.TemporaryDirectory() as place:
@@ -456,8 +558,10 @@ def _ledger(record: Record, out: Path, place: Path) -> Path:
     other = f"{name} in {out}/ledgers.zip is not the ledger that was recorded: copy the folder again."
     require(hashlib.sha256(data).hexdigest() == record["ledger"]["sha256"], other)
     (place / name).write_bytes(data)
-    steps = len(ledger.read(place / name).steps)
+    run = ledger.read(place / name)
+    steps, last = len(run.steps), run.weights.get(len(run.steps))
     require(steps == record["spec"]["steps"], f"{name} has {steps} steps, its record {record['spec']['steps']}.")
+    require(last == record["ledger"]["weights"], f"{name} ends with the weights {last}, its record with others.")
     return place / name
 
 
@@ -466,9 +570,12 @@ def run(out: Path, minutes: float, commit: str, trial: bool, plan: str, began: f
     changes = {name: _tuples(value) for name, value in json.loads(plan).items()}
     require(trial or not changes, "--plan is for --trial alone: the declared plan stands in the code.")
     wanted = replace(TRIAL, **changes) if trial else Plan()
-    known = read_folder(out)
-    known += [] if trial else [r for path in record_files(wanted.scale) for r in read_records(path)]
-    Session(wanted, out, minutes, commit or provenance.commit(), known, began).work()
+    known = [*([] if trial else committed(wanted)), *read_folder(out)]
+    session = Session(wanted, out, minutes, commit or provenance.commit(), known, began)
+    try:
+        session.work()
+    finally:
+        session.told()
 
 
 def _tuples(value: Any) -> Any:
@@ -476,11 +583,18 @@ def _tuples(value: Any) -> Any:
 
 
 def take(folder: Path) -> None:
-    """Check the records and ledgers of a folder, and add them to the committed records of their notebooks."""
+    """Check the records and ledgers of a folder, and add them to the committed records of their notebooks.
+
+    Its commands, with what each left out, are added to `real.device.json` beside the records of the runs.
+    """
     for record, kept in checked(folder):
         path = paths.RESULTS / record["notebook"] / f"{record['spec']['scale']}.jsonl"
         append_record(path, record, kept)
         print(f"{record['spec_hash']} {record['spec']['kind']} {record['spec'].get('arm', '')} -> {path}")
+    path = paths.RESULTS / _OTHERS / f"{Plan().scale}.device.json"
+    told = read_commands(path)
+    told += [command for command in read_commands(folder / "device.json") if command not in told]
+    files.replace_text(path, json.dumps(told, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from evoalign_lib import arms, grpo, ledger, models, noise
+from evoalign_lib import arms, grpo, ledger, models, noise, smollm2
 from evoalign_lib.analysis import geometry
 from evoalign_lib.checks import require
 from evoalign_lib.engines.base import Decoding, Prompts, _eos_ids, check_temperature
@@ -118,6 +118,10 @@ class Bench:
     def __init__(self, spec: Spec, device: str):
         self.device = device
         self.model, self.tokenizer = models.load(spec["base"], keywords={"dtype": getattr(torch, spec["dtype"])})
+        if spec["base"] == smollm2.NAME:  # a folder's digest was taken from its files
+            found, wanted = models.base_digest(self.model), spec["base_digest"]
+            what = f"the weights of {spec['base']} have the digest {found}, not {wanted}"
+            require(found == wanted, f"{what}: make them again with `python -m evoalign_lib.smollm2`.")
         self.layout: Layout = layout_of(self.model)
         self.measure = measures.of(spec)
         self.start = self.flat(dict(self.model.named_parameters()))
@@ -145,7 +149,7 @@ class Bench:
     def untrained(self, spec: Spec) -> Record:
         """Return the record of the base: the test set under three decodings, and validation."""
         self.put(self.start)
-        return {"test": self.tested(), "validation": self._validated(), "plan": self.judge.plan}
+        return {"test": self.tested(), "validation": self._validated(), "measured_by": self.judge.plan}
 
     def tested(self) -> dict[str, Any]:
         """Return the results on the test set, greedily and with 16 samples at temperatures 0.6 and 1."""
@@ -161,28 +165,66 @@ class Bench:
             told |= tallied(decoding, self.measure.accuracy(self.judge, name, problems, **how))
         return told
 
-    def trained(self, spec: Spec, keep: Path | None = None) -> tuple[Record, dict[str, float]]:
-        """Train as a spec says, and return its record without provenance, and what it cost.
+    def trained(self, spec: Spec, keep: Path | None = None) -> Record:
+        """Train as a spec says, and return its record without provenance.
+
+        ES's samples are described by "plan", GRPO's by "decoder" and "decoder_dtype", those of measurements, for both,
+        by "measured_by". In the oldest records GRPO's decoder is called "loop", and "plan" is what measured it.
 
         keep: where the compressed ledger of an ES run goes. The end is remembered unless the spec has no test problems,
-        as in a sweep. The cost: "step", seconds of a step, and "rest", seconds of all else.
+        as in a sweep. The budget has "train_seconds" of all steps, "step_seconds" of one, and "rest_seconds" of
+        preparation and evaluation; "gpu_memory_bytes" is the most that torch held on a GPU.
         """
         began = time.perf_counter()
-        train = self._gradient if arms.get(spec["arm"]).family == "gradient" else self._evolved
-        with tempfile.TemporaryDirectory() as place, train(spec, Path(place), keep) as (end, result, watch):
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        with self._training(spec, keep) as (end, result, watch):
             digest = models.flat_digest(end.numpy())
-            result |= {"d": self.layout.d, "digest": digest, "update_norm": significant(self._distance(end), 8)}
+            result |= {"d": self.layout.d, "digest": digest, "measured_by": self.judge.plan}
+            result |= {"update_norm": significant(self._distance(end), 8)}
             if not torch.isfinite(end).all():
                 result["diverged"] = spec["steps"]
             if spec["test_problems"]:
                 self.put(end)
                 result["test"] = self.tested()
                 self.ends[digest] = end
-        gc.collect()
+        spent = {"train_seconds": sum(watch.seconds), "step_seconds": watch.a_step}
+        spent["rest_seconds"] = time.perf_counter() - began - spent["train_seconds"]
+        result["budget"] |= {name: round(seconds, 3) for name, seconds in spent.items()}
         if self.device == "cuda":
-            torch.cuda.empty_cache()
-        spent = time.perf_counter() - began
-        return result, {"step": watch.a_step, "rest": spent - sum(watch.seconds), "first": sum(watch.seconds[:2])}
+            result["budget"]["gpu_memory_bytes"] = torch.cuda.max_memory_allocated()
+        return result
+
+    @contextmanager
+    def _training(self, spec: Spec, keep: Path | None) -> Iterator[tuple[Tensor, Record, Stopwatch]]:
+        train = self._gradient if arms.get(spec["arm"]).family == "gradient" else self._evolved
+        try:
+            with tempfile.TemporaryDirectory() as place, train(spec, Path(place), keep) as made:
+                yield made
+        finally:
+            gc.collect()
+            if self.device == "cuda":
+                torch.cuda.empty_cache()
+
+    # ---- ends of earlier commands
+
+    def replayed(self, record: Record, source: Path) -> None:
+        """Remember the end of an ES run from its ledger. Raises ValueError unless it is the recorded one."""
+        run, weights = ledger.read(source), self.start.to(self.device, copy=True)
+        pieces = [noise.Piece(view, name) for name, view in self.layout.views(weights).items()]
+        held = noise.device_weights(pieces, run.settings["noise"])
+        for update in ledger.updates(run, len(run.steps)):
+            held.update(*update)
+        self._remember(record, held.master.cpu(), "replayed")
+
+    def again(self, record: Record) -> None:
+        """Train a run again for its end, without evaluation on the way. Raises ValueError unless it is the recorded."""
+        with self._training(record["spec"] | {"curve_points": 1}, None) as (end, _, _):
+            self._remember(record, end, "trained again")
+
+    def _remember(self, record: Record, end: Tensor, how: str) -> None:
+        weight_cache.check_digest(models.flat_digest(end.numpy()), record["digest"], how)
+        self.ends[record["digest"]] = end
 
     def _distance(self, end: Tensor) -> float:
         total = 0.0
@@ -236,7 +278,7 @@ class Bench:
 
         curve, progress = self._curve(spec, look)
         named = ("seed", "steps", "prompts_per_step", "num_generations", "max_completion_length")
-        settings = {name: spec[name] for name in (*named, "learning_rate", "beta")} | {"decoder": "loop"}
+        settings = {name: spec[name] for name in (*named, "learning_rate", "beta")} | {"decoder": "population"}
         settings |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
         settings |= {"use_cpu": True} if self.device == "cpu" else {}
         rows, watch = self.measure.rows(spec, self.tokenizer, self.measure.sets(spec)["train"]), Stopwatch()
@@ -244,9 +286,9 @@ class Bench:
         reward = self.measure.reward(spec)
         trainer, budget = grpo.trainer(model, reward, args, rows, self.tokenizer, [watch, curve])
         trainer.remove_callback(PrinterCallback)
-        if self.device == "cuda":  # captures the graphs of rollouts, and checks their logits, in full float32
-            first = [row["prompt"] for row in rows[: spec["prompts_per_step"]] for _ in range(spec["num_generations"])]
-            trainer.rollout_func(first, trainer)
+        # checks the logits of rollouts, and captures their graphs on a GPU, in full float32
+        first = [row["prompt"] for row in rows[: spec["prompts_per_step"]] for _ in range(spec["num_generations"])]
+        trainer.rollout_func(first, trainer)
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high")  # TF32 on a GPU that has it; nothing changes on a CPU
         try:
@@ -254,16 +296,12 @@ class Bench:
         finally:
             torch.set_float32_matmul_precision(before)
         result = {"budget": _rounded(look()), "counts": dict(budget.counts), "curve": progress.curve}
-        result |= {"decoder": "loop", "trl": trl.__version__, "plan": self.judge.plan}
+        result |= {"decoder": settings["decoder"], "decoder_dtype": "float32", "trl": trl.__version__}
         end = self.flat(dict(trainer.model.named_parameters()))
         trainer.accelerator.free_memory()  # it outlives the trainer and would keep model and optimiser on the GPU
         yield end, result, watch
 
     # ---- what needs the weights of ends
-
-    def knows(self, *records: Record) -> bool:
-        """Return whether the ends of all these runs are still in memory: they were trained by this process."""
-        return all(record["digest"] in self.ends for record in records)
 
     def _moved(self, named: Mapping[str, Any]) -> Tensor:
         """Return the mean displacement of a group's runs (`weight_cache.group`), float64, on the device."""

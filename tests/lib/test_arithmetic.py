@@ -18,20 +18,10 @@ def test_splits_share_no_pair_of_operands_and_hold_all_of_them(operation: str, p
     assert all(turned) if operation == "-" else 0.4 < sum(turned) / len(turned) < 0.6
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [
-        "84",
-        "The answer is 84.",
-        "12 x 7 = 84",
-        "12*7=84",
-        "**84**",
-        "84 apples",
-        "$\\boxed{84}$",
-        "84.0",
-        "12 \u00d7 7 is 84!",
-    ],
-)
+WRITTEN = ["84", "The answer is 84.", "12 x 7 = 84", "12*7=84", "**84**", "84 apples", "$\\boxed{84}$", "84.0"]
+
+
+@pytest.mark.parametrize("completion", [*WRITTEN, "12 \u00d7 7 is 84!", "12 x 7 = ...84"])
 def test_the_last_number_is_the_answer_however_it_is_written(completion: str) -> None:
     assert arithmetic.grade(completion, 84)
 
@@ -39,7 +29,7 @@ def test_the_last_number_is_the_answer_however_it_is_written(completion: str) ->
 def test_thousands_signs_and_what_is_no_answer() -> None:
     assert arithmetic.grade("It is 1,240.", 1240) and arithmetic.grade("= 1240,", 1240)
     assert arithmetic.grade("\u22125", -5) and not arithmetic.grade("-5", 5) and arithmetic.grade("7-5", 5)
-    for wrong in ("", "no idea", "84 is not 85", "0.84", "8 4", "840", "x84", "84 83 82", "eighty-four"):
+    for wrong in ("", "no idea", "84 is not 85", "0.84", ".84", "-.84", "8 4", "840", "x84", "84 83 82", "eighty-four"):
         assert not arithmetic.grade(wrong, 84), wrong
 
 

@@ -40,18 +40,14 @@ def ended_early(**config):
 # ---- decoding
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"kind": "qwen2"},
-        {"kind": "llama", "tie_word_embeddings": False, "rope_parameters": {"rope_theta": 77.0}},
-        {"kind": "llama", "attention_bias": True, "head_dim": 12, "num_key_value_heads": 4},
-    ],
-)
+ROPE = {"kind": "llama", "tie_word_embeddings": False, "rope_parameters": {"rope_theta": 77.0}}
+HEADS = {"kind": "llama", "attention_bias": True, "head_dim": 12, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize("config", [{"kind": "qwen2"}, ROPE, HEADS])
 def test_completions_are_those_of_transformers(config):
-    assert [ids for _, ids in engine(model=random_model(**config)).generate("train")[0]] == greedy(
-        random_model(**config), 12
-    )
+    found = engine(model=random_model(**config)).generate("train")[0]
+    assert [ids for _, ids in found] == greedy(random_model(**config), 12)
 
 
 @pytest.mark.parametrize("rows", [ROWS, SHARED])
@@ -89,6 +85,8 @@ def test_a_members_logits_do_not_depend_on_the_others():
         with torch.inference_mode():
             logits.append([batch.prefill()[0].numpy().tobytes(), batch.step()[0].numpy().tobytes()])
     assert logits[0] == logits[1]
+    with pytest.raises(ValueError, match="do not all begin with the same 3 tokens"):
+        decoder.decode(prompts.ids[:, ::-1], prompts.mask[:, ::-1] * 0 + 1, 4, [0], prefix=3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -113,11 +111,10 @@ def test_the_model_and_this_process_follow_the_master():
     assert ours.generate("train") == local.generate("train") != engine().generate("train")
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [{}, SAMPLED, {"antithetic": True, "anchor_decay": 0.1, "noise": "byte_sum"}, {"fitness": "random"}],
-    ids=["plain", "sampled", "decayed", "random"],
-)
+DECAYED = {"antithetic": True, "anchor_decay": 0.1, "noise": "byte_sum"}
+
+
+@pytest.mark.parametrize("changed", [{}, SAMPLED, DECAYED, {"fitness": "random"}])
 def test_a_run_has_the_rewards_and_weights_of_the_local_engine(tmp_path, changed):
     local = trained(tmp_path / "local", model=ended_early(), **changed)
     kwargs = {} if changed else {"engine_kwargs": {"members": 4}}

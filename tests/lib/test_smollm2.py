@@ -1,8 +1,10 @@
 """The converted model: its name, and errors that say what to do without it, without a network, or with a wrong file."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from evoalign_lib import models, smollm2
+from evoalign_lib import models, smollm2, tiny
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +27,16 @@ def test_only_the_published_wheel_is_converted(tmp_path) -> None:
     assert not (tmp_path / "model").exists()
 
 
+def test_its_folder_exists_once_it_holds_the_whole_model(monkeypatch) -> None:
+    model, tokenizer = tiny.load("A0")
+    monkeypatch.setattr(tokenizer, "save_pretrained", lambda folder: 1 / 0)  # as if killed
+    for digest, error in ((smollm2.DIGEST, ValueError), (models.base_digest(model), ZeroDivisionError)):
+        monkeypatch.setattr(smollm2, "DIGEST", digest)
+        with pytest.raises(error):
+            smollm2._save(model, tokenizer, smollm2.folder())
+    assert not smollm2.folder().exists()
+
+
 def test_without_a_network_the_error_names_the_remedy(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -37,8 +49,5 @@ def test_its_name_stands_for_its_folder_everywhere(monkeypatch) -> None:
     (smollm2.folder() / "model.safetensors").touch()
     assert models.place(smollm2.NAME) == str(smollm2.folder())
 
-    class Model:
-        class config:
-            _name_or_path = str(smollm2.folder())
-
-    assert models.name_of(Model) == smollm2.NAME
+    model = SimpleNamespace(config=SimpleNamespace(_name_or_path=str(smollm2.folder())))
+    assert models.name_of(model) == smollm2.NAME

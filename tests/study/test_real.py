@@ -1,14 +1,16 @@
 """Scale "real": the plan that is declared, the choice of settings and lengths, and the whole command in miniature."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from evoalign_study import claims, real
-from evoalign_study.records import read_records, spec_hash
+from evoalign_study import claims, real, weight_cache
+from evoalign_study.claims import run_scores
+from evoalign_study.records import pack_bits, read_records, spec_hash
 
 from evoalign_lib import smollm2, tiny
 from evoalign_lib.analysis import geometry
@@ -50,17 +52,10 @@ def test_lengths_fit_all_seeds_before_they_are_long() -> None:
 def test_gram_is_that_of_the_library() -> None:
     from evoalign_study import real_runs
 
-    from evoalign_lib.precision import layout_of
-
-    model, _ = tiny.load("A0")
-    layout, generator = layout_of(model), torch.Generator().manual_seed(0)
-    start = torch.zeros(layout.size)
-    for name, view in layout.views(start).items():
-        view.copy_(dict(model.named_parameters())[name].detach())
-    ends = [
-        start + 1e-3 * torch.randn(layout.size, generator=generator) * (torch.arange(layout.size) % k > 0)
-        for k in (2, 3)
-    ]
+    layout, start = weight_cache.layout_of("A0"), torch.tensor(weight_cache.of_base("A0"))
+    generator = torch.Generator().manual_seed(0)
+    kept = (torch.arange(layout.size) % k > 0 for k in (2, 3))
+    ends = [start + 1e-3 * torch.randn(layout.size, generator=generator) * each for each in kept]
     found = real_runs.gram(layout, start, ends, "cpu")
     known = geometry.measure(layout.views(start), [layout.views(end) for end in ends], ("float32", "bfloat16"))
     np.testing.assert_allclose(found.gram, known.gram, rtol=1e-12)
@@ -70,15 +65,22 @@ def test_gram_is_that_of_the_library() -> None:
         np.testing.assert_array_equal(found.moved[dtype], counts)
 
 
+SPENT = [((9, 10), ""), ((104, 100), ""), ((12, 10), "1.20 times"), ((0, 0), "second arm spent nothing")]
+
+
+@pytest.mark.parametrize(("spent", "why"), SPENT)
+def test_an_arm_that_spent_more_is_not_read_at_its_end(spent: tuple[int, int], why: str) -> None:
+    taken = run_scores.Taken.of({"tested": "greedy", "at_most": "forward_flops"})
+    right = {"n": 2, "greedy_bits": pack_bits([1, 0])}
+    arms = [[{"curve": {"forward_flops": [0, flops]}, "test": right}] for flops in spent]
+    with pytest.raises(run_scores.Undecided, match=why) if why else nullcontext():
+        assert [arm.tolist() for arm in taken.measure.read(None, taken, arms)] == [[[1, 0]]] * 2
+
+
 RULED = ["R0", "R3", "R4", "R8", "R9", "R11"]
-CHANGES = {
-    "seeds": 3,
-    "grpo_prompts": 2,
-    "num_generations": 8,
-    "test_problems": 6,
-    "max_completion_length": 8,
-    "es_sweep": [[0.2, 0.05], [0.1, 0.05]],
-}
+CHANGES = {"seeds": 3, "population_size": 4, "grpo_prompts": 2, "num_generations": 8, "test_problems": 6}
+CHANGES |= {"max_completion_length": 8, "es_sweep": ((0.2, 0.05), (0.1, 0.05))}
+ONE_PAIR = {"es_sweep": [[0.2, 0.05]], "grpo_sweep": [1e-5]}
 
 
 @pytest.fixture(scope="module")
@@ -88,35 +90,44 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model, tokenizer = tiny.load("A0")
     for part in (model.to(torch.bfloat16), tokenizer):
         part.save_pretrained(place / "model")
-    changes = CHANGES | {"base": str(place / "model")}
-    asked = ["run", "--out", str(place / "out"), "--minutes", "9", "--trial", "--plan", json.dumps(changes)]
+    asked = ["run", "--out", str(place / "out"), "--minutes", "9", "--trial", "--plan"]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(arithmetic, "grade", lambda completion, right: sum(completion.encode()) % 2)
-        for _ in range(2):  # the second call finds all records
-            real.main(asked)
+        # sweep; two seeds; a third one, for which ends come back and no second sweep is made; nothing is left
+        for changed in (ONE_PAIR | {"seeds": 0}, ONE_PAIR | {"seeds": 2}, {}, {}):
+            real.main([*asked, json.dumps(CHANGES | {"base": str(place / "model")} | changed)])
     return place / "out"
 
 
 def test_the_command_makes_every_kind_of_record_once(folder: Path) -> None:
     records = read_records(folder / "records.jsonl")
     kinds = [record["spec"]["kind"] for record in records]
-    assert {kind: kinds.count(kind) for kind in kinds} == {"base": 1, "train": 13, "products": 6, "path": 6, "merge": 3}
+    counts = {"base": 1, "train": 11, "products": 12, "path": 6, "merge": 3}
+    assert {kind: kinds.count(kind) for kind in kinds} == counts
     trained = [record for record in records if record["spec"]["kind"] == "train" and "test" in record]
     assert {(r["spec"]["arm"], r["spec"]["seed"]) for r in trained} == {
-        (arm, seed) for arm in ("es", "grpo", "es_random") for seed in (0, 1, 2)
+        (arm, seed) for arm in ("es", "grpo", "es_random") for seed in range(3)
     }
     judged = {v.id: v for v in claims.evaluate_named(RULED, records_at_real(records), "real", resamples=50)}
     (law, _, walk, _) = judged["R0"].findings
     assert law.n == walk.n == 3 and abs(walk.interval.value - 1) < 0.01  # 0.14 M weights
     assert judged.pop("R4").verdict == "open"  # fewer runs than it needs were decoded under each decoding
     assert {verdict.verdict for verdict in judged.values()} == {"underpowered"}
-    assert judged["R8"].n == judged["R9"].n == 3
-    assert json.loads((folder / "device.json").read_text())["left_out"] == []
+    assert judged["R3"].n == judged["R8"].n == judged["R9"].n == 3
+    assert {record["decoder"] for record in trained if record["spec"]["arm"] == "grpo"} == {"population"}
+    assert [command["left_out"] for command in json.loads((folder / "device.json").read_text())] == [[]] * 4
 
 
 def records_at_real(records: list[dict]) -> list[dict]:
     """The same records as if they had been made at scale real."""
     return json.loads(json.dumps(records).replace('"scale": "smoke"', '"scale": "real"'))
+
+
+def test_the_name_of_the_base_stands_for_its_weights_alone(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("EVOALIGN_MODELS", str(tmp_path))
+    (tmp_path / smollm2.NAME).symlink_to(folder.parent / "model")
+    with pytest.raises(SystemExit, match=f"not {smollm2.DIGEST}"):
+        real.main(["run", "--out", str(tmp_path / "out"), "--trial", "--plan", json.dumps({"base": smollm2.NAME})])
 
 
 def test_trials_cannot_be_imported(folder: Path) -> None:
@@ -127,17 +138,34 @@ def test_trials_cannot_be_imported(folder: Path) -> None:
 
 
 def test_import_takes_declared_runs_with_their_ledgers(folder: Path, tmp_path: Path, monkeypatch) -> None:
-    base = read_records(folder / "records.jsonl")[0]["spec"]["base"]
-    plan = replace(real.TRIAL, **CHANGES | {"base": base, "es_sweep": tuple(map(tuple, CHANGES["es_sweep"]))})
-    monkeypatch.setattr(real, "Plan", lambda: plan)
     records = read_records(folder / "records.jsonl")
+    plan = replace(real.TRIAL, **CHANGES | {"base": records[0]["spec"]["base"]})
+    monkeypatch.setattr(real, "Plan", lambda: plan)
+    results = tmp_path / "results"
+    monkeypatch.setattr(real.paths, "RESULTS", results)
     for record in records:
         record["environment"]["device"] = "1 x GPU"
-    (tmp_path / "records.jsonl").write_text("".join(map(real.record_line, records)))
-    (tmp_path / "ledgers.zip").write_bytes((folder / "ledgers.zip").read_bytes())
-    taken = list(real.checked(tmp_path))
-    assert [record["spec_hash"] for record, _ in taken] == [spec_hash(record["spec"]) for record in records]
-    assert sum(kept is not None for _, kept in taken) == 8
-    (tmp_path / "ledgers.zip").unlink()
-    with pytest.raises(FileNotFoundError):
-        list(real.checked(tmp_path))
+    for name in ("ledgers.zip", "device.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+
+    def holds(*records: dict) -> None:
+        (tmp_path / "records.jsonl").write_text("".join(map(real.record_line, records)))
+
+    first = next(i for i, record in enumerate(records) if record["spec"].get("seed") == 2)  # of the third command
+    for part in (records[:first], records[first:]):  # the runs and the sweep of the second part are committed ones
+        holds(*part)
+        real.main(["import", str(tmp_path)])
+    assert {r["spec_hash"] for r in real.committed(plan)} == {spec_hash(record["spec"]) for record in records}
+    assert len(list(results.glob("*/ledgers/*"))) == 7
+    assert len(real.read_commands(results / "02_grpo_countdown" / "smoke.device.json")) == 4
+    monkeypatch.setattr(real.paths, "RESULTS", tmp_path / "nothing")
+    longer = records[3] | {"spec": (spec := records[3]["spec"] | {"steps": 3}), "spec_hash": spec_hash(spec)}
+    refused = {"lack the sweep of es": records[first:], "is not what the plan": [*records[:3], records[-1]]}
+    for why, part in (refused | {r"have \[2, 3\] steps": [*records[:4], longer]}).items():
+        holds(*part)
+        with pytest.raises(SystemExit, match=why):
+            real.main(["import", str(tmp_path)])
+    real.put_in_archive(tmp_path / "ledgers.zip", f"{records[1]['spec_hash']}.jsonl.gz", b"another")
+    holds(*records[:3])
+    with pytest.raises(SystemExit, match="is not the ledger that was recorded"):
+        real.main(["import", str(tmp_path)])

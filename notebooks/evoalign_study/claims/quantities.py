@@ -226,7 +226,8 @@ def _pairs(side: Side) -> list[tuple[Record, Record]]:
     """Return the runs of a side, each with the model of the other runs' mean and a fresh walk that is as long."""
 
     def by_run() -> dict[str, Record]:
-        merged = (record for record in side.evidence.having("kind", "merge") if "walk" in record["spec"])
+        merged = [record for record in side.evidence.having("kind", "merge") if "walk" in record["spec"]]
+        merged.sort(key=lambda record: len(record["spec"]["of"]["digests"]))  # of most others, if seeds were added
         return {record["spec"]["as_long_as"]["digests"][0]: record for record in merged}
 
     known, greedy = side.evidence.once("walk", by_run), side.decoding == "greedy"

@@ -181,6 +181,8 @@ def _tested(case: Case, taken: Taken, arms: _Arms) -> _Arrays:
 def _tested_at_most(case: Case, taken: Taken, arms: _Arms) -> _Arrays:
     """Read right answers on the test problems at the ends, if the first arm spent no more than the second did."""
     first, second = (np.mean([axis[-1] for axis in arm]) for arm in curves_of(arms, taken.at["at_most"]))
+    if not second > 0:  # random fitness generates nothing
+        raise Undecided("the second arm spent nothing")
     if first > (1 + _CLOSE) * second:
         raise Undecided(f"the first arm spent {first / second:.2f} times as much as the second")
     return [accuracy_matrix(arm, taken.decoding) for arm in arms]
