@@ -196,7 +196,10 @@ def length(plan: Plan, left: float, cost: Callable[[int, int], float], ratio: fl
         ratio: GRPO steps that cost as many FLOPs as a step of ES.
     """
     every = [(seeds, steps, max(1, int(steps * share * ratio))) for seeds, steps, share in plan.lengths]
-    return next((pair for seeds, *pair in every if seeds * cost(*pair) <= left), every[-1][1:])
+    fitting = [each for each in every if each[0] * cost(*each[1:]) <= left]
+    taken = next(iter(fitting), every[-1])
+    print(f"lengths for {taken[0]} seeds{'' if fitting else ', which do not fit'}: {taken[1]} and {taken[2]} steps")
+    return taken[1:]
 
 
 class Session:
@@ -574,6 +577,10 @@ def run(out: Path, minutes: float, commit: str, trial: bool, plan: str, began: f
     session = Session(wanted, out, minutes, commit or provenance.commit(), known, began)
     try:
         session.work()
+    except Exception as error:  # `main` prints the message alone, and the device may be gone when it is read
+        traceback.print_exc()
+        session.left_out.append(f"all that follows: {type(error).__name__}: {error}")
+        raise
     finally:
         session.told()
 

@@ -43,10 +43,11 @@ def test_settings_are_ranked_by_both_decodings_at_the_end() -> None:
     assert real.chosen([made(1.0, [0.0, 0.1, 0.5], [0.0, 0.1, 0.2]), best]) == {"learning_rate": 3.0}
 
 
-def test_lengths_fit_all_seeds_before_they_are_long() -> None:
+def test_lengths_fit_all_seeds_before_they_are_long(capsys) -> None:
     wanted = {0.1: (100, 200), 0.27: (60, 120), 0.4: (60, 60), 0.45: (50, 50), 9.0: (40, 40)}  # seconds of a step
     for seconds, pair in wanted.items():
         assert tuple(real.length(real.Plan(), 300.0, lambda es, grpo, s=seconds: s * (es + grpo), 2.0)) == pair
+    assert capsys.readouterr().out.count("which do not fit") == 1
 
 
 def test_gram_is_that_of_the_library() -> None:
