@@ -514,7 +514,8 @@ def results(
         values |= {f"seeds of {group}": len(part)}
         if shared.walk_of(records[group], records["es_random"]) and group != "es_random":
             both = [[each["KL"].dropna()] for each in (part, each_run[each_run["group"] == "es_random"])]
-            values[f"KL of {group} less its walk's"] = stats.stratified_bootstrap(*both)
+            if min(len(sides[0]) for sides in both) > 1:  # at scale smoke a walk has one run
+                values[f"KL of {group} less its walk's"] = stats.stratified_bootstrap(*both)
         values |= {f"{end} of {group}, {d}": part[d].agg(end) for end in ("min", "max") for d in DECODINGS}
     for (one, other), axis in product((("es", "sft"), ("grpo_long", "es")), AXES):
         if f"seeds of {one}" in values:
