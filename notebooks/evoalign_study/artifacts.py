@@ -268,8 +268,13 @@ def render_readme_block(markdown: str) -> None:
 
 _CLAIMS = [f"generated/claims.{suffix}" for suffix in ("csv", "md", "tex")]
 _CLAIM = {"claim": "id", "statement": "statement", "verdict": "verdict", "key": "key", "result": "text"}
-_CLAIM |= {name: name for name in ("placebo", "control", "decodings", "n", "units")} | {"rule": "rule_hash"}
+_CLAIM |= {name: name for name in ("placebo", "control", "decodings", "n", "units", "scale")} | {"rule": "rule_hash"}
 """Column of the table of claims -> field of a verdict."""
+_TABLES = {
+    "tiny": ("claims", "scale tiny (tiny models, trained from scratch)"),
+    "real": ("claims_real", "scale real (SmolLM2-135M-Instruct, 4-bit, dequantised)"),
+}
+"""Scale -> the name of its table of claims, and whose records it is about: numbers of two scales share no table."""
 
 
 def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
@@ -283,20 +288,24 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
     verdicts = list(verdicts)
     table = DataFrame([{column: getattr(v, field) for column, field in _CLAIM.items()} for v in verdicts])
     replace_text(generated / "claims.csv", rendering.csv_text(table))
-    caption = (
-        "Declared claims, with the verdicts that code computed from the committed records of scale tiny (tiny models, "
-        "trained from scratch), and of scale real (one model of 135 million weights) for those whose name begins with "
-        "R. A letter marks a rule that was declared after the data of the first were seen. "
-        "Placebo: whether the rule holds as well for arms that learned nothing. Control: how many comparisons that "
-        "equal arms would pass the comparator passes in the challenger's place; undecided: it fails one. Decoding: "
-        "whether the arms keep their order under decodings that the claim does not declare."
+    how = (
+        "Declared claims, with the verdicts that code computed from the committed records of {}. A letter marks a rule "
+        "that was declared after the data of the first were seen. Placebo: whether the rule holds as well for arms "
+        "that learned nothing. Control: how many comparisons that equal arms would pass the comparator passes in the "
+        "challenger's place; undecided: it fails one. Decoding: whether the arms keep their order under decodings that "
+        "the claim does not declare."
     )
     ragged = r">{\raggedright\arraybackslash}"  # columns too narrow to be justified
     columns = rf"lp{{0.23\linewidth}}{ragged}p{{0.11\linewidth}}p{{0.40\linewidth}}{ragged}p{{0.14\linewidth}}"
     found = [{"Placebo": v.placebo, "Control": v.control, "Decoding": v.decodings} for v in verdicts]
     checks = [". ".join(f"{what}: {said}" for what, said in each.items() if said) for each in found]
     cells = table[["claim", "statement", "verdict", "result"]].assign(checks=checks)
-    replace_text(generated / "claims.tex", rendering.tex_long_table(cells, "claims", caption, columns))
+    parts = [
+        rendering.tex_long_table(cells[table["scale"] == scale], name, how.format(models), columns)
+        for scale, (name, models) in _TABLES.items()
+        if (table["scale"] == scale).any()
+    ]
+    replace_text(generated / "claims.tex", "\n".join(parts))
     markdown = _claims_of_the_field(verdicts)
     replace_text(generated / "claims.md", markdown)
     return markdown

@@ -74,8 +74,7 @@ def test_members_have_the_same_results_however_many_decode_at_once(sampling):
 
 
 def test_a_members_logits_do_not_depend_on_the_others():
-    logits = []
-    prompts = Prompts(SHARED, tokenizer())
+    logits, prompts = [], Prompts(SHARED, tokenizer())
     for n in (1, 3):
         decoder = PopulationDecoder(random_model(), n, "cpu")
         for j in range(n):

@@ -397,7 +397,7 @@ FORGERIES = [  # and a part of each line that is reported
     (lambda r: (r / "figures/old.csv").write_text("seed\n"), ["figures/old.csv"]),
     (lambda r: (r / GENERATED / "gain.tex").unlink(), ["generated/gain.tex"]),
     (lambda r: edit(r / GENERATED / "claims.csv", "E1,", "E9,"), ["claims.csv differs: line 2"]),
-    (lambda r: edit(r / "README.md", "by code", "by hand"), ["<!-- claims --> differs"]),
+    (lambda r: edit(r / "README.md", "by code", "by hand"), ["<!-- claims --> differs: line 4"]),
     (lambda r: (r / "README.md").write_text(2 * (r / "README.md").read_text()), ["<!-- claims -->"]),
     (
         lambda r: edit_manifest(r, lambda entries: entries.update(gone=entries.pop("Runs") | {"files": []})),

@@ -1,6 +1,7 @@
 """Scale "real": the plan that is declared, the choice of settings and lengths, and the whole command in miniature."""
 
 import json
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -28,11 +29,10 @@ def test_the_plan_declares_a_sweep_of_equal_size_and_three_arms_from_one_base() 
     for spec in runs:  # so that claims find the base of a run, and a null that stands in
         assert base.items() - {("kind", "base")} <= spec.items()
     assert {k for k in runs[0] if runs[0][k] != runs[1][k]} == {"arm"}
-    declared = {claim["id"]: claim for claim in claims.load_claims() if claim["id"].startswith("R")}
-    assert {claim["scales"][0] for claim in declared.values()} == {"real"}
+    declared = [claim for claim in claims.load_claims() if claim["id"].startswith("R")]
+    assert {claim["scales"][0] for claim in declared} == {"real"}
     for arm, spec in {"es": runs[0], "grpo": runs[2], "base": base}.items():
-        wanted = next(c["arms"][arm] for c in declared.values() if arm in c.get("arms", {}))
-        assert wanted.items() <= spec.items()
+        assert next(c["arms"][arm] for c in declared if arm in c.get("arms", {})).items() <= spec.items()
 
 
 def test_settings_are_ranked_by_both_decodings_at_the_end() -> None:
@@ -102,13 +102,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_command_makes_every_kind_of_record_once(folder: Path) -> None:
     records = read_records(folder / "records.jsonl")
-    kinds = [record["spec"]["kind"] for record in records]
     counts = {"base": 1, "train": 11, "products": 12, "path": 6, "merge": 3}
-    assert {kind: kinds.count(kind) for kind in kinds} == counts
+    assert Counter(record["spec"]["kind"] for record in records) == counts
     trained = [record for record in records if record["spec"]["kind"] == "train" and "test" in record]
-    assert {(r["spec"]["arm"], r["spec"]["seed"]) for r in trained} == {
-        (arm, seed) for arm in ("es", "grpo", "es_random") for seed in range(3)
-    }
+    made = {(record["spec"]["arm"], record["spec"]["seed"]) for record in trained}
+    assert made == {(arm, seed) for arm in ("es", "grpo", "es_random") for seed in range(3)}
     judged = {v.id: v for v in claims.evaluate_named(RULED, records_at_real(records), "real", resamples=50)}
     (law, _, walk, _) = judged["R0"].findings
     assert law.n == walk.n == 3 and abs(walk.interval.value - 1) < 0.01  # 0.14 M weights

@@ -81,6 +81,8 @@ class Verdict:
     a finding has none."""
     rule_hash: str
     """The claim's `rule_hash` when it was judged."""
+    scale: str
+    """The scale of the records."""
 
 
 def evaluate_named(
@@ -222,6 +224,7 @@ def _verdict(judged: _Judged, correction: tuple[float, int] | None, scale: str) 
         units=": ".join(claim[field] for field in ("unit", "test") if field in claim),
         p=correction[0] if correction else p,
         rule_hash=rule_hash(claim),
+        scale=scale,
     )
 
 
