@@ -266,7 +266,7 @@ def render_readme_block(markdown: str) -> None:
             replace_text(path, new)
 
 
-_CLAIMS = [f"generated/claims.{suffix}" for suffix in ("csv", "md", "tex")]
+_CLAIMS = [f"generated/{name}" for name in ("claims.csv", "claims.md", "claims.tex", "claims_real.tex")]
 _CLAIM = {"claim": "id", "statement": "statement", "verdict": "verdict", "key": "key", "result": "text"}
 _CLAIM |= {name: name for name in ("placebo", "control", "decodings", "n", "units", "scale")} | {"rule": "rule_hash"}
 """Column of the table of claims -> field of a verdict."""
@@ -278,7 +278,9 @@ _TABLES = {
 
 
 def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
-    """Write the claims with their verdicts into a folder: all as claims.csv and .tex, the README's table as .md.
+    """Write the claims with their verdicts into a folder.
+
+    All go into claims.csv, a table for each scale into claims.tex and claims_real.tex, the README's into claims.md.
 
     Returns:
         The README's table.
@@ -300,12 +302,10 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
     found = [{"Placebo": v.placebo, "Control": v.control, "Decoding": v.decodings} for v in verdicts]
     checks = [". ".join(f"{what}: {said}" for what, said in each.items() if said) for each in found]
     cells = table[["claim", "statement", "verdict", "result"]].assign(checks=checks)
-    parts = [
-        rendering.tex_long_table(cells[table["scale"] == scale], name, how.format(models), columns)
-        for scale, (name, models) in _TABLES.items()
-        if (table["scale"] == scale).any()
-    ]
-    replace_text(generated / "claims.tex", "\n".join(parts))
+    for scale, (name, models) in _TABLES.items():
+        part = cells[table["scale"] == scale]
+        text = rendering.tex_long_table(part, name, how.format(models), columns) if len(part) else ""
+        replace_text(generated / f"{name}.tex", text)
     markdown = _claims_of_the_field(verdicts)
     replace_text(generated / "claims.md", markdown)
     return markdown
