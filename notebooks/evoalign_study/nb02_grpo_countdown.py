@@ -1,5 +1,6 @@
 """Notebook 02, GRPO and ES: settings, groups of runs, results, and the answers, tables and figures from them."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
@@ -21,7 +22,7 @@ from evoalign_study.records import Record, accuracy_matrix, spec_hash, unpack_bi
 from evoalign_study.results import Results, told
 
 NOTEBOOK = "02_grpo_countdown"
-CLAIMS = ("C1", "C2", "C2b", "C29", "C30", "C31")
+CLAIMS = ("C1", "C2", "C2b", "C2c", "C29", "C30", "C31")
 ARMS = shared.TUNED
 presets, TINY, SMOKE, FULL = shared.scales(
     {
@@ -65,6 +66,7 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
         "base": base_specs(run.bases, settings, run.scale),
         **shared.sweep(run, *ARMS),
         **finals(run, records),
+        **tuned_again(run, records),
         "kl": [s for sigma in exact["kl_sigmas"] for s in kl_specs("A0", sigma, exact["kl_repeats"], exact, scale)],
         "es": train("es", here, many, ledgers=here),  # later notebooks replay them
         "grpo": train("grpo", here, many),
@@ -103,6 +105,25 @@ def finals(run: SimpleNamespace, records: Records) -> Groups:
             made["prompts es"] = group._replace(changes=kept + fewer)
             made["prompts es_sampled"] = group._replace(arm="es_sampled", changes=[{}, *kept] if kept else [])
     return made
+
+
+def tuned_again(run: SimpleNamespace, records: Records) -> Groups:
+    """Return both arms with the settings that `final_scores` ranks first at equal FLOPs, for claim C2c.
+
+    ES takes as many steps as it needs to spend what the costliest trial of GRPO's winner did. Until the trials are
+    loaded the sweep's best settings stand for the winners; without trials there are no such runs.
+    """
+    names = {arm: ("grpo", *FINALS[arm]) for arm in ARMS}
+    tried, changes = [name for arm in ARMS for name in names[arm]], {arm: {} for arm in ARMS}
+    if run.finalists and all(name in records for name in tried):
+        won = {arm: winners(records, arm, "equal FLOPs") for arm in ARMS}
+        changes = {arm: {name: own[0]["spec"][name] for name in TRIED if name in own[0]["spec"]} for arm, own in won.items()}
+        spent = {arm: [r["budget"]["forward_flops"] for r in own] for arm, own in won.items()}
+        changes["es"]["steps"] = math.ceil(changes["es"]["steps"] * max(spent["grpo"]) / min(spent["es"]))
+    at = {"sampled_at": [run.curve_temperature]}
+    seeds = run.seeds_match if run.finalists else []
+    made = {arm: shared.tuned(run, records, arm, run.bases[:1], seeds, **changes[arm], **at) for arm in ARMS}
+    return {f"{arm}_again": own._replace(after=tuple(dict.fromkeys([*own.after, *tried]))) for arm, own in made.items()}
 
 
 def _decodings(run: SimpleNamespace, records: Records) -> After:
@@ -387,6 +408,8 @@ FINALS = {
     "es_sampled": ("prompts es_sampled",),
 }
 """Arm -> the groups of runs at full length among whose settings it is tuned."""
+TRIED = (*arms.swept("es"), "prompts_per_step", "steps", *arms.swept("grpo"))
+"""The settings that they change."""
 _LAST = (0.64, 0.8, 1.0)
 """Shares of a budget over which validation accuracy is averaged, since single points differ more than settings do."""
 
@@ -402,11 +425,9 @@ def final_scores(records: Records) -> pd.DataFrame:
     NaN for runs without a point of the curve by then; n, the number of seeds.
     """
     least, rows = min(r["budget"]["forward_flops"] for r in records["grpo"]), []
-    names = (*arms.swept("es"), "prompts_per_step", "steps", *arms.swept("grpo"))
     for arm, r in ((arm, r) for arm, tried in FINALS.items() for group in tried for r in records.get(group, ())):
         spent = r["curve"]["forward_flops"]
-        told = [f"{name.replace('_', ' ')} {r['spec'][name]:g}" for name in names if name in r["spec"]]
-        row = {"arm": arm, "setting": ", ".join(told), "n": 1}
+        row = {"arm": arm, "setting": _setting(r), "n": 1}
         for at, budget in (("end", spent[-1]), ("equal FLOPs", min(least, spent[-1]))):
             for decoding in DECODINGS if spent[1] <= _LAST[0] * budget else ():
                 score = [at_budget(r, "forward_flops", share * budget, decoding) for share in _LAST]
@@ -415,6 +436,18 @@ def final_scores(records: Records) -> pd.DataFrame:
     places = [f"{at}, {decoding}" for at, decoding in product(("end", "equal FLOPs"), DECODINGS)]
     tried = pd.DataFrame(rows, columns=["arm", "setting", *places, "n"]).groupby(["arm", "setting"], sort=False)
     return tried.agg(dict.fromkeys(places, "mean") | {"n": "sum"}).reset_index()
+
+
+def _setting(record: Record) -> str:
+    """Return what a trial changes, in words."""
+    return ", ".join(f"{name.replace('_', ' ')} {record['spec'][name]:g}" for name in TRIED if name in record["spec"])
+
+
+def winners(records: Records, arm: str, at: str) -> list[Record]:
+    """Return the trials of the setting with which an arm has the highest score: at "end" or at "equal FLOPs"."""
+    scores = final_scores(records).set_index("setting")
+    best = scores.loc[scores["arm"] == arm, f"{at}, greedy"].idxmax()  # of equal ones the first
+    return [r for group in FINALS[arm] for r in records[group] if _setting(r) == best]
 
 
 def larger_alpha(records: Records, before: Sequence[Record]) -> Results:

@@ -24,7 +24,7 @@ NOTEBOOK = "05_stability"
 ARMS = ("es", "grpo")
 STEP = {"es": "alpha", "grpo": "learning_rate"}
 """Arm -> the setting that is its step size."""
-CLAIMS = ("C8b", "C9", "C9c", "C10", "C11", "C33", "C33b", "C37", "C37b", "C38")
+CLAIMS = ("C8b", "C8c", "C9", "C9c", "C10", "C11", "C33", "C33b", "C37", "C37b", "C38")
 """The claims that the notebook's runs decide."""
 presets, TINY, SMOKE, FULL = scales(
     {
@@ -38,6 +38,8 @@ presets, TINY, SMOKE, FULL = scales(
         "sweep_size": (12, 2),  # settings per arm
         # factors on the settings of sweep and maps; at scale smoke they make weights move in so few steps
         "sweep_factors": ({}, {"sigma": 10, "alpha": 10, "learning_rate": 10}, FACTORS),
+        # what changes in the sweep's best setting where notebook 02 has tuned it again, at full length; runs of section 2
+        "again": ({"es": {"alpha": 0.0025, "prompts_per_step": 32, "steps": 832}, "grpo": {"beta": 0.04}}, {}, {}),
         "matched_mean": 0.26,  # mean accuracy at which section 3 compares spreads
         "other_means": [0.20, 0.23, 0.25, 0.265, 0.27, 0.275],
         "map_seeds": (3, 1),  # seeds of the maps in section 5, besides the sweep's own
@@ -81,6 +83,8 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         on_grid = [half | {"test_problems": 0} | cell for cell in cells]
         tried = [half | {"test_problems": 0} | choice for choice in contenders(run, of, arm)]
         found[arm] = train[arm](here, run.seeds_match, ledgers=here if arm == "es" else ())  # section 10 replays one
+        if arm in run.again:
+            found[f"{arm} again"] = train[arm](here, run.seeds_match, changes=[run.again[arm]])
         found[f"{arm} map"] = train[arm](here, map_seeds(run), changes=on_grid)
         found[f"{arm} elsewhere"] = train[arm](elsewhere, seeds)
         found[f"{arm} transfer"] = train[arm](elsewhere, [arms.SWEEP_SEED], changes=tried)
