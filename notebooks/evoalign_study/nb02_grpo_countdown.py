@@ -117,7 +117,9 @@ def tuned_again(run: SimpleNamespace, records: Records) -> Groups:
     tried, changes = [name for arm in ARMS for name in names[arm]], {arm: {} for arm in ARMS}
     if run.finalists and all(name in records for name in tried):
         won = {arm: winners(records, arm, "equal FLOPs") for arm in ARMS}
-        changes = {arm: {name: own[0]["spec"][name] for name in TRIED if name in own[0]["spec"]} for arm, own in won.items()}
+        changes = {
+            arm: {name: own[0]["spec"][name] for name in TRIED if name in own[0]["spec"]} for arm, own in won.items()
+        }
         spent = {arm: [r["budget"]["forward_flops"] for r in own] for arm, own in won.items()}
         changes["es"]["steps"] = math.ceil(changes["es"]["steps"] * max(spent["grpo"]) / min(spent["es"]))
     at = {"sampled_at": [run.curve_temperature]}
@@ -207,6 +209,7 @@ def label_of(records: Records, group: str) -> str:
     spec = records[group][0]["spec"]
     words = {"none": ", not scaled", "group": ", scaled"}.get(spec.get("scale_rewards"), "")
     words += f", {spec['steps']:,d} steps" if group == "grpo_long" else ""
+    words += ", tuned again" if group.endswith("_again") else ""
     return style.ARMS[spec.get("arm", spec["kind"])].label + words
 
 
@@ -581,7 +584,10 @@ def _words(run: SimpleNamespace, values: Results) -> Results:
         for d in DECODINGS
     ]
     words["gains"] = told(f"{gains[0]} points greedily, and {gains[1]} points at temperature 1", values)
-    leads = [key for key in values if key.startswith("C2b: GRPO - ES, validation problems")]
+    # C2c supersedes C2b, but needs runs that are tuned again
+    leads = max(
+        ([key for key in values if key.startswith(f"{claim}: GRPO - ES")] for claim in ("C2c", "C2b")), key=bool
+    )
     if leads:
         ahead = ("It is ahead", "It is behind", "Neither is ahead under every decoding")
         words["ahead, declared"] = _sided(values, leads, *ahead)

@@ -205,7 +205,7 @@ def test_maps_frame_the_tuned_setting(study):
 )
 def test_answers_say_where_the_intervals_lie(low, high, head, found):
     interval, (run, _) = Interval((low + high) / 2, low, high, 3), loaded(nb02)
-    leads = {key: interval for key in found(nb02) if key.startswith("C2b")}
+    leads = {key: interval for key in found(nb02) if key.startswith("C2c")}
     assert nb02._words(run, found(nb02) | leads)["ahead, declared"].startswith(head)
     assert nb03._words(found(nb03))["depends"]  # on the decoding
     assert not nb03._words(found(nb03) | {f"{d} hacked, GRPO - ES": interval for d in ("greedy", "t1")})["depends"]
