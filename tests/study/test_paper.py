@@ -58,7 +58,7 @@ SAID = {
     "superseded": "C2 C3b",
     "depends on decoding": "C3",
     "undecided": "C7",
-    "underpowered": "C3d C5b C5c C6b C8b C12b C13b C14b C18c C25 C27b C32b C35b",
+    "underpowered": "C3d C5b C5c C6b C8c C12b C13b C14b C18c C25 C27b C32b C35b",
     "open": "C9c",
 }
 
