@@ -12,7 +12,6 @@ from noise_by_numpy import reference_update
 from evoalign_lib import _anchor, ledger, noise, precision
 from evoalign_lib.es import ESTrainer
 
-LAYOUT = noise.Layout.from_shapes([("weight", (128, 64))])
 N, SIGMA, ALPHA = 30, 1e-3, 5e-4
 
 
