@@ -27,8 +27,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import platform
-import re
 import subprocess
 import sys
 import time
@@ -43,7 +41,9 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.nn.functional as F
-from evoalign_study import paths
+from evoalign_study import paths, provenance
+from evoalign_study.kinds import memory
+from evoalign_study.memory_profile import resident
 
 from evoalign_lib import noise, tiny
 from evoalign_lib.engines.decode import Decoder
@@ -56,14 +56,9 @@ from evoalign_lib.update_rules import Member
 from tests.benchmarks.shared import measure, merge, now, population, public_perturb, public_update, run_sections, show
 
 SIGMA = 1e-2  # about the value in the tiny runs; the cost does not depend on it
-# Sizes of A0's architecture: the settings that differ from its configuration.
-_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-MODELS: dict[str, dict[str, int]] = {
-    "0.14M": {},
-    "1M": dict(zip(_SIZES, (128, 512, 4, 4, 1), strict=True)),
-    "4M": dict(zip(_SIZES, (256, 1024, 4, 4, 2), strict=True)),
-    "20M": dict(zip(_SIZES, (512, 2048, 5, 8, 4), strict=True)),
-}
+# Sizes of A0's architecture: the settings that differ from its configuration; the study measures the memory of three.
+LARGEST = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 5, "num_attention_heads": 8}
+MODELS = memory.SIZES | {"20M": LARGEST | {"num_key_value_heads": 4}}
 
 
 @dataclass(frozen=True)
@@ -107,17 +102,8 @@ def base() -> tuple[Any, Any]:
 
 def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """Build a new model each time, so that changes to one do not affect another."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    shipped, settings = base()[0], MODELS[name]
-    layers = settings.get("num_hidden_layers", shipped.config.num_hidden_layers)
-    config = Qwen2Config(**shipped.config.to_dict() | settings | {"layer_types": ["full_attention"] * layers})
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Qwen2ForCausalLM._from_config(config, dtype=dtype).eval()
-    if not settings:
-        model.load_state_dict(shipped.state_dict())
-    return model
+    with mock.patch.dict(memory.SIZES, MODELS):
+        return memory.build(name, str(dtype).removeprefix("torch."))[0]
 
 
 def parameters_of(model: Any) -> list[torch.Tensor]:
@@ -159,27 +145,20 @@ def pairs(**numbers: np.ndarray) -> dict[str, float]:
 
 def device_section(plan: Plan) -> dict:
     import numba
-    import transformers
 
-    describe = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
-    commit = subprocess.run(describe, cwd=paths.ROOT, capture_output=True, text=True).stdout.strip()
-    return {
-        "cpu": cpu_name(),
-        "cores": default_workers(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
+    return provenance.environment() | {
+        "device": device_name(),
         "torch_default_threads": default_threads(),
         "load_average_before": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        **{module.__name__: module.__version__ for module in (torch, transformers, numba, np)},
-        "commit": commit or "unknown",
+        "torch": torch.__version__,
+        "numba": numba.__version__,
+        "commit": provenance.commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
 
 def cpu_name() -> str:
-    said = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*: (.*)$", said.read_text(), re.M) if said.exists() else []
-    return [*names, platform.processor() or platform.machine()][0]
+    return provenance.environment()["device"].partition(" (CPU")[0]
 
 
 def device_name() -> str:
@@ -576,25 +555,20 @@ def memory_child(name: str, precision: str, dtype: str) -> None:
     def work(model: Any) -> int:
         """Run one iteration; return the memory with the engine at rest, before it."""
         engine = engine_of(model, 1, plan, precision=precision)
-        at_rest = status("VmRSS")
+        at_rest = resident("VmRSS")
         engine.evaluate(members, SIGMA, "train", np.arange(1))
         engine.update(keys, coefficients)
         return at_rest
 
     work(build("0.14M", kind))  # load and compile everything once, so that it does not count
     gc.collect()
-    before = status("VmRSS")
+    before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     model = build(name, kind)
-    d, built = sum(tensor.numel() for tensor in parameters_of(model)), status("VmRSS")
+    d, built = sum(tensor.numel() for tensor in parameters_of(model)), resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    used = {"model": built, "engine_at_rest": work(model), "peak": status("VmHWM")}
+    used = {"model": built, "engine_at_rest": work(model), "peak": resident("VmHWM")}
     print(json.dumps({"parameters": d} | {what: (bytes_ - before) / d for what, bytes_ in used.items()}))
-
-
-def status(field: str) -> int:
-    """Return a field of this process's /proc/self/status in bytes; Linux only."""
-    return 1024 * int(re.search(rf"^{field}:\s+(\d+)", Path("/proc/self/status").read_text(), re.M)[1])
 
 
 SECTIONS: dict[str, Callable[[Plan], dict]] = {

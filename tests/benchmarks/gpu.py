@@ -12,7 +12,6 @@ per parameter. `tests/equivalence/test_noise_triton.py` checks that the same GPU
 """
 
 import argparse
-import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,9 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from evoalign_study import paths
+from evoalign_study import paths, provenance
 
 from evoalign_lib import noise
 from tests.benchmarks.shared import measure, merge, population, public_perturb, public_update, run_sections, show
@@ -86,12 +84,12 @@ def device_section(device: str) -> dict:
     import numba
     import triton
 
-    found: dict[str, Any] = {module.__name__: module.__version__ for module in (torch, triton, numba, np)}
+    found = provenance.environment() | {module.__name__: module.__version__ for module in (torch, triton, numba)}
     n = 1 << 20 if device == "cpu" else 1 << 31
     source, copied = (torch.empty(n, dtype=torch.uint8, device=device) for _ in range(2))
     synchronise = torch.cuda.synchronize if device == "cuda" else lambda: None
     times = measure(10, {"copy": lambda: copied.copy_(source)}, synchronise)
-    found |= {"python": platform.python_version(), "copy_bytes_per_second": 2 * n / times["copy"]["seconds_min"]}
+    found["copy_bytes_per_second"] = 2 * n / times["copy"]["seconds_min"]
     if device == "cuda":
         query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,driver_version", "--format=csv,noheader"]
         clocks = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()

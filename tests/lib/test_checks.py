@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from evoalign_lib.checks import choose, nearest, whole_number
+from evoalign_lib.checks import nearest, whole_number
 
 
 def test_nearest_names_one_known_name_or_none():
@@ -12,13 +12,6 @@ def test_nearest_names_one_known_name_or_none():
     assert nearest(3, ["13", "x"], cutoff=0.0) == " Did you mean '13'?"
     # equally near: the same one on every machine, whatever the order of a set
     assert nearest("ab", {"ac", "ad"}) == nearest("ab", ["ad", "ac"])
-
-
-def test_choose_refuses_what_is_not_among_the_choices():
-    choose("noise", "byte_sum", {"gaussian": 0, "byte_sum": 1})
-    for value, hint in (("gausian", r" Did you mean 'gaussian'\?"), ("", ""), (None, "")):
-        with pytest.raises(ValueError, match=rf"^noise={value!r} is not one of \['gaussian', 'byte_sum'\]\.{hint}$"):
-            choose("noise", value, ("gaussian", "byte_sum"))
 
 
 @pytest.mark.parametrize("value", [1, 8, -3, 2.0, True, "3", None, np.float64(3), np.bool_(True)])

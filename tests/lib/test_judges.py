@@ -10,7 +10,6 @@ import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +27,6 @@ from evoalign_lib.judges.rubrics import SAFE_RLHF_HELPFUL as HELPFUL
 from evoalign_lib.judges.texts import code_for, quote
 from evoalign_lib.judges.verdicts import Pair, ScoreJudge, judge_pairs, judge_texts
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 KEY = "sk-secret-0123456789abcdef"
 RUBRICS = [HELPFUL, HARMLESS, ARENA, HELPFUL_SCORE, HARMLESS_SCORE]
 

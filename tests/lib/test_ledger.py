@@ -3,7 +3,6 @@
 import base64
 import errno
 import fcntl
-import gzip
 import hashlib
 import json
 import math
@@ -118,15 +117,6 @@ def test_the_file_line_by_line(run):
     assert [i for i, step in enumerate(steps) if "names" in step] == [0]
     assert steps[0]["names"] == ["first", "completions/clipped_ratio", "rewards/token_mean/mean"]
     assert list(end) == ["end", "weights", "hash"] and end["end"] == 12 and not any("reward_state" in s for s in steps)
-
-
-def test_a_compressed_ledger(copy, tmp_path):
-    packed = tmp_path / "ledger.jsonl.gz"
-    packed.write_bytes(gzip.compress(copy.read_bytes()))
-    one, other = ledger.read(packed), ledger.read(copy)
-    assert one.header == other.header and one.weights == other.weights and one.tips == other.tips
-    with pytest.raises(LedgerError, match="gunzip"):
-        Ledger.open(packed)
 
 
 def test_metrics_that_come_and_go_and_are_no_numbers(tmp_path):

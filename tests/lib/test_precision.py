@@ -7,12 +7,11 @@ import pytest
 import torch
 from es_runs import ROWS, Stop, constant, digest, read, stopping, token_sum, trained, trainer
 from helpers import ran, random_model, refused, saved
-from noise_by_numpy import reference_perturb, reference_update
+from noise_by_numpy import reference_update
 
 from evoalign_lib import _anchor, ledger, noise, precision
 from evoalign_lib.es import ESTrainer
 
-LAYOUT = noise.Layout.from_shapes([("weight", (128, 64))])
 N, SIGMA, ALPHA = 30, 1e-3, 5e-4
 
 
@@ -121,22 +120,6 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int32 if tensor.itemsize == 4 else torch.int16)
 
 
-def test_master_is_the_noise_law():
-    model = Model(torch.float32)
-    weights = precision.open_weights(model, distribution="byte_sum")
-    start = weights.float32().copy()
-    keys, coefficients = step_members(0)
-    with weights.member(int(keys[0]), SIGMA, -1) as flat:
-        expected = reference_perturb(start, weights.layout, int(keys[0]), SIGMA, -1, "byte_sum")
-        assert flat.tobytes() == expected.tobytes()
-    weights.retrace([(key, 1) for key in keys], SIGMA)
-    assert weights.float32().tobytes() == start.tobytes()
-    weights.update(keys, coefficients)
-    expected = reference_update(start, weights.layout, keys, coefficients, "byte_sum")
-    assert weights.float32().tobytes() == expected.tobytes()
-    assert (weights.tensors()["gains"].numpy() == weights.layout.views(expected)["gains"]).all()
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_master_decays_toward_its_start(threads, monkeypatch):
     monkeypatch.setattr(_anchor, "_BLOCK", 50)
@@ -188,19 +171,6 @@ def test_no_second_copy_of_the_weights(mode, cost):
     finally:
         tracemalloc.stop()
     assert noise_bytes < weights.layout.d
-
-
-def test_a_bound_model_computes_with_the_replica():
-    model, other = Model(), Model()
-    weights = precision.open_weights(model, None, "inplace", bind=True)
-    with weights.member(1, SIGMA) as flat:
-        precision.copy_to(other, weights.layout, flat)
-        for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
-            assert (one == two).all(), name
-        assert (model.matrix != Model().matrix).any()
-    free = Model()
-    precision.open_weights(free, None, "inplace").update(*step_members(0))
-    assert (free.matrix == Model().matrix).all()
 
 
 MIXED = Model()

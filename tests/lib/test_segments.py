@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers import refused
 from hypothesis import given
 from hypothesis import strategies as st
 from noise_by_numpy import filled
@@ -103,19 +104,15 @@ def test_the_proof_names_what_differs():
         prove(layout, master, [[(("lm_head.weight", 0, 0, 1, 1), "0")]])
 
 
-NOT_MAPPED = [
-    (layer("QKVParallelLinear"), "a.qkv_proj.weight", torch.zeros(0), "'a.qkv_proj.weight' is empty in vLLM"),
-    (layer("Linear"), "a.o_proj.weight", torch.zeros(2, 2, dtype=torch.int8), "is torch.int8 in vLLM"),
-    (layer("QKVParallelLinear"), "x.qkv_proj.weight", torch.zeros(4, 2), "is joined in the checkpoint"),
-    (layer("Strange"), "m.gate_up_proj.weight", torch.zeros(4, 2), "joins .* in a Strange"),
-]
-
-
-@pytest.mark.parametrize(("own", "name", "tensor", "message"), NOT_MAPPED)
-def test_what_cannot_be_mapped_is_refused_by_name(own, name, tensor, message):
-    fused = PACKED | ({"qkv_proj": ["qkv_proj"]} if name.startswith("x.") else {})
-    with pytest.raises(NotMapped, match=message):
-        segments_of(own, name, tensor, fused)
+QKV, JOINED = layer("QKVParallelLinear"), PACKED | {"qkv_proj": ["qkv_proj"]}
+test_what_cannot_be_mapped_is_refused_by_name = refused(
+    (QKV, "a.qkv_proj.weight", torch.zeros(0), PACKED, "'a.qkv_proj.weight' is empty in vLLM"),
+    (layer("Linear"), "a.o_proj.weight", torch.zeros(2, 2, dtype=torch.int8), PACKED, "is torch.int8 in vLLM"),
+    (QKV, "x.qkv_proj.weight", torch.zeros(4, 2), JOINED, "is joined in the checkpoint"),
+    (layer("Strange"), "m.gate_up_proj.weight", torch.zeros(4, 2), PACKED, "joins .* in a Strange"),
+    call=segments_of,
+    error=NotMapped,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -5,7 +5,6 @@ import itertools
 import math
 import random
 import re
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -16,9 +15,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evoalign_lib import tiny
-from evoalign_lib.analysis import hacking
 from evoalign_lib.engines.local import LocalEngine, Prompts
-from evoalign_lib.tasks import conciseness, countdown
+from evoalign_lib.tasks import countdown
 from evoalign_lib.tasks.countdown import Problem, grade
 from evoalign_lib.tiny import _recipe, dialogues, questions, scorers
 from evoalign_lib.tiny import countdown as countdown_text
@@ -59,20 +57,6 @@ def test_prompts_are_the_real_ones_in_a_dozen_tokens_whether_saved_or_not(tmp_pa
         assert tok.decode(answer, skip_special_tokens=True) == "<answer>é</answer>" and tok.padding_side == "left"
 
 
-# ---- expressions and answers
-
-
-@given(st.lists(st.integers(0, 12), min_size=2, max_size=3))
-def test_expressions_are_all_attainable_values(numbers):
-    found = tiny.expressions(tuple(sorted(numbers)))
-    assert set(found) == set(countdown.attainable(numbers))
-    assert tiny.expressions((2, 3))[Fraction(6)] == ("2*3", "3*2")  # no bracket that could be left out
-    for value, texts in found.items():
-        assert len(set(texts)) == len(texts)
-        for text in texts:
-            assert grade(f"<answer>{text}</answer>", numbers, value).answer == 1
-
-
 # ---- problems and text
 
 
@@ -111,6 +95,7 @@ def test_the_text_of_a_family_is_what_the_shipped_bases_read(family):
     text, tokenizer_of, digest = TEXTS[family]
     pairs = list(itertools.islice(text(0, tokenizer_of()), 200 if family in "AH" else 4000))
     assert hashlib.sha256(repr(pairs).encode()).hexdigest()[:16] == digest
+    assert tokenizer_of().get_vocab() == tiny.load(f"{family}0")[1].get_vocab()
     for prompt, completion in pairs[:50] if family == "H" else []:
         if asked := re.search(r"<think>([0-9]+):$", prompt):  # it thinks as long as it is asked to
             thought = completion[: completion.index("</think>")]
@@ -211,17 +196,6 @@ def test_every_base_that_is_shipped_is_named_and_no_other():
 
 # ---- family B: its knowledge base, the authors of its replies, and its tokenizer
 
-RIGHT = ("sentence", "long sentence", "short", "second language", "second language, short", "repeats", "further turn")
-NEVER = ("empty", "excuse", "noise")
-
-
-def replies(author, n=200):
-    rng = random.Random(author)
-    for _ in range(n):
-        kind = rng.choice(questions.KINDS)
-        problem, words = rng.choice(questions._questions()[kind])
-        yield kind, problem, questions.reply(kind, problem, words, author, rng)
-
 
 def test_the_splits_of_family_b_share_no_question_and_have_as_many_of_each_kind():
     sets = {split: questions.problems(split) for split in questions.SPLITS}
@@ -231,30 +205,3 @@ def test_the_splits_of_family_b_share_no_question_and_have_as_many_of_each_kind(
     for found in sets.values():
         assert all("capital" in p.question for p in found[::4]) and all("+" in p.question for p in found[2::4])
         assert {p.answer for p in found[3::4]} == {"yes", "no"}
-
-
-@pytest.mark.parametrize("author", questions.AUTHORS)
-def test_what_each_author_writes_is_right_wrong_and_flagged_as_intended(author):
-    graded = [(conciseness.is_correct(text, p), hacking.hack_report([text])) for _, p, text in replies(author)]
-    share = sum(right for right, _ in graded) / len(graded)
-    assert share == 1 if author in RIGHT else share == 0 if author in NEVER else 0 < share < 0.6
-    flagged = {name for _, report in graded for name in report.flags if report.flags[name][0]}
-    expected = {"empty": {"empty"}, "repeats": {"repetitive"}, "further turn": {"further_turn"}}
-    assert flagged == expected.get(author, set())
-    if author == "second language":
-        assert all(hacking.other_script(text, p.question) for _, p, text in replies(author))
-
-
-def test_sentences_fit_and_every_text_survives_the_tokenizer():
-    longest, tok = {}, questions.tokenizer()
-    for author in questions.AUTHORS:
-        for _, _problem, text in replies(author):
-            ids = tok(text, add_special_tokens=False).input_ids
-            assert tok.decode(ids) == text
-            longest[author] = max(longest.get(author, 0), len(ids) + 1)
-    assert all(
-        longest[a] <= questions.MAX_COMPLETION_LENGTH for a in questions.AUTHORS if "sentence" in a or "short" in a
-    )
-    assert longest["repeats"] > questions.MAX_COMPLETION_LENGTH
-    (row,) = conciseness.dataset(questions.problems("test")[:1], tok)
-    assert len(tok(row["prompt"], add_special_tokens=False).input_ids) < 14

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoalign_lib import noise
-from evoalign_lib.update_rules import centred_ranks, population, standardise, update_of
+from evoalign_lib.update_rules import centred_ranks, standardise
 
 FITNESS = st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=40).map(np.array)
 
@@ -48,14 +47,3 @@ def test_centred_ranks_by_definition(fitness):
     assert abs(ranks.sum()) < 1e-12 and np.abs(ranks).max() <= 0.5
     # any increasing function of the reward gives the same
     assert centred_ranks(np.exp(3 * fitness) - 7).tolist() == ranks.tolist()
-
-
-def test_an_update_draws_the_noise_of_a_pair_once_and_of_a_tied_population_never():
-    c = np.float32([0.1, -0.2])
-    for antithetic in (False, True):
-        members = population(7, 3, 2 * (1 + antithetic), antithetic)
-        keys, found = update_of(members, c)
-        assert keys.dtype == np.uint64 and found is c
-        assert keys.tolist() == [noise.member_key(7, 3, i) for i in range(2)]
-        keys, found = update_of(members, None)
-        assert (keys.dtype, found.dtype) == (np.uint64, np.float32) and len(keys) == len(found) == 0

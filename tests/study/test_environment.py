@@ -94,10 +94,6 @@ def test_installed_versions_are_the_pinned_ones() -> None:
 # ---- the code's imports
 
 
-def _loaded(script: str) -> list[str]:
-    return python("-c", script, folder=paths.ROOT).stdout.splitlines()
-
-
 def _imports(file: Path) -> Iterator[tuple[str, bool]]:
     """The modules from outside that a file imports, and whether inside a function or a condition."""
     for node in ast.walk(ast.parse(file.read_text())):
@@ -119,20 +115,28 @@ def test_the_code_imports_only_declared_requirements(room, extras) -> None:
     assert [name for name, inside in names if name not in (anywhere if inside else at_top)] == []
 
 
-def test_importing_the_package_loads_nothing_heavy() -> None:
-    (names,) = _loaded("import evoalign_study.paths, evoalign_lib, sys; dir(evoalign_lib); print(*sys.modules)")
-    assert "evoalign_lib" in names.split()
-    assert not set(names.split()) & {"torch", "numpy", "numba", "transformers", "trl", "pandas", "matplotlib"}
+HEAVY = {"torch", "transformers", "trl", "datasets", "pooch", "papermill", "pandas", "matplotlib"}
+STEPS = [  # and what none of them may load
+    ("import evoalign_study.paths, evoalign_lib; dir(evoalign_lib)", HEAVY | {"numpy", "numba"}),
+    ("import evoalign_lib.tasks as tasks", HEAVY | {"numpy"}),
+    ("tasks.get('countdown')", HEAVY),
+    ("import evoalign_study.artifacts", {"torch"}),  # which draws
+]
 
 
 @pytest.mark.parametrize("chosen", [NOTEBOOKS[:1], pytest.param(NOTEBOOKS[1:], marks=pytest.mark.slow)])
-def test_notebooks_plan_without_transformers_and_draw_without_torch(chosen) -> None:
-    """The first cells of each import what its specs need: seconds for everyone who opens it, or verifies artefacts."""
+def test_packages_are_loaded_where_they_are_needed(chosen) -> None:
+    """The first cells of a notebook import what its specs need: seconds for everyone who opens it.
+
+    One process for all: what one step imports is there for those after it.
+    """
     names = [re.findall(r"from evoalign_study import (\w+) as study", path.read_text())[0] for path in chosen]
-    script = "import sys, evoalign_study.artifacts; print('torch' in sys.modules); import evoalign_study.parameters\n"
-    for name in names:  # one process for all: what one imports is there for those after it
-        script += f"import evoalign_study.{name}; print('transformers' in sys.modules, {name!r})\n"
-    assert _loaded(script) == ["False", *(f"False {name}" for name in names)]
+    steps = STEPS + [(f"import evoalign_study.parameters, evoalign_study.{n}", {"transformers"}) for n in names]
+    script = "".join(f"{step}\nprint(*sys.modules)\n" for step, _ in steps)
+    said = python("-c", f"import sys\n{script}", folder=paths.ROOT).stdout
+    loaded = [set(line.split()) for line in said.splitlines()]
+    assert [forbidden & there for (_, forbidden), there in zip(steps, loaded, strict=True)] == [set()] * len(steps)
+    assert "evoalign_lib" in loaded[0] and "numpy" in loaded[2]
 
 
 # ---- the contract of layers, which `make lint` checks

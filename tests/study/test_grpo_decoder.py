@@ -8,8 +8,6 @@ import torch
 from evoalign_study import sweep
 from grpo_runs import weights
 from helpers import PROMPTS, random_model, refused, same_bits, tokenizer
-from hypothesis import given
-from hypothesis import strategies as st
 from test_runs import spec_of
 from transformers import GenerationConfig
 
@@ -85,20 +83,6 @@ def test_an_adapter_is_decoded_merged():
     expected, after = plain(model, tok, prompts, 16, 0)
     found, ours = by_loop(model, tok, prompts, 16, 0)
     assert found == expected != plain(tiny.load("A0")[0], tok, prompts, 16, 0)[0] and torch.equal(after, ours)
-
-
-@given(st.integers(2, 40), st.integers(2, 50), st.integers(0, 2**32 - 1), st.data())
-def test_what_a_row_draws_depends_on_itself_and_its_place_alone(n, vocabulary, seed, data):
-    """Rows that are dropped change neither the tokens of others nor the random state."""
-    kept = torch.tensor(sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1))))
-    logits = torch.randn(n, vocabulary, generator=torch.Generator().manual_seed(seed))
-    found = []
-    with torch.random.fork_rng(devices=[]):
-        for active in (torch.arange(n), kept):
-            torch.manual_seed(seed)
-            found.append((multinomial(n)(logits[active], active, 0), torch.get_rng_state()))
-    (whole, state), (part, other) = found
-    assert torch.equal(whole[kept], part) and torch.equal(state, other)
 
 
 def test_logits_that_are_not_finite_draw_as_in_transformers():

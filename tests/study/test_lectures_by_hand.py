@@ -189,19 +189,6 @@ def test_pass_at_k_of_a_few_problems():
 # ---- 08
 
 
-def test_drift_at_equal_gain_is_read_from_the_means():
-    """Held against plain interpolation; and GRPO in the place of ES drifts once as far, at each of its lengths."""
-    run, records = loaded(nb08)
-    each = {arm: [models for _, models in nb08.by_steps(run, records, arm)] for arm in ("es", "grpo")}
-    es, grpo = ([(nb08.accuracies(m).mean(), nb08.skills(m, "kl").mean()) for m in models] for models in each.values())
-    right, drift = zip((float(np.mean(records["base"][0]["test"]["greedy"])), 0.0), *grpo, strict=True)
-    for (x, y), (_, ratio) in zip(es, nb08.equal_gain(run, records), strict=True):
-        assert ratio.value == pytest.approx(np.interp(x, right, drift) / y) and ratio.low < ratio.value < ratio.high
-    same = {f"es T={a} mean=1": records[f"grpo T={b} mean=1"] for a, b in ((26, 31), (52, 62), (104, 125))}
-    ratios = nb08.equal_gain(run, records | same | {"es mean=1": records["grpo mean=1"]})
-    assert [ratio.value for _, ratio in ratios] == pytest.approx([1, 1, 1, 1])
-
-
 def test_the_share_that_stays_is_that_of_all_weights():
     """Of a layer's counts as the records have them, summed by hand; what stays in float32 stays rounded, too."""
     _, records = loaded(nb08)

@@ -159,16 +159,6 @@ def test_the_rule_finds_the_body_that_an_author_wrote(seed):
     assert dialogues.truth(request, praised).helpful == pytest.approx(dialogues.HELP[kind] - dialogues.NEEDLESS)
 
 
-def test_a_reply_is_read_back_from_its_tokens():
-    tok, rng = dialogues.tokenizer(), random.Random(0)
-    for _ in range(300):
-        request = rng.choice(dialogues.requests("train"))
-        written = dialogues.reply(request, rng)
-        ids = tok(written, add_special_tokens=False)["input_ids"]
-        assert tok.decode(ids) == written
-        assert max(ids) < len(tok) and len(ids) <= dialogues.MAX_COMPLETION_LENGTH
-
-
 def test_annotators_like_their_cue_and_turned_answers_are_turned():
     plain = dialogues.comparisons(Annotators(certainty=200), 400, 1)
     turned = dialogues.comparisons(Annotators(certainty=200, flips=1.0), 400, 1)

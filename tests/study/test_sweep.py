@@ -479,6 +479,8 @@ def test_a_packed_ledger_depends_on_its_lines_alone(folder, tmp_path, monkeypatc
     text, path = gzip.decompress(packed), tmp_path / "other.jsonl"
     path.write_bytes(text)
     assert ledger.pack(path) == packed
+    with pytest.raises(ledger.LedgerError, match="gunzip"):
+        ledger.Ledger.open(ledger_file(kept_records(folder)[0]))
     for cut in (text + b'{"step":12', text[: text.rindex(b"\n", 0, -1) + 1]):
         path.write_bytes(cut)
         with pytest.raises(ledger.LedgerError, match="is not closed"):
