@@ -200,11 +200,13 @@ def test_a_reward_model_scores_as_in_trl(conversational):
         completions = [[{"role": "assistant", "content": c}] for c in completions]
         pairs = zip(prompts, completions, strict=True)
         texts = [apply_chat_template({"messages": p + c}, tok)["text"] for p, c in pairs]
+        prompts[1], [said] = [*prompts[1], completions[1][0] | {"content": "b"}], completions[1]
+        completions[1] = [said | {"content": "cd"}]  # goes on with a prompt that ends in "b"
     model.config.pad_token_id = tok.pad_token_id
     inputs = tok(text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
     with torch.inference_mode():
         expected = model(**inputs).logits[:, 0]
-    reward = ModelReward(model, tok)
+    reward = ModelReward(model, tok, {"continue_final_message": True, "add_generation_prompt": False})
     assert reward(prompts, completions) == pytest.approx(expected.tolist(), abs=1e-6)
     reward.rows = 2
     assert reward(prompts, completions) == pytest.approx(expected.tolist(), abs=1e-5)
