@@ -35,7 +35,7 @@ Metrics logged at each step:
   `completions`, `num_tokens` (prompt and new), `core_seconds` (CPU time); and `members_per_second`, `step_time`
   (seconds);
 - where not zero, the number of single rewards in the step that were `rewards/nan`, `rewards/exception` or
-  `rewards/timeout`, which score the floor, or `rewards/none`, which are left out;
+  `rewards/timeout`, which score the floor (in an evaluation, too), or `rewards/none`, which are left out;
 - with a schedule, `sigma` and `alpha` of the step;
 - for a reward function with a state (`evoalign_lib.rewards`), `reward_state/<function>/<key>` after the step;
 - with precision "kahan" and "inplace", which restore weights by subtraction, the error that the step's members left
@@ -359,6 +359,7 @@ class ESTrainer(TrainerSurface):
             common = noise.sampling_key(self.run_key, step), self.args.num_generations
             sampling = common if self.args.sampling == "common" else None
             evaluations = self.engine.evaluate(members, sigma, "train", indices, self._light_state(), sampling)
+            self.rewards.check_failures([e.scored for e in evaluations])
             fitness = np.array([mean_reward(e.scored.rewards) for e in evaluations])
             for member in np.flatnonzero(np.isnan(fitness)):
                 raise ValueError(f"member {member} of step {step} has no reward: pass one that applies to some prompt.")

@@ -42,7 +42,7 @@ class TrainerSurface:
     def evaluate(
         self, eval_dataset: Rows | Mapping[str, Rows] | str | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Return the mean reward and logged metrics of the current weights on the evaluation set.
+        """Return the mean reward, logged metrics and failures of the current weights on the evaluation set.
 
         Completions are decoded greedily, or num_generations_eval samples are drawn for each prompt.
 
@@ -115,6 +115,7 @@ class TrainerSurface:
         rows = np.repeat(np.arange(len(prompts)), len(completed) // len(prompts))
         scored = score(self.rewards, prompts, rows, completed, self._light_state())
         metrics = {f"{prefix}_{metric}": float(np.mean(values)) for metric, values in scored.metrics.items()}
+        metrics |= {f"{prefix}_rewards/{kind}": n for kind, n in scored.failures.items() if n}
         metrics[f"{prefix}_reward"] = mean_reward(scored.rewards)  # overrides one that a reward function logs
         if scored.table:
             step = {"step": [self.state.global_step] * len(completed)}
