@@ -213,8 +213,10 @@ class Decoding:
         return cut
 
     def stopped(self, raw: list[list[int]]) -> list[bool]:
-        """Return for each completion, as token ids, whether its text contains a stop string."""
-        return [any(stop in text for stop in self.options.stop_strings) for text, _ in self.completions(raw)]
+        """Return whether the texts of completions, token ids, have a stop string, with or without special tokens."""
+        stops = self.options.stop_strings
+        both = zip(self._texts(raw), self._texts(raw, skip_special_tokens=False), strict=True)
+        return [any(stop in text for text in texts for stop in stops) for texts in both]
 
     def just_stopped(self, raw: list[list[int]]) -> list[bool]:
         """Return the same for completions that had no stop string before their last token."""
@@ -226,11 +228,13 @@ class Decoding:
 
     def completions(self, raw: list[list[int]]) -> list[tuple[str, list[int]]]:
         """Return the texts of completions without special tokens, each paired with its ids."""
+        return list(zip(self._texts(raw), raw, strict=True))
+
+    def _texts(self, raw: list[list[int]], skip_special_tokens: bool = True) -> list[str]:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         # one call into the tokenizers library instead of a Python loop over rows
         decode = self.tokenizer.batch_decode if backend is None else backend.decode_batch
-        texts = decode(raw, skip_special_tokens=True)
-        return list(zip(texts, raw, strict=True))
+        return decode(raw, skip_special_tokens=skip_special_tokens)
 
     def scored(
         self, index: int, name: str, indices: np.ndarray, completions: list, trainer_state: Any, started: float
