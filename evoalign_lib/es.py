@@ -238,6 +238,7 @@ class ESTrainer(TrainerSurface):
         self._due: list[Callable[[], object]] = []  # what remains to be done after the last step
         self._completions: completions.Table | None = None  # of the last evaluated step, if completions are shown
         self._tied_steps, self._tied_said = 0, False  # tied steps in a row; whether the warning was given
+        self._evaluations: list[Evaluation] = []  # of the last evaluated step
         self._check_reward_models()
         self._best: _checkpoints.Best | None = None  # weights of the best evaluation, if kept
         self._last_weights: Mapping[str, Any] | None = None  # the run's own, while the model holds the best ones
@@ -360,6 +361,7 @@ class ESTrainer(TrainerSurface):
             sampling = common if self.args.sampling == "common" else None
             evaluations = self.engine.evaluate(members, sigma, "train", indices, self._light_state(), sampling)
             self.rewards.check_failures([e.scored for e in evaluations])
+            self._evaluations = evaluations
             fitness = np.array([mean_reward(e.scored.rewards) for e in evaluations])
             for member in np.flatnonzero(np.isnan(fitness)):
                 raise ValueError(f"member {member} of step {step} has no reward: pass one that applies to some prompt.")

@@ -35,6 +35,8 @@ class Evaluation:
     """(completions,) bool: no end token within the limit"""
     core_seconds: float
     """CPU time of the worker"""
+    written: int
+    """hash of the completions' tokens, by which members that write the same are told"""
 
 
 @dataclass(frozen=True)
@@ -256,7 +258,8 @@ class Decoding:
         clipped = np.array([raw[-1] not in self.eos_ids for _, raw in completions])
         if self.options.stop_strings:
             clipped &= ~np.array(self.stopped([raw for _, raw in completions]))
-        return Evaluation(scored, lengths, clipped, time.process_time() - started)
+        written = hash(tuple(tuple(raw) for _, raw in completions))
+        return Evaluation(scored, lengths, clipped, time.process_time() - started, written)
 
     @contextmanager
     def _perturbed_elsewhere(self, key: int, sigma: float) -> Iterator[None]:

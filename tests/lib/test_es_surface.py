@@ -160,11 +160,23 @@ def test_completions_are_shown_sent_and_kept(tmp_path, capsys, workers, monkeypa
 # ---- what is said
 
 
-def test_ties_are_said_once_with_their_causes(tmp_path, caplog):
+def by_prompt(prompts, **columns):
+    """Fails on prompts of one letter."""
+    return [1 / (len(prompt) - 1) for prompt in prompts]
+
+
+TIED = [(constant, {}, ["0.3 ", "sigma=0.05", "100 %", "max_completion_length=4"])]
+TIED += [(token_sum, {"sigma": 1e-9}, ["sigma=1e-09"])]
+TIED += [(by_prompt, {"rows": ROWS, "prompts_per_step": 4, "reward_floor": -2.0}, ["sigma=0.05", " 6 ", " 24 "])]
+
+
+@pytest.mark.parametrize(("reward", "settings", "told"), TIED)
+def test_ties_are_said_once_with_their_cause(tmp_path, caplog, reward, settings, told):
     with caplog.at_level(logging.WARNING, logger="evoalign_lib"):
-        trained(tmp_path / "a", constant, max_steps=8)
+        trained(tmp_path / "a", reward, max_steps=8, **settings)
         [said] = [record.getMessage() for record in caplog.records]
-        assert all(word in said for word in ("last 3 populations", "sigma=0.05", "100 %", "max_completion_length=4"))
+        assert all(word in said for word in ("last 3 populations", *told))
+        assert ("max_completion_length" in said) == (reward is not token_sum)
         caplog.clear()
         trained(tmp_path / "b", constant, max_steps=2)
         trained(tmp_path / "c")
