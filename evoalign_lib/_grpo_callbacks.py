@@ -86,6 +86,7 @@ class Budget(TrainerCallback, ExportableState):
         ):
             scored = self._score(prompts, completions, completion_ids, columns, trainer_state)
             if self.model is None or self.model.training:
+                self._score.check_failures([scored])
                 tokens = sum(map(len, completion_ids))
                 self._own.update(scored.counts, completions=len(completions), generated_tokens=tokens)
                 if self._score.stateful:

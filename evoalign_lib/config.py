@@ -134,7 +134,8 @@ class ESConfig(TrainingArguments):
     instead of the loop; with vLLM, of SamplingParams (on a command line, as JSON)"""
     chat_template_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "for the chat template"})
     """further arguments of the chat template for prompts that are messages, such as enable_thinking; reward models get
-    them, too (on a command line, as JSON)"""
+    them, too (on a command line, as JSON). A prompt that ends in a message of the assistant is continued, unless
+    add_generation_prompt is true. A template that states today's date states 26 July 2024 on any day"""
     max_completion_length: int = field(default=1024, metadata={"help": "maximum number of new tokens per completion"})
     """maximum number of new tokens per completion (Qiu et al.: 1024)"""
     fitness: str = field(default="reward", metadata={"help": "reward, shuffled or random"})

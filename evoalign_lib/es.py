@@ -35,7 +35,7 @@ Metrics logged at each step:
   `completions`, `num_tokens` (prompt and new), `core_seconds` (CPU time); and `members_per_second`, `step_time`
   (seconds);
 - where not zero, the number of single rewards in the step that were `rewards/nan`, `rewards/exception` or
-  `rewards/timeout`, which score the floor, or `rewards/none`, which are left out;
+  `rewards/timeout`, which score the floor (in an evaluation, too), or `rewards/none`, which are left out;
 - with a schedule, `sigma` and `alpha` of the step;
 - for a reward function with a state (`evoalign_lib.rewards`), `reward_state/<function>/<key>` after the step;
 - with precision "kahan" and "inplace", which restore weights by subtraction, the error that the step's members left
@@ -54,6 +54,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,8 @@ class ESTrainer(TrainerSurface):
             raise ValueError(f"eval_strategy={args.eval_strategy.value!r} needs an eval_dataset: pass one.")
         self._check_best_metric()
         self.train_prompts = prompts["train"]
+        if date := self.train_prompts.date:
+            logger.warning_once(f"The chat template states today's date, which is {date} in every run, on any day.")
         n = len(self.train_prompts)
         self.prompts_per_step = args.prompts_per_step or n
         if self.prompts_per_step > n:
@@ -235,6 +238,7 @@ class ESTrainer(TrainerSurface):
         self._due: list[Callable[[], object]] = []  # what remains to be done after the last step
         self._completions: completions.Table | None = None  # of the last evaluated step, if completions are shown
         self._tied_steps, self._tied_said = 0, False  # tied steps in a row; whether the warning was given
+        self._evaluations: list[Evaluation] = []  # of the last evaluated step
         self._check_reward_models()
         self._best: _checkpoints.Best | None = None  # weights of the best evaluation, if kept
         self._last_weights: Mapping[str, Any] | None = None  # the run's own, while the model holds the best ones
@@ -356,6 +360,8 @@ class ESTrainer(TrainerSurface):
             common = noise.sampling_key(self.run_key, step), self.args.num_generations
             sampling = common if self.args.sampling == "common" else None
             evaluations = self.engine.evaluate(members, sigma, "train", indices, self._light_state(), sampling)
+            self.rewards.check_failures([e.scored for e in evaluations])
+            self._evaluations = evaluations
             fitness = np.array([mean_reward(e.scored.rewards) for e in evaluations])
             for member in np.flatnonzero(np.isnan(fitness)):
                 raise ValueError(f"member {member} of step {step} has no reward: pass one that applies to some prompt.")
@@ -569,6 +575,8 @@ class ESTrainer(TrainerSurface):
         if run is None:
             return
         ledger.check_quantisation(run, self.model)
+        if self.train_prompts.date and "template_date" not in run.settings:
+            self._read_clock()
         _checkpoints.check_settings(run, self._settings())
         states = [self._first_reward_state, *(step.reward_state for step in run.steps)]
         try:
@@ -592,6 +600,14 @@ class ESTrainer(TrainerSurface):
         self._reward_state = states[self.state.global_step]
         self.ledger, self._replayed, self._parted, self._due = run, len(run.steps), False, []
 
+    def _read_clock(self) -> None:
+        """Let chat templates state today's date, as in a run that began before they stated `chats.DATE`."""
+        template = dict(self.args.chat_template_kwargs or {}) | {"strftime_now": datetime.now().strftime}
+        for name, prompts in list(self.engine.prompts.items()):
+            if prompts.date:
+                self.engine.put_prompts(name, Prompts(prompts.rows, self.processing_class, template))
+        self.train_prompts = self.engine.prompts["train"]
+
     def _stateful_callbacks(self) -> list[TrainerCallback]:
         """Return the callbacks with a state to be saved, such as the patience of EarlyStoppingCallback."""
         return [c for c in self.callback_handler.callbacks if isinstance(c, ExportableState)]
@@ -612,6 +628,7 @@ class ESTrainer(TrainerSurface):
         # listed only if set: a ledger without them stays byte for byte what it was before they existed
         rank, state = self.engine.weights.rank, self._first_reward_state
         named = {"anchor_decay": self.args.anchor_decay, "rank": rank, "frozen": self._frozen, "reward_state": state}
+        named["template_date"] = self.train_prompts.date
         settings |= {name: value for name, value in named.items() if value}
         return settings | {"prompts_digest": self.train_prompts.digest, "noise_version": noise.NOISE_VERSION}
 

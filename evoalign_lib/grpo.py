@@ -380,6 +380,7 @@ def trainer(
 
     from evoalign_lib import _adapters
     from evoalign_lib._grpo_callbacks import Budget, RoundedWeights
+    from evoalign_lib.engines.base import Prompts
 
     rows = [dict(row) for row in train_dataset]
     prompts = args.generation_batch_size // args.num_generations
@@ -423,6 +424,7 @@ def trainer(
             **given,
         )
     _check_trainable(built.model)
+    Prompts(rows, built.processing_class)  # refuses now what would be refused at a later step
     budget.model = built.model
     if adapted:
         budget.adapter = sum(p.numel() for p in built.model.parameters() if p.requires_grad)
@@ -541,10 +543,11 @@ def _told(prompts: Any, completions: list[list[int]]) -> dict[str, Any]:
 
 
 def _extended(kind: type, rewards: Rewards, adapted: bool, reweighted: bool) -> type:
-    """Return one of TRL's trainers, extended in three ways, two of them optional.
+    """Return one of TRL's trainers, extended in four ways, two of them optional.
 
-    The trainer always logs the state of reward functions after a step, unrounded: logged by the functions themselves as
-    a metric, it would be the state before the step, rounded to float32.
+    The trainer always reads prompts as `ESTrainer` does, and logs the state of reward functions after a step,
+    unrounded: logged by the functions themselves as a metric, it would be the state before the step, rounded to
+    float32.
 
     Args:
         kind: class of the trainer.
@@ -554,6 +557,8 @@ def _extended(kind: type, rewards: Rewards, adapted: bool, reweighted: bool) -> 
             in subfolders, and training would silently continue from the starting adapter.
         reweighted: multiply each advantage by the ratio that the `rollout_func` returned.
     """
+
+    from evoalign_lib.engines.base import Prompts
 
     class Extended(kind):
         def log(self, logs, start_time=None):
@@ -566,6 +571,9 @@ def _extended(kind: type, rewards: Rewards, adapted: bool, reweighted: bool) -> 
             if adapted:
                 trained = self.model if model is None else model
                 trained.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
+
+        def _tokenize_prompts(self, prompts):  # TRL would begin another answer after one that is to be continued
+            return _told(Prompts(_rows(prompts), self.processing_class), [])["prompt_ids"], None, {}
 
         def _generate_and_score_completions(self, inputs):
             made = super()._generate_and_score_completions(inputs)

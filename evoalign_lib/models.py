@@ -4,9 +4,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from evoalign_lib._model_checks import check_decoder, check_quantisation
 from evoalign_lib.files import canonical_json
 from evoalign_lib.tiny.base import without_bars
 
-# the date that Llama 3's templates state if they have no clock
-_DATE = datetime(2024, 7, 26)
 # arguments of from_pretrained that say where the files come from
 _HUB = {"revision", "cache_dir", "token", "local_files_only", "subfolder"}
 _SECRET = re.compile("(.*_)?(token|key|secret|password|authorization)", re.IGNORECASE)
@@ -164,14 +161,6 @@ def name_of(model: Any) -> str | None:
     origin = getattr(model.config, "_name_or_path", "")
     named = origin and (Path(origin).parent == tiny.bases_folder() or Path(origin) == smollm2.folder())
     return Path(origin).name if named else origin or None
-
-
-def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]], **settings: Any) -> str:
-    """Render messages by a tokenizer's chat template, with a fixed date if it states one, so that no day matters.
-
-    settings: further arguments of apply_chat_template.
-    """
-    return tokenizer.apply_chat_template(messages, tokenize=False, strftime_now=_DATE.strftime, **settings)
 
 
 # ---- identity: the digests by which a spec identifies its base (`precision` tells the kinds of digest apart)

@@ -38,7 +38,7 @@ import numpy as np
 import torch
 
 import evoalign_lib
-from evoalign_lib import _score_models, models, tasks
+from evoalign_lib import _score_models, chats, models, tasks
 from evoalign_lib.checks import address, choose, key_in, positive, whole_number
 from evoalign_lib.files import canonical_json
 
@@ -318,7 +318,7 @@ class RewardModel(_Scorer):
             return f"BEGINNING OF CONVERSATION: USER: {prompt} ASSISTANT:{completion}"
         if self.text == "chat":
             said = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-            return models.rendered(self.tokenizer, said)
+            return chats.rendered(self.tokenizer, said)
         if self.text != "continued":
             return self.text(prompt, completion)
         if prompt not in self._openings:  # the same prompt comes with many completions
@@ -450,6 +450,8 @@ class ModelReward:
         _score_models.check_labels(model.config)
         self.__name__ = name.rstrip("/").split("/")[-1]
         self.model, self.template = model.eval(), dict(chat_template_kwargs or {})
+        for opening in ("add_generation_prompt", "continue_final_message"):  # of a prompt, not of a whole conversation
+            self.template.pop(opening, None)
         self.tokenizer = _score_models.tokenizer_of(tokenizer, folder or name)
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
@@ -459,18 +461,23 @@ class ModelReward:
     @torch.inference_mode()
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
         """Score completions, (completions,): texts, or messages if the prompts are messages."""
-        texts = [
-            prompt + said
-            if isinstance(prompt, str)
-            else models.rendered(self.tokenizer, prompt + said, **self.template)
-            for prompt, said in zip(prompts, completions, strict=True)
-        ]
+        texts = [self._joined(prompt, said) for prompt, said in zip(prompts, completions, strict=True)]
         how = {"return_tensors": "pt", "padding": True, "padding_side": "right", "add_special_tokens": False}
         scores: list[float] = []
         for first in range(0, len(texts), self.rows):
             inputs = self.tokenizer(text=texts[first : first + self.rows], **how).to(self.model.device)
             scores += self.model(**inputs).logits[:, 0].double().tolist()
         return scores
+
+    def _joined(self, prompt: Any, said: Any) -> str:
+        if isinstance(prompt, str):
+            return prompt + said
+        *before, last, written = chats.plain(prompt + said)
+        if last["role"] == "assistant":  # the completion continues it
+            said = [last | {"content": last["content"] + written["content"]}]
+        else:
+            said = [last, written]
+        return chats.rendered(self.tokenizer, [*before, *said], **self.template)
 
 
 def as_functions(

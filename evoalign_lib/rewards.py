@@ -6,7 +6,12 @@ number (or None: not applicable) for each completion, in any sequence or iterato
 maximised. It may be asynchronous (`async def`): each process then awaits it in its own event loop, which stays open
 between calls. `log_extra(column, values)` adds a column to the table of completions, with one value for each; without
 log_completions there is no table. The `trainer_state` of `ESTrainer` has an empty log_history, since the state is sent
-to the worker processes with every member and a log would grow.
+to the worker processes with every member and a log would grow. Every call gets copies of prompts, completions and
+columns, at any depth, so what a function changes in them reaches nobody else. Functions of one name are numbered in
+metrics and tables: reward, reward_2.
+
+A floor is for single failures. A function that fails on every completion of a step stops the run, as does a `DataError`
+that it raises because of its columns.
 
 A reward that changes during training, such as reward - lambda * cost with the Lagrange multiplier of Safe-RLHF (Dai et
 al., arXiv 2310.12773), is an object with three more methods (all or none):
@@ -25,6 +30,7 @@ does not change.
 
 import asyncio
 import atexit
+import copy
 import functools
 import inspect
 import itertools
@@ -54,6 +60,8 @@ METHODS = ("state", "load_state", "end_of_step")
 # arguments of a reward function besides the columns of the data set
 ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
 
+# columns of the table of completions besides those of the functions
+_COLUMNS = ("step", "member", "prompt", "completion", "advantage")
 
 # kinds of rewards that are counted
 KINDS = ("none", "nan", "exception", "timeout")
@@ -65,6 +73,10 @@ class RewardError(RuntimeError):
 
 class RewardOutage(RuntimeError):
     """The scorer is gone for all completions: the run stops and can be resumed, rather than continue with floors."""
+
+
+class DataError(TypeError, ValueError):
+    """Raised by a reward function for a column by which no completion can be scored: the run stops, floor or not."""
 
 
 class RewardTimeout(RuntimeError):
@@ -87,6 +99,7 @@ class Scored:
             which are left out.
         table: if requested, column -> (completions,) values: "prompt", "completion", each function by its name (None
             where it did not apply), then the columns from `log_extra`.
+        failed: name -> the first failure of each function that failed on every completion that it applies to.
     """
 
     rewards: np.ndarray
@@ -94,6 +107,12 @@ class Scored:
     metrics: dict[str, list[float]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     table: dict[str, list] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """The counts without "none"."""
+        return {kind: count for kind, count in self.counts.items() if kind != "none"}
 
 
 class Rewards:
@@ -154,8 +173,12 @@ class Rewards:
         if timeout is not None and not hasattr(signal, "setitimer"):
             raise ValueError(f"reward_timeout={timeout} needs signals, which this system lacks: set it to None.")
         self.timeout, self.table = timeout, table
-        self.names = [getattr(_unwrapped(f), "__name__", type(f).__name__) for f in self.functions]
-        self.stateful = _stateful(self.functions, self.names)
+        names = [getattr(_unwrapped(f), "__name__", type(f).__name__) for f in self.functions]
+        self.names: list[str] = []
+        for name in names:  # functions of one name, such as lambdas, or of the name of a column of the table
+            numbered = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(2)))
+            self.names.append(next(each for each in numbered if each not in (*_COLUMNS, *self.names)))
+        self.stateful = _stateful(self.functions, names)
         self.load_state(self.state())  # report a state that cannot be recorded now, not after the first step
 
     def state(self) -> States:
@@ -241,15 +264,16 @@ class Rewards:
             self.load_state(given)
         before, n = self.state(), len(completions)
         total, applied, functions = np.zeros(n), np.zeros(n, dtype=bool), {}
-        metrics, counts, extra = {}, dict.fromkeys(KINDS, 0), {}
+        metrics, counts, extra, failed = {}, dict.fromkeys(KINDS, 0), {}, {}
         table: dict[str, list] = {"prompt": list(prompts), "completion": list(completions)}
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
         for function, weight, floor, name in zip(self.functions, self.weights, self.floors, self.names, strict=True):
             _check_signature(function, name, columns)
             call = functools.partial(self._call, function, given, trainer_state)
             values = np.empty(n)
-            for items, returned, logged, shown in _calls(call, n, name, floor, prompts, counts):
-                values[items] = _numbers(returned, name, floor, prompts[items], counts)
+            failures: list[tuple[str, str]] = []  # kind and cause
+            for items, returned, logged, shown in _calls(call, n, name, floor, prompts, failures):
+                values[items] = _numbers(returned, name, floor, prompts[items], failures)
                 for metric, value in logged:
                     metrics.setdefault(metric, []).append(value)
                 for column, cells in shown:
@@ -259,6 +283,11 @@ class Rewards:
                     extra.setdefault(column, [None] * n)[items] = cells
             table[name] = [None if math.isnan(value) else value for value in values.tolist()]
             has = ~np.isnan(values)
+            counts["none"] += n - int(has.sum())
+            for kind, _ in failures:
+                counts[kind] += 1
+            if failures and len(failures) == has.sum():
+                failed[name] = failures[0][1]
             total[has] += weight * values[has]
             applied |= has
             if has.any():
@@ -270,12 +299,23 @@ class Rewards:
         if taken := sorted(extra.keys() & table.keys()):
             raise ValueError(f"log_extra got a column {taken[0]!r}, which the table already has: use another name.")
         rewards = np.where(applied, total, np.nan)
-        return Scored(rewards, functions, metrics, counts, table | extra if self.table else {})
+        return Scored(rewards, functions, metrics, counts, table | extra if self.table else {}, failed)
+
+    def check_failures(self, batches: Sequence[Scored]) -> None:
+        """Raise RewardError if a function failed on every completion of a step; batches: all of the step's.
+
+        A floor is for single failures: a step of nothing but floors teaches nothing.
+        """
+        for name in self.names:
+            if all(name in batch.failed for batch in batches):
+                what = f"gave {batches[0].failed[name]} on every completion of the step"
+                remedy = "Correct it, or the columns that it reads; the floor is for single failures"
+                raise RewardError(f"reward function {name!r} {what}. {remedy}.")
 
     def _call(self, function: RewardFunction, given: Mapping[str, Sequence], trainer_state: Any, items: slice) -> _Part:
         """Call a function with some of the completions."""
         logged, shown = [], []
-        arguments = {name: list(values[items]) for name, values in given.items()} | {
+        arguments = {name: [_own(value) for value in values[items]] for name, values in given.items()} | {
             "trainer_state": trainer_state,
             "log_metric": lambda metric, value: logged.append((metric, float(value))),
             "log_extra": lambda column, values: shown.append((column, list(values))),
@@ -373,6 +413,24 @@ def _taken(result: Any, most: int) -> Any:
     return list(itertools.islice(result, most)) if lazy else result
 
 
+_ATOMS = frozenset((str, int, float, bool, bytes, type(None)))
+
+
+def _own(value: Any) -> Any:
+    """Return a copy of a value in which a function may change anything; an object that cannot be copied is itself."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if kind is list:
+        return value[:] if _ATOMS.issuperset(map(type, value)) else [_own(entry) for entry in value]
+    if kind is dict:
+        return {name: _own(entry) for name, entry in value.items()}
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # a lock, a socket: whatever its class raises
+        return value
+
+
 def _within(seconds: float | None, call: Callable[[], Any]) -> Any:
     """Return the result of a call, or raise RewardTimeout after `seconds`; restore any other timer and handler."""
     if seconds is None:
@@ -434,14 +492,14 @@ def _check_signature(function: RewardFunction, name: str, columns: Mapping[str, 
 
 
 def _calls(
-    call: Callable[[slice], _Part], n: int, name: str, floor: float | None, prompts: Sequence, counts: dict[str, int]
+    call: Callable[[slice], _Part], n: int, name: str, floor: float | None, prompts: Sequence, failures: list
 ) -> list[_Part]:
     """Call a function for n completions at once or, if that fails, for each of them, and return the results."""
 
     def parts(items: slice, whole: bool) -> list[_Part]:
         try:
             return [call(items)]
-        except RewardOutage:
+        except (RewardOutage, DataError):
             raise
         except (Exception, SystemExit) as error:  # or sys.exit() would end the run with status 0, as if complete
             singly = [part for i in range(n) for part in parts(slice(i, i + 1), False)] if whole else []
@@ -450,14 +508,14 @@ def _calls(
                 raise RewardError(_failure(name, where, repr(error))) from error
             if whole:
                 return singly
-            counts["timeout" if isinstance(error, RewardTimeout) else "exception"] += 1
+            failures.append(("timeout" if isinstance(error, RewardTimeout) else "exception", f"{error!r:.500}"))
             return [(items, [floor], [], [])]
 
     return parts(slice(0, n), True)
 
 
-def _numbers(returned: Any, name: str, floor: float | None, prompts: Sequence, counts: dict[str, int]) -> list[float]:
-    """Return the rewards of a call, with None as NaN and non-finite numbers as the floor; count both."""
+def _numbers(returned: Any, name: str, floor: float | None, prompts: Sequence, failures: list) -> list[float]:
+    """Return the rewards of a call, with None as NaN and non-finite numbers as the floor."""
     remedy = "return a list with a number (or None) for each completion"
     if isinstance(returned, (Mapping, Set, str, bytes)) or not hasattr(returned, "__iter__"):
         raise TypeError(f"reward function {name!r} returned a {type(returned).__name__}, {returned!r:.200}: {remedy}.")
@@ -467,12 +525,10 @@ def _numbers(returned: Any, name: str, floor: float | None, prompts: Sequence, c
     values = []
     for value, prompt in zip(returned, prompts, strict=True):
         number = math.nan if value is None else _number(value, name, prompt)
-        if value is None:
-            counts["none"] += 1
-        elif not math.isfinite(number):
+        if value is not None and not math.isfinite(number):
             if floor is None:
                 raise RewardError(_failure(name, _shown(prompt), str(number)))
-            counts["nan"] += 1
+            failures.append(("nan", str(number)))
             number = floor
         values.append(number)
     return values

@@ -42,7 +42,7 @@ class TrainerSurface:
     def evaluate(
         self, eval_dataset: Rows | Mapping[str, Rows] | str | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Return the mean reward and logged metrics of the current weights on the evaluation set.
+        """Return the mean reward, logged metrics and failures of the current weights on the evaluation set.
 
         Completions are decoded greedily, or num_generations_eval samples are drawn for each prompt.
 
@@ -115,6 +115,7 @@ class TrainerSurface:
         rows = np.repeat(np.arange(len(prompts)), len(completed) // len(prompts))
         scored = score(self.rewards, prompts, rows, completed, self._light_state())
         metrics = {f"{prefix}_{metric}": float(np.mean(values)) for metric, values in scored.metrics.items()}
+        metrics |= {f"{prefix}_rewards/{kind}": n for kind, n in scored.failures.items() if n}
         metrics[f"{prefix}_reward"] = mean_reward(scored.rewards)  # overrides one that a reward function logs
         if scored.table:
             step = {"step": [self.state.global_step] * len(completed)}
@@ -172,20 +173,30 @@ class TrainerSurface:
     # ---- logs and callbacks
 
     def _watch_ties(self, tied: bool, record: ledger.Step) -> None:
-        """Warn once, with the likely causes, when several populations in a row were tied."""
+        """Warn once, with the cause, when several populations in a row were tied."""
         self._tied_steps = self._tied_steps + 1 if tied else 0
         if self._tied_steps < TIED_STEPS or self._tied_said:
             return
         self._tied_said = True
-        clipped = 100 * record.log.get("completions/clipped_ratio", 0.0)
-        logger.warning(
-            f"The last {self._tied_steps} populations were tied (the last one with a reward of "
-            f"{np.mean(record.rewards):.4g}), and the weights did not move. Likely causes: "
-            f"sigma={self._at_step('sigma', record.step):g} is too small to change what the members write; the reward "
-            f"does not tell their completions apart (log_completions=True shows them); {clipped:.0f} % of them were "
-            f"cut at max_completion_length={self.args.max_completion_length}; or no member, or every one, solves the "
-            f"{self.prompts_per_step} prompts of a step."
-        )
+        what = f"The last {self._tied_steps} populations were tied, and the weights did not move"
+        logger.warning(f"{what}. In the last one, {self._why_tied(self._at_step('sigma', record.step))}.")
+
+    def _why_tied(self, sigma: float) -> str:
+        """Return why the last evaluated population was tied."""
+        if len({e.written for e in self._evaluations}) == 1:
+            return f"all members wrote the same completions, so {sigma=:g} is too small to change them"
+        rewards = np.concatenate([e.scored.rewards for e in self._evaluations])
+        rewards = rewards[~np.isnan(rewards)]
+        causes = [f"the reward was {rewards.mean():.4g} for every completion"]
+        if rewards.min() < rewards.max():
+            causes = [f"the mean rewards of {'pairs' if self.args.antithetic else 'members'} were equal"]
+        causes[0] += f", though their completions were not ({sigma=:g})"
+        if failed := sum(sum(e.scored.failures.values()) for e in self._evaluations):
+            causes.append(f"{failed} rewards of {len(rewards)} completions failed and scored the floor")
+        if clipped := np.mean([e.clipped.mean() for e in self._evaluations]):
+            most = f"max_completion_length={self.args.max_completion_length}"
+            causes.append(f"{100 * clipped:.0f} % of the completions were cut at {most}")
+        return "; ".join(causes)
 
     def log(self, logs: dict[str, float]) -> None:
         """Record metrics in the state and hand them to the callbacks (tensorboard, wandb, ...)."""

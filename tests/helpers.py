@@ -192,6 +192,11 @@ def token_sum(completion_ids, **columns) -> list[float]:
     return [float(sum(ids)) for ids in completion_ids]
 
 
+def fails_later(completions, trainer_state, **columns) -> list[float]:
+    """Fail on every completion of the second step."""
+    return [i / (1 - trainer_state.global_step) for i, _ in enumerate(completions)]
+
+
 def lora(**changed) -> Any:
     """Return the configuration of an adapter on three layers of each block, whose product is zero at the start."""
     from peft import LoraConfig

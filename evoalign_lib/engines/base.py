@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from evoalign_lib import noise
+from evoalign_lib import chats, noise
 from evoalign_lib._model_checks import check_padding, check_prompts
 from evoalign_lib.precision import Weights, copy_to, layout_of, open_weights
 from evoalign_lib.rewards import ARGUMENTS, RewardError, Rewards, Scored
@@ -35,6 +35,8 @@ class Evaluation:
     """(completions,) bool: no end token within the limit"""
     core_seconds: float
     """CPU time of the worker"""
+    written: int
+    """hash of the completions' tokens, by which members that write the same are told"""
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,14 @@ class Prompts:
     Args:
         rows: the data set: mappings with "prompt" (a string or a list of messages) and further columns.
         tokenizer: the model's tokenizer.
-        template: further arguments of apply_chat_template, for prompts that are messages.
+        template: further arguments of apply_chat_template, for prompts that are messages (see `chats.opened`).
+
+    Attributes:
+        date: the date that the chat template stated instead of today's (`chats.DATE`); None: it did not ask for it.
 
     Raises:
-        ValueError: no rows, rows without "prompt", rows with different columns, or a template for prompts that are
-            strings.
+        ValueError: no rows, rows without "prompt", rows with different columns, a template for prompts that are
+            strings, messages that cannot be rendered, or a prompt without tokens or with an end token as the last.
         TypeError: rows that are not a sequence of mappings, or prompts of different types.
     """
 
@@ -86,27 +91,38 @@ class Prompts:
                 )
         if taken := sorted(rows[0].keys() & set(ARGUMENTS)):
             raise ValueError(f"the column {taken[0]!r} is an argument of reward functions: rename the column.")
+        if seen := sorted(rows[0].keys() & {"image", "images"}):
+            raise ValueError(f"the column {seen[0]!r} holds images, which models here cannot read: remove it.")
         texts = self.prompts = [row["prompt"] for row in rows]
         self.conversational = not isinstance(texts[0], str)
         for i, prompt in enumerate(texts):
             if not isinstance(prompt, list if self.conversational else str):
                 raise TypeError(f"the prompt of row {i} is {prompt!r:.200}: use strings in all rows, or message lists.")
+        self.date: str | None = None
         if self.conversational:
-            how = {"tokenize": False, "add_generation_prompt": True} | dict(template or {})
-            texts = [tokenizer.apply_chat_template(p, **how) for p in texts]
+            texts = self._rendered(tokenizer, dict(template or {}))
         elif template:
             raise ValueError(
                 f"chat_template_kwargs={dict(template)!r} has no effect: the prompts are strings, to which no template "
                 "applies. Pass lists of messages, or remove it."
             )
         self.columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+        for i, text in enumerate(texts):
+            if text != text.encode(errors="ignore").decode():
+                raise ValueError(f"the prompt of row {i} has a lone surrogate, which is no text: {text!r:.200}.")
         # a rendered chat template has its special tokens already; to other texts the tokenizer adds its own
-        rendered = self.conversational or bool(tokenizer.bos_token and texts[0].startswith(tokenizer.bos_token))
-        ids = tokenizer(texts, add_special_tokens=not rendered, padding=False)["input_ids"]
+        bos = tokenizer.bos_token
+        bare = [not (self.conversational or bos and text.startswith(bos)) for text in texts]
+        encoded = {lacks: tokenizer(texts, add_special_tokens=lacks, padding=False)["input_ids"] for lacks in set(bare)}
+        ids = [encoded[lacks][i] for i, lacks in enumerate(bare)]
         self.lengths = np.array([len(row) for row in ids])
         if not self.lengths.all():
             i = int(self.lengths.argmin())
             raise ValueError(f"the prompt of row {i} is empty after tokenisation: {self.prompts[i]!r}.")
+        ended = [i for i, row in enumerate(ids) if row[-1] == tokenizer.eos_token_id != tokenizer.bos_token_id]
+        if ended:  # in the token that begins texts, too, a prompt may end
+            what = f"the prompt of row {ended[0]} ends in the end token {tokenizer.eos_token!r}"
+            raise ValueError(f"{what}: remove it, or if the tokenizer adds it, set tokenizer.add_eos_token = False.")
         # the shared prefix leaves at least the last token of the shortest prompt out
         same = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*ids, strict=False))
         self.prefix = np.array(ids[0][: min(len(list(same)), self.lengths.min() - 1)], dtype=np.int64)
@@ -116,6 +132,29 @@ class Prompts:
         self.mask = (np.arange(self.width) >= self.width - self.lengths[:, None]).astype(np.int64)
         self.ids = np.full(self.mask.shape, tokenizer.pad_token_id, np.int64)
         self.ids[self.mask == 1] = np.concatenate(ids)
+
+    def _rendered(self, tokenizer: Any, template: dict[str, Any]) -> list[str]:
+        """Return the prompts as texts, and note whether their template asked for the date."""
+        if taken := sorted(template.keys() & chats.OWN):
+            raise ValueError(f"chat_template_kwargs={template!r}: {taken[0]!r} is no setting of a template. Remove it.")
+
+        def clock(form: str) -> str:
+            self.date = chats.DATE.date().isoformat()
+            return chats.DATE.strftime(form)
+
+        texts = []
+        for i, messages in enumerate(self.prompts):
+            try:
+                texts.append(chats.opened(tokenizer, messages, clock, **template))
+            except Exception as error:  # of the template, too, which may raise anything
+                what = f"the prompt of row {i} cannot be rendered ({type(error).__name__}: {error!s:.600})"
+                raise ValueError(f"{what}. Correct the messages, the template or chat_template_kwargs.") from error
+        return texts
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The data set again, one mapping a row."""
+        return [{"prompt": p} | {name: v[i] for name, v in self.columns.items()} for i, p in enumerate(self.prompts)]
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -176,8 +215,10 @@ class Decoding:
         return cut
 
     def stopped(self, raw: list[list[int]]) -> list[bool]:
-        """Return for each completion, as token ids, whether its text contains a stop string."""
-        return [any(stop in text for stop in self.options.stop_strings) for text, _ in self.completions(raw)]
+        """Return whether the texts of completions, token ids, have a stop string, with or without special tokens."""
+        stops = self.options.stop_strings
+        both = zip(self._texts(raw), self._texts(raw, skip_special_tokens=False), strict=True)
+        return [any(stop in text for text in texts for stop in stops) for texts in both]
 
     def just_stopped(self, raw: list[list[int]]) -> list[bool]:
         """Return the same for completions that had no stop string before their last token."""
@@ -189,11 +230,13 @@ class Decoding:
 
     def completions(self, raw: list[list[int]]) -> list[tuple[str, list[int]]]:
         """Return the texts of completions without special tokens, each paired with its ids."""
+        return list(zip(self._texts(raw), raw, strict=True))
+
+    def _texts(self, raw: list[list[int]], skip_special_tokens: bool = True) -> list[str]:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         # one call into the tokenizers library instead of a Python loop over rows
         decode = self.tokenizer.batch_decode if backend is None else backend.decode_batch
-        texts = decode(raw, skip_special_tokens=True)
-        return list(zip(texts, raw, strict=True))
+        return decode(raw, skip_special_tokens=skip_special_tokens)
 
     def scored(
         self, index: int, name: str, indices: np.ndarray, completions: list, trainer_state: Any, started: float
@@ -215,7 +258,8 @@ class Decoding:
         clipped = np.array([raw[-1] not in self.eos_ids for _, raw in completions])
         if self.options.stop_strings:
             clipped &= ~np.array(self.stopped([raw for _, raw in completions]))
-        return Evaluation(scored, lengths, clipped, time.process_time() - started)
+        written = hash(tuple(tuple(raw) for _, raw in completions))
+        return Evaluation(scored, lengths, clipped, time.process_time() - started, written)
 
     @contextmanager
     def _perturbed_elsewhere(self, key: int, sigma: float) -> Iterator[None]:

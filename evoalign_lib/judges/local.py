@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from evoalign_lib import chats
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.checks import choose, whole_number
 from evoalign_lib.judges.answers import Answer, Keep, Messages
@@ -75,10 +76,8 @@ class _Local:
         """Return the token ids of a prompt, rendered by the chat template."""
         from jinja2 import TemplateError
 
-        from evoalign_lib import models
-
         try:
-            text = models.rendered(self.tokenizer, list(messages), add_generation_prompt=True)
+            text = chats.rendered(self.tokenizer, list(messages), add_generation_prompt=True)
         except TemplateError as error:
             raise ValueError(
                 f"the chat template of {self.model!r} does not accept a system and a user message ({error}): pass "

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from evoalign_lib import chats
 from evoalign_lib.checks import nearest
 
 Row = TypeVar("Row")
@@ -158,7 +159,7 @@ def chat_prompt(messages: str | Sequence[Mapping[str, str]], tokenizer: Any) -> 
     if tokenizer is None:
         raise ValueError("the chat variant needs a tokenizer: pass tokenizer=..., or chat_template=False")
     messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return chats.opened(tokenizer, messages)
 
 
 def check_lengths(**columns: Sequence[Any]) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from evoalign_lib.checks import choose, require
+from evoalign_lib.rewards import DataError
 from evoalign_lib.tasks import check_lengths, completion_text
 
 REWARD_FLOOR = 0.0
@@ -132,6 +133,10 @@ def reward(prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[
     Raises:
         ValueError: columns of different lengths.
         TypeError: a completion that is neither a string nor a conversation.
+        DataError (a TypeError and a ValueError): a right answer that is no number.
     """
     check_lengths(prompts=prompts, completions=completions, answer=answer)
+    for right in answer:
+        if not hasattr(right, "__float__"):
+            raise DataError(f"an answer must be a number such as 56, got {right!r:.200}")
     return [float(grade(completion_text(text), right)) for text, right in zip(completions, answer, strict=True)]

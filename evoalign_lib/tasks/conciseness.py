@@ -24,6 +24,7 @@ from typing import Any
 
 from evoalign_lib import tasks
 from evoalign_lib.checks import choose
+from evoalign_lib.rewards import DataError
 
 MEASURES = ("strict", "released")
 REWARD_FLOOR = -2000.0
@@ -263,7 +264,8 @@ def reward(
 
     Raises:
         ValueError: columns of different lengths, or an unknown measure.
-        TypeError: a completion that is neither a string nor a conversation, or an answer that is not a string.
+        TypeError: a completion that is neither a string nor a conversation.
+        DataError (a TypeError and a ValueError): an answer that is not a string.
 
     >>> reward(["What is the capital of France?"] * 3, ["Paris", "", "It is Paris."], ["Paris"] * 3)
     [0.0, -5.0, -7.0]
@@ -271,7 +273,7 @@ def reward(
     tasks.check_lengths(prompts=prompts, completions=completions, answer=answer)
     for target in answer:
         if not isinstance(target, str):
-            raise TypeError(f"a target must be a string, got {target!r}: put quotation marks around it")
+            raise DataError(f"a target must be a string, got {target!r}: put quotation marks around it")
     written = [len(measured(tasks.completion_text(completion), measure)) for completion in completions]
     if written and (log_metric := columns.get("log_metric")):
         log_metric("length", sum(written) / len(written))

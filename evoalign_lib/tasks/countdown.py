@@ -39,6 +39,7 @@ import numpy as np
 
 from evoalign_lib import tasks
 from evoalign_lib.checks import choose, whole_number
+from evoalign_lib.rewards import DataError
 
 PUBLIC_PATH = "countdown/data/countdown.json"  # in `tasks.PUBLIC_REPOSITORY`
 PUBLIC_SHA256 = "f1b5c5865d9f4bc517991740175f14f6869a2f8e4b00f8602f4655fdc6ccd8ba"
@@ -421,8 +422,10 @@ def grade(response: str, numbers: Sequence[int], target: Target, grader: str = "
         Format and answer scores.
 
     Raises:
-        ValueError: unknown grader, or a target that is not a number.
-        TypeError: a response that is not a string, or numbers that are not integers, such as strings.
+        ValueError: unknown grader.
+        TypeError: a response that is not a string.
+        DataError (a TypeError and a ValueError): numbers that are not integers, such as strings, or a target that is
+            not a number.
 
     >>> grade("44 + 19 = 63</think>\\n<answer>44 + 19 + 35</answer>", [44, 19, 35], "98").reward
     1.1
@@ -432,8 +435,9 @@ def grade(response: str, numbers: Sequence[int], target: Target, grader: str = "
     choose("grader", grader, GRADERS)
     if not isinstance(response, str):
         raise TypeError(f"a response must be a string, got {type(response).__name__}")
-    if not all(isinstance(n, Integral) and not isinstance(n, bool) for n in numbers):
-        raise TypeError(f"numbers must be whole numbers such as [44, 19, 35], got {numbers!r:.200}")
+    given = numbers if isinstance(numbers, Iterable) else [None]
+    if not all(isinstance(n, Integral) and not isinstance(n, bool) for n in given):
+        raise DataError(f"numbers must be whole numbers such as [44, 19, 35], got {numbers!r:.200}")
     goal = _exact_target(target)
     if len(response) > _MAX_RESPONSE:
         return Grade(0.0, 0.0)
@@ -465,8 +469,9 @@ def reward(
         (completions,) rewards in 0..1.1.
 
     Raises:
-        ValueError: columns of different lengths, unknown grader, or a target that is not a number.
-        TypeError: a completion that is neither a string nor a conversation, or numbers that are not integers.
+        ValueError: columns of different lengths, or unknown grader.
+        TypeError: a completion that is neither a string nor a conversation.
+        DataError: numbers that are not integers, or a target that is not a number.
     """
     tasks.check_lengths(prompts=prompts, completions=completions, numbers=numbers, target=target)
     grades = [
@@ -617,7 +622,7 @@ def _exact_target(target: Target) -> Fraction:
         return _fraction(target)
     except (TypeError, ValueError, OverflowError, ZeroDivisionError):  # not a number, not finite, or a denominator of 0
         expected = "a finite number or a string such as '98', '-11' or '27.4'"
-        raise ValueError(f"target must be {expected}, got {target!r:.100}") from None
+        raise DataError(f"target must be {expected}, got {target!r:.100}") from None
 
 
 @lru_cache(maxsize=4096)

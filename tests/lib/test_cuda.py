@@ -63,6 +63,22 @@ def test_greedy_and_drawn_completions_are_those_of_the_local_engine(rows, option
         assert ours.generate("train") == local.generate("train") != engine(model=ended_early()).generate("train")
 
 
+@pytest.mark.parametrize("stop", ["<|im_start|>", "<|im_st", "{}<|im_start|>"])
+@pytest.mark.parametrize("decoder", [None, "loop", "generate"])
+def test_a_special_token_in_a_stop_string_ends_a_completion_where_transformers_ends_it(decoder, stop):
+    model, tok = random_model(), tokenizer()
+    whole, how = greedy(model, 12)[0], {"decoder": decoder} if decoder else {}
+    swap, stop = [whole[3], tok.convert_tokens_to_ids("<|im_start|>")], stop.format(tok.decode(whole[2:3]))
+    embedding = model.model.embed_tokens.weight.data  # tied: the model writes one token in the place of the other
+    embedding[swap] = embedding[swap[::-1]]
+    e = engine(LocalEngine if decoder else CudaEngine, model, ROWS[:1], options=Options(stop_strings=(stop,)), **how)
+    asked = torch.from_numpy(e.prompts["train"].ids)
+    expected = model.generate(asked, max_new_tokens=12, stop_strings=[stop], tokenizer=tok)[:, asked.shape[1] :]
+    [evaluation] = e.evaluate(members(1), 1e-30, "train", ALL[:1])
+    assert [ids for _, ids in e.generate("train")[0]] == expected.tolist()
+    assert evaluation.lengths.tolist() == [4] and not evaluation.clipped.any()
+
+
 @pytest.mark.parametrize("sampling", [None, (9, 2)])
 def test_members_have_the_same_results_however_many_decode_at_once(sampling):
     found = []

@@ -66,7 +66,7 @@ def test_prompts_are_rendered_and_padded_on_the_left():
 class _WithBos:
     """A tokenizer that puts a start token before a text, as Llama's does."""
 
-    bos_token, pad_token_id = "<s>", 0
+    bos_token, pad_token_id, bos_token_id, eos_token_id = "<s>", 0, 1, 2
 
     def __call__(self, texts, add_special_tokens, padding):
         return {"input_ids": [[1] * add_special_tokens + [1] * t.startswith("<s>") + [5] for t in texts]}
@@ -78,6 +78,39 @@ class _WithBos:
 @pytest.mark.parametrize("prompt", ["plain", "<s>rendered", [{"role": "user", "content": "chat"}]])
 def test_one_start_token_whoever_wrote_it(prompt):
     assert Prompts([{"prompt": prompt}], _WithBos()).ids.tolist() == [[1, 5]]
+    if isinstance(prompt, str):  # each row for itself
+        assert Prompts([{"prompt": each} for each in ("<s>a", prompt, "b")], _WithBos()).ids.tolist() == [[1, 5]] * 3
+
+
+USER, SO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "so "}
+OPEN = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+CALLS = "{% for m in messages %}{{ m.content }}{% if m.calls is defined %}{{ m.calls | length }}{% endif %}{% endfor %}"
+PARTS = [{"type": "text", "text": letter, "image": None} for letter in "hi"]
+SHOWN = [([USER | {"content": each}], {}, OPEN.replace("hi", each)) for each in ("", "é 你 😀\x00")]
+SHOWN += [([USER | {"content": PARTS}], {}, OPEN), ([USER | {"role": "system"}], {}, OPEN.replace("user", "system"))]
+SHOWN += [([USER | {"calls": None}], {"chat_template": CALLS}, "hi"), ([USER, SO], {}, OPEN + "so ")]  # is continued
+SHOWN += [([USER, SO], {"add_generation_prompt": False, "continue_final_message": True}, OPEN + "so ")]
+SHOWN += [([USER, SO], {"add_generation_prompt": True}, OPEN + "so <|im_end|>\n<|im_start|>assistant\n")]
+SHOWN += [([USER], {"continue_final_message": True}, "<|im_start|>user\nhi")]
+
+
+@pytest.mark.parametrize(("messages", "template", "text"), SHOWN)
+def test_a_template_is_given_what_the_messages_say(messages, template, text):
+    [ids] = Prompts([{"prompt": messages}], tokenizer(), template).ids
+    assert tokenizer().decode(ids) == text
+
+
+test_prompts_that_cannot_be_rendered = refused(
+    *(([bad], {}, f"row 1 .*{named}") for bad, named in (
+        ({"from": "human", "value": "hi"}, "maybe_convert_to_chatml"), ({"role": "user", "text": "hi"}, "None"),
+        (USER | {"content": None}, "None"), (USER | {"content": [{"type": "image"}]}, "'image'"), ("hi", "'hi'"),
+    )),
+    ([], {}, "row 1"),
+    ([SO, USER], {"chat_template": "{{ messages[-1].content }}"}, "row 1 .*'so '"),  # is left out
+    ([SO, USER], {"chat_template": "{{ 'hi' if messages | length == 1 else raise_exception('no') }}"}, "row 1 .*no"),
+    *(([USER], {name: True}, f"chat_template_kwargs=.*'{name}'") for name in ("tokenize", "truncation")),
+    call=lambda messages, template: Prompts([{"prompt": [USER]}, {"prompt": messages}], tokenizer(), template),
+)  # fmt: skip
 
 
 test_bad_prompts = refused(
@@ -90,6 +123,9 @@ test_bad_prompts = refused(
     (["a", "b"], TypeError, "row 0 .*'a'"),
     ({"train": [{"prompt": "a"}]}, TypeError, "'train'"),
     ([{"prompt": "a", "completions": "b"}], ValueError, "'completions'"),
+    ([{"prompt": "a", "images": []}], ValueError, "'images'"),
+    ([{"prompt": "a"}, {"prompt": "b<|im_end|>"}], ValueError, "row 1 .*'<|im_end|>'"),
+    ([{"prompt": "a"}, {"prompt": "b\ud800"}], ValueError, "row 1"),
     call=lambda rows: Prompts(rows, tokenizer()),
 )
 

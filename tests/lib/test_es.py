@@ -13,13 +13,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from es_runs import ROWS, Ending, config, constant, digest, model_bytes, never, read, token_sum, trained, trainer
-from helpers import PROMPTS, random_model, refused, saved, tokenizer
+from helpers import PROMPTS, fails_later, random_model, refused, saved, tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, TrainerCallback
 
 from evoalign_lib import ledger, models
 from evoalign_lib.es import ESConfig, ESTrainer, step_indices
+from evoalign_lib.rewards import RewardError
 
 # ---- ESConfig
 
@@ -173,6 +174,16 @@ def test_failures_of_a_step_are_logged_recorded_and_counted(tmp_path):
     assert tested.counts == {"tied": tested.counts["tied"], "none": 4, "nan": 4, "exception": 4, "timeout": 2}
     steps = read(tmp_path).steps
     assert [step.counts for step in steps] == [{"none": 2, "nan": 2, "exception": 2}, dict.fromkeys(kinds, 2)]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_fails_on_every_completion_stops_the_run(tmp_path, workers):
+    rewards = [token_sum, fails_later]
+    tested = trainer(tmp_path, rewards, reward_floor=0.0, workers=workers, eval_dataset=ROWS[:2])
+    with pytest.raises(RewardError, match="'fails_later' gave ZeroDivisionError"):
+        tested.train()
+    assert len(read(tmp_path).steps) == 1 and tested.evaluate()["eval_rewards/exception"] == 2
+    tested.engine.close()
 
 
 # ---- a step

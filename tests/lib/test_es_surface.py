@@ -160,11 +160,23 @@ def test_completions_are_shown_sent_and_kept(tmp_path, capsys, workers, monkeypa
 # ---- what is said
 
 
-def test_ties_are_said_once_with_their_causes(tmp_path, caplog):
+def by_prompt(prompts, **columns):
+    """Fails on prompts of one letter."""
+    return [1 / (len(prompt) - 1) for prompt in prompts]
+
+
+TIED = [(constant, {}, ["0.3 ", "sigma=0.05", "100 %", "max_completion_length=4"])]
+TIED += [(token_sum, {"sigma": 1e-9}, ["sigma=1e-09"])]
+TIED += [(by_prompt, {"rows": ROWS, "prompts_per_step": 4, "reward_floor": -2.0}, ["sigma=0.05", " 6 ", " 24 "])]
+
+
+@pytest.mark.parametrize(("reward", "settings", "told"), TIED)
+def test_ties_are_said_once_with_their_cause(tmp_path, caplog, reward, settings, told):
     with caplog.at_level(logging.WARNING, logger="evoalign_lib"):
-        trained(tmp_path / "a", constant, max_steps=8)
+        trained(tmp_path / "a", reward, max_steps=8, **settings)
         [said] = [record.getMessage() for record in caplog.records]
-        assert all(word in said for word in ("last 3 populations", "sigma=0.05", "100 %", "max_completion_length=4"))
+        assert all(word in said for word in ("last 3 populations", *told))
+        assert ("max_completion_length" in said) == (reward is not token_sum)
         caplog.clear()
         trained(tmp_path / "b", constant, max_steps=2)
         trained(tmp_path / "c")
@@ -200,11 +212,13 @@ def test_a_reward_model_scores_as_in_trl(conversational):
         completions = [[{"role": "assistant", "content": c}] for c in completions]
         pairs = zip(prompts, completions, strict=True)
         texts = [apply_chat_template({"messages": p + c}, tok)["text"] for p, c in pairs]
+        prompts[1], [said] = [*prompts[1], completions[1][0] | {"content": "b"}], completions[1]
+        completions[1] = [said | {"content": "cd"}]  # goes on with a prompt that ends in "b"
     model.config.pad_token_id = tok.pad_token_id
     inputs = tok(text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
     with torch.inference_mode():
         expected = model(**inputs).logits[:, 0]
-    reward = ModelReward(model, tok)
+    reward = ModelReward(model, tok, {"continue_final_message": True, "add_generation_prompt": False})
     assert reward(prompts, completions) == pytest.approx(expected.tolist(), abs=1e-6)
     reward.rows = 2
     assert reward(prompts, completions) == pytest.approx(expected.tolist(), abs=1e-5)

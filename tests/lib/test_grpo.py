@@ -12,12 +12,13 @@ import torch
 import trl
 from datasets import Dataset
 from grpo_runs import QUIET, SAVING, SETTINGS, adapted, built, length_reward, rows, same, weights
-from helpers import random_model
+from helpers import fails_later, random_model
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from evoalign_lib import grpo, tiny
 from evoalign_lib.engines.local import Prompts
 from evoalign_lib.essa import lora_config
+from evoalign_lib.rewards import RewardError
 
 # ---- settings
 
@@ -300,6 +301,18 @@ def test_a_resumed_run_has_the_bits_and_the_budget_of_an_uninterrupted_one(tmp_p
 
 
 # ---- nulls and sanity arms
+
+
+@pytest.mark.parametrize("arm", ["grpo", "rloo"])
+def test_prompts_and_failures_are_treated_as_by_es(tmp_path, arm):
+    data = [{"prompt": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "It is "}]}] * 2
+    tested, budget = built(tmp_path, arm, fails_later, data=data, given={"reward_floor": 0.0})
+    with pytest.raises(RewardError, match="'fails_later' gave ZeroDivisionError"):
+        tested.train()
+    found = Prompts(data, tiny.tokenizer())  # whose answer goes on
+    assert budget.total["prompt_tokens"] == 8 * found.width and tested.state.global_step == 1
+    with pytest.raises(ValueError, match="row 0 .*'from'"):
+        built(tmp_path, arm, data=[{"prompt": [{"from": "human", "value": "1+1"}]}] * 2)
 
 
 def test_random_rewards_are_those_of_seed_and_step():

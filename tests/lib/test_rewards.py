@@ -6,8 +6,10 @@ import functools
 import itertools
 import math
 import pickle
+import re
 import signal
 import sys
+import threading
 import time
 import types
 
@@ -144,6 +146,35 @@ def test_the_call_is_that_of_trl():
     assert all(type(value) is list for value in seen["columns"].values())
 
 
+def test_what_a_function_changes_reaches_nobody_else():
+    """As in TRL, whose data sets give lists of their own; a lock, which cannot be copied, is itself."""
+    row = {"deep": [1, {"a": [2]}], "pair": ([3], {4}), "array": np.ones(2), "lock": threading.Lock()}
+    talk, said, seen = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}], []
+
+    def uses_up(deep, pair, array, lock, trainer_state, log_metric, log_extra, **others):
+        seen.append(repr((others, deep, pair, array)))
+        for p, c, ids, d, (first, second), a in zip(*others.values(), deep, pair, array, strict=True):
+            p.pop(), c[0].pop("content"), ids.clear(), d.pop()["a"].pop(), first.pop(), second.clear(), a.fill(0)
+        others["prompts"].clear()
+        return [float(each is row["lock"]) for each in lock]
+
+    columns = {name: [value] * 2 for name, value in row.items()}  # two samples of one prompt
+    for _ in range(2):
+        found = score(Rewards([uses_up, uses_up]), [said] * 2, columns, [talk] * 2, [[7, 8]] * 2)
+        assert found.rewards.tolist() == [2.0, 2.0]
+    assert len(seen) == 4 and len(set(seen)) == 1
+
+
+def test_functions_of_one_name_are_numbered():
+    functions = [lambda **columns: [1.0], length, functools.partial(length, more=2), lambda **columns: [4.0]]
+    functions += [types.FunctionType(functions[0].__code__, {}, name) for name in ("length_2", "step")]
+    scored = score(Rewards(functions, table=True), ["abc"])
+    # the table of completions has a column "step", too
+    means = {"<lambda>": 1, "length": 3, "length_2": 3, "<lambda>_2": 4, "length_2_2": 1, "step_2": 1}
+    assert {name: mean for name, (mean, _) in scored.functions.items()} == means
+    assert {name: cells[0] for name, cells in scored.table.items() if name in means} == means
+
+
 def test_rewards_may_be_any_sequence_of_numbers():
     sequences = [1, 0.5], (1, 0.5), np.array([1, 0.5]), torch.tensor([1, 0.5]), [True, np.float32(0.5)]
     assert Rewards([length], np.float32([2]), np.float64(-1)).weights == [2.0]
@@ -159,7 +190,7 @@ def test_the_weighted_sum_is_over_the_functions_that_apply():
     functions = [lambda returned=returned, **columns: returned for returned in values]
     scored = score(Rewards(functions, [2.0, -1.0, 10.0]), ["x"] * 3)
     assert scored.rewards.tolist() == pytest.approx([22.0, math.nan, -2.0], nan_ok=True)
-    assert scored.counts["none"] == 5 and scored.functions["<lambda>"] == (2.0, 0.0)
+    assert scored.counts["none"] == 5 and list(scored.functions.values()) == [(0.75, 0.25), (3.0, 0.0), (2.0, 0.0)]
 
 
 # ---- failures and floors
@@ -207,6 +238,31 @@ def test_floor_declared_by_the_module_or_by_the_function(monkeypatch):
     # what the run is configured with goes before what a task declares
     assert score(Rewards(reward, floor=-4.0), ["x"]).rewards.tolist() == [-4.0]
     assert all(Rewards(tasks.get(name).reward).floors == [tasks.get(name).REWARD_FLOOR] for name in tasks.TASKS)
+
+
+@pytest.mark.parametrize(("function", "cause"), [(parse, "ValueError.*'x'"), (lambda **_: [math.nan, None], "nan")])
+def test_a_floor_is_for_single_failures(function, cause):
+    """A function that fails whatever is written shows a fault of its own, or of its columns."""
+    rewards = Rewards([length, function], floor=-1.0)
+    bad, good = score(rewards, ["x", "y"]), score(Rewards(length), ["x"])
+    rewards.check_failures([bad, good])
+    with pytest.raises(RewardError, match=f"'{function.__name__}' gave {cause}"):
+        rewards.check_failures([bad, bad])
+
+
+COUNTDOWN = [{"numbers": bad, "target": "3"} for bad in ([1.0], "[1, 2]", torch.tensor([1, 2]), None, 5)]
+COUNTDOWN += [{"target": bad, "numbers": [1, 2]} for bad in ("1,003", None, [3])]
+
+
+@pytest.mark.parametrize("floor", [None, 0.0])
+@pytest.mark.parametrize(
+    ("task", "columns"),
+    [*(("countdown", row) for row in COUNTDOWN), ("arithmetic", {"answer": "56"}), ("conciseness", {"answer": 5})],
+)
+def test_a_column_by_which_nothing_can_be_scored_stops_the_run(task, columns, floor):
+    """None: the floor that the task declares."""
+    with pytest.raises(TypeError, match=re.escape(repr(next(iter(columns.values()))))):
+        score(Rewards(tasks.get(task).reward, floor=floor), ["a"], {name: [value] for name, value in columns.items()})
 
 
 # ---- functions with a state
