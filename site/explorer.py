@@ -45,14 +45,18 @@ def block(results: str) -> str:
 
 def html(found: Mapping[str, Any]) -> str:
     """Return the page's HTML with the result of `data` inserted. Raises ValueError for a page over 600 kB."""
-    page = (HERE / "explorer.html").read_text(encoding="utf-8")
-    head, marker, tail = page.partition("__DATA__")
-    if not marker or "__DATA__" in tail:
-        raise ValueError("explorer.html must contain __DATA__ exactly once, where the data go.")
-    made = head + embedded(found) + tail
+    made = filled("explorer.html", found)
     if len(made) > MOST:
         raise ValueError(f"the explorer has {len(made)} bytes, but at most {MOST} are allowed: show fewer runs.")
     return made
+
+
+def filled(name: str, value: Any) -> str:
+    """Return a page beside this file with its data inserted."""
+    head, marker, tail = (HERE / name).read_text(encoding="utf-8").partition("__DATA__")
+    if not marker or "__DATA__" in tail:
+        raise ValueError(f"{name} must contain __DATA__ exactly once, where the data go.")
+    return head + embedded(value) + tail
 
 
 def embedded(value: Any) -> str:

@@ -310,6 +310,11 @@ def _explorer(results: str) -> str:
     return f"```{{raw}} html\n{_beside('explorer').block(results)}\n```"
 
 
+def _replay(_: str) -> str:
+    """Return the page of the replay, in a fence for raw HTML."""
+    return f"```{{raw}} html\n{_beside('explorer').filled('replay.html', _beside('replay').data())}\n```"
+
+
 def _beside(name: str) -> ModuleType:
     """Import a module of this folder, which is not a package and may not be on the caller's path."""
     spec = importlib.util.spec_from_file_location(f"site_{name}", HERE / f"{name}.py")
@@ -351,6 +356,7 @@ _INCLUDES: dict[str, Callable[[str], str]] = {
     "claim_entries": _claim_entries,
     "figures": _figures,
     "explorer": _explorer,
+    "replay": _replay,
     "api": _api,
     "api_tree": _api_tree,
 }

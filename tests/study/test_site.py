@@ -1,9 +1,13 @@
 """The site: its pages name what is committed, its links are checked, its formulas and docstrings are set, offline."""
 
+import gzip
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import nbformat
 import numpy as np
@@ -14,12 +18,14 @@ from evoalign_study.kinds.weights import pack_texts
 from evoalign_study.records import pack_bits, read_records, unpack_bits, unpack_integers, unpack_probabilities
 from helpers import python
 
+from evoalign_lib import ledger, update_rules
 from evoalign_lib.analysis import coverage
 
 sys.path.append(str(paths.ROOT / "site"))  # no package
 import check
 import explorer
 import pages
+import replay
 
 SITE = paths.ROOT / "site"
 
@@ -193,6 +199,91 @@ def test_categories_are_the_support_of_the_records(coverages):
         greedy = np.sum([unpack_bits(record["greedy_bits"], 256) for record in records], 0, dtype=int)
         assert np.array_equal(unpack_integers(model["greedy"]), greedy)
     assert sum(models[0]["expected"]) == pytest.approx(256, abs=0.3)
+
+
+# the replay in JavaScript
+
+CHECKS = text_of(paths.ROOT / "tests" / "study", "site_checks.js")
+
+
+@contextmanager
+def chromium(folder, page="about:blank"):
+    """Yield a function that evaluates JavaScript on a page in Chromium, which is spoken to through a pipe."""
+    found = shutil.which("chromium") or shutil.which("google-chrome") or pytest.skip("Chromium is not installed")
+    (commands, to), (back, answers) = os.pipe(), os.pipe()
+    options = "--headless --no-sandbox --disable-gpu --disable-quic --disable-sync --disable-background-networking "
+    options += f"--no-first-run --disable-component-update --remote-debugging-pipe --user-data-dir={folder}"
+    command = ["bash", "-c", f'exec "$0" "$@" 3<&{commands} 4>&{answers}', found, *options.split()]
+    with subprocess.Popen(command, pass_fds=(commands, answers), stderr=subprocess.DEVNULL):
+        os.close(commands), os.close(answers)
+        with open(to, "wb", 0) as sent, open(back, "rb") as received:  # Chromium ends when they are closed
+
+            def call(method, session=(), **parameters):
+                message = {"id": 1, "method": method, "params": parameters, **dict(session)}
+                sent.write(json.dumps(message).encode() + b"\0")
+                while "id" not in (said := json.loads(b"".join(iter(lambda: received.read(1) or b"\0", b"\0")))):
+                    pass  # an event
+                return said["result"]
+
+            def value(script):
+                result = call("Runtime.evaluate", session, expression=script, awaitPromise=True, returnByValue=True)
+                assert "exceptionDetails" not in result, result
+                return result["result"].get("value")
+
+            target = call("Target.createTarget", url=page)["targetId"]
+            session = call("Target.attachToTarget", targetId=target, flatten=True)  # its sessionId
+            while value("document.readyState + location") != f"complete{page}":
+                pass
+            yield value
+
+
+def in_javascript(expression, folder):
+    """Evaluate an expression after the scripts of the noise law and the replay, in Node or else in Chromium."""
+    scripts = "".join(text_of(SITE / "static", name) for name in ("noise.js", "replay.js")) + CHECKS
+    if node := shutil.which("node"):
+        text = f"{scripts}console.log(JSON.stringify({expression}))"
+        return json.loads(subprocess.run([node, "-"], input=text, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    with chromium(folder) as value:
+        return value(scripts + expression)
+
+
+def test_javascript_gives_the_known_answers_of_the_noise_law(tmp_path):
+    text = text_of(paths.ROOT / "evoalign_lib", "noise_vectors.json")
+    text = re.sub(r'("seed": )(\d+)', r'\1"\2"', text)  # JavaScript's numbers have 53 bits
+    given = json.loads(text)
+    expected = {name: [one.get("normals") or one["noise"] for one in given[name]] for name in list(given)[-3:]}
+    expected["philox"] = [one["words"] for one in given["philox"]]
+    expected["keys"] = [[one["run_key"], one["member_key"]] for one in given["keys"]]
+    expected["parameter_ids"] = list(given["parameter_ids"].values())
+    assert in_javascript(f"knownAnswers(noiseLaw(), {text})", tmp_path) == expected
+
+
+@pytest.mark.parametrize("name", [replay.RUN, "c5230deed6937ff6"])  # formats 1 and 4; the second has exact rewards
+def test_javascript_reads_a_ledger_as_python_does_and_finds_an_edit(name, tmp_path):
+    path = paths.RESULTS / "02_grpo_countdown" / "ledgers" / f"{name}.jsonl.gz"
+    kept = ledger.read(path)
+    moved = [update_rules.coefficients(step.rewards, kept.settings["alpha"]).view(np.uint32) for step in kept.steps]
+    text = json.dumps(gzip.decompress(path.read_bytes()).decode())
+    found = in_javascript(f"read(replayLaw(noiseLaw()), {text})", tmp_path)
+    assert found["coefficients"] == [" ".join(f"{word:08x}" for word in step) for step in moved]
+    assert re.findall(r"line \d+", *found["refused"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # half a minute on an idle core
+def test_the_page_replays_its_run_to_the_recorded_digest_and_its_models_answer_as_recorded(tmp_path):
+    shutil.copytree(SITE / "static", tmp_path / "_static")
+    page = tmp_path / "index.html"
+    page.write_text(
+        '<!doctype html><meta charset="utf-8">' + explorer.filled("replay.html", replay.data()), encoding="utf-8"
+    )
+    assert list(check.problems(tmp_path)) == []
+    run, other = replay.both()
+    bits = [unpack_bits(record["test"]["greedy_bits"], 2000)[:: replay.EVERY] for record in (run, other)]
+    with chromium(tmp_path / "profile", page.as_uri()) as value:
+        assert value(f"{CHECKS}replayed()") == [run["ledger"]["weights"], "rp-good"]
+        right = np.array(value(f"asked({len(bits[0])})"))
+    assert np.array_equal(right[:, 1:], np.transpose(bits).astype(bool))
 
 
 # the texts of site/ are true
