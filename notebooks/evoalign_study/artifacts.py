@@ -417,7 +417,7 @@ def lost_from_history() -> list[str]:
 
     A withdrawn record is not reported if LOG.md quotes the first 12 digits of the SHA-256 of its line.
     """
-    once = provenance.added_lines("paper/results/*/*.index") or []
+    once = provenance.added_lines("paper/results/*/*.index")
     log = _text(paths.ROOT / "LOG.md")
     now = {file: set(_text(file).splitlines()) for file, _ in once}
     return [

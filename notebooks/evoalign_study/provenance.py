@@ -52,30 +52,39 @@ def commit() -> str:
         return "unknown"
 
 
-def added_lines(files: str) -> list[tuple[Path, str]] | None:
-    """Return every line that any commit has added to the matching files, with its file; None without git.
+# whatever git's configuration or the attributes of files say; a merge may add lines that no parent has
+_ADDED = "log --full-history --format= --patch --unified=0 --no-ext-diff --no-textconv --no-color --no-renames"
+_ADDED += " --reverse --text --diff-merges=first-parent --relative --src-prefix=a/ --dst-prefix=b/"
+
+
+def added_lines(files: str) -> list[tuple[Path, str]]:
+    """Return every line that any commit has added to the matching files, with its file; none without git.
 
     files: a pattern relative to the checkout's top folder, such as "paper/results/*/*.index"; deleted files count.
     """
-    options = "--full-history --format= --patch --unified=0 --no-ext-diff --no-color --no-renames --reverse".split()
-    try:
-        patches = _git("log", *options, "--", f":(top,glob){files}")
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    pattern = f":(glob){files}"
     added, file = [], paths.ROOT
-    for line in patches.splitlines():
+    for line in _git(*_ADDED.split(), "--", pattern).split("\n") if history(pattern)[0] else ():
         if line.startswith("+++ "):
             file = paths.ROOT / line.removeprefix("+++ b/")
         elif line.startswith("+"):
-            added.append((file, line[1:]))
-    return added
+            added.append((file, line[1:].rstrip("\r")))
+    return list(dict.fromkeys(added))
+
+
+def history(*files: str) -> tuple[int, bool]:
+    """Return how many commits have changed files, 0 without git, and whether the clone is shallow: lacks older ones."""
+    try:
+        commits = int(_git("rev-list", "--count", "--full-history", "HEAD", "--", *files))
+        return commits, _git("rev-parse", "--is-shallow-repository").strip() == "true"
+    except (OSError, subprocess.CalledProcessError):
+        return 0, False
 
 
 def _git(*arguments: str) -> str:
     """Run git in the checkout and return its output."""
-    command = ["git", *arguments]
-    done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, encoding="utf-8", check=True)
-    return done.stdout
+    how = {"cwd": paths.ROOT, "capture_output": True, "encoding": "utf-8", "errors": "replace", "check": True}
+    return subprocess.run(["git", *arguments], **how).stdout
 
 
 def _code(notebook: str) -> list[str]:
