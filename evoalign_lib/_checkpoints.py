@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
-from evoalign_lib import files, ledger
+from evoalign_lib import files, ledger, models
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib._ledger_lines import BEGIN, with_defaults
 from evoalign_lib.files import replace_bytes, sync_folder
@@ -125,14 +125,20 @@ def _state_of(folder: Path) -> dict[str, Any]:
     return saved
 
 
-def write_start(output_dir: Path, weights: Weights, save_model: Callable[[Path], None]) -> None:
+def write_start(output_dir: Path, weights: Weights, save_model: Callable[[Path], None], base: str | None) -> None:
     """Write a run's initial adapter, completely or not at all, in the formats that PEFT and `read_start` load.
+
+    base: name of its base in the ledger. A shipped base lies elsewhere on another machine, so it is named, not placed.
 
     Raises:
         OSError: it cannot be written (a full disk).
     """
     message = "the adapter that the run begins with could not be written ({}). Make room, then call train()"
     with _whole(output_dir / ledger.START, message, weights, save_model) as partial:
+        config = json.loads((partial / "adapter_config.json").read_text(encoding="utf-8"))
+        if base and config["base_model_name_or_path"] == models.place(base):
+            config["base_model_name_or_path"] = base
+            (partial / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
         for path in filter(Path.is_file, partial.iterdir()):  # the ledger's next line, which is synced, relies on it
             with open(path, "r+b") as file:
                 os.fsync(file.fileno())

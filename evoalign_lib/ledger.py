@@ -641,7 +641,9 @@ def start_of(ledger: Ledger, model: str | None = None) -> str:
         return str(ledger.path.parent / START)
     name = ledger.header["model"]["name"]
     if name not in tiny.SHIPPED:
-        raise LedgerError(f"{ledger.path} names {name!r:.200}, which is no shipped base: pass the model (--model).")
+        raise LedgerError(
+            f"{ledger.path} names {name!r:.200}, which is no shipped base: pass the model (base, or --model)."
+        )
     return name
 
 
