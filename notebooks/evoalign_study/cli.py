@@ -49,7 +49,7 @@ def verify(
     drawn: Annotated[str | None, typer.Option(help="Folder that make test drew into; nothing is executed.")] = None,
 ) -> None:
     """Check the committed records against their index; redraw and compare every table, number and plotted value."""
-    from evoalign_study import artifacts, provenance
+    from evoalign_study import artifacts, history
 
     chosen = _notebooks(notebook or ())
     if drawn and write:
@@ -61,7 +61,7 @@ def verify(
         for problem in artifacts.verify(chosen or None, write, Path(drawn) if drawn else None):
             typer.echo(problem)
             disagree = True
-    commits, shallow = provenance.history("paper/results", "paper/claims.lock")
+    commits, shallow = history.commits("paper/results", "paper/claims.lock")
     if not commits:
         typer.echo("no git history here: records and paper/claims.lock were not compared with it")
     elif shallow:

@@ -11,6 +11,7 @@ import numpy as np
 
 from evoalign_lib import __version__
 from evoalign_study import paths
+from evoalign_study.history import git
 
 
 def environment(engine: str = "local", gpus: int = 1) -> dict[str, str]:
@@ -45,46 +46,11 @@ def commit() -> str:
     The code of a notebook is its code cells: its text and outputs may change.
     """
     try:
-        changed = _git("diff", "HEAD", "--name-only", "--no-renames", "--", ".", *_DRAWN).splitlines()
-        same = all(n.endswith(".ipynb") and _code(_git("show", f"HEAD:{n}")) == _code_now(n) for n in changed)
-        return _git("rev-parse", "--short=12", "HEAD").strip() + ("" if same else "+")
+        changed = git("diff", "HEAD", "--name-only", "--no-renames", "--", ".", *_DRAWN).splitlines()
+        same = all(n.endswith(".ipynb") and _code(git("show", f"HEAD:{n}")) == _code_now(n) for n in changed)
+        return git("rev-parse", "--short=12", "HEAD").strip() + ("" if same else "+")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-# whatever git's configuration or the attributes of files say; a merge may add lines that no parent has
-_ADDED = "log --full-history --format= --patch --unified=0 --no-ext-diff --no-textconv --no-color --no-renames"
-_ADDED += " --reverse --text --diff-merges=first-parent --relative --src-prefix=a/ --dst-prefix=b/"
-
-
-def added_lines(files: str) -> list[tuple[Path, str]]:
-    """Return every line that any commit has added to the matching files, with its file; none without git.
-
-    files: a pattern relative to the checkout's top folder, such as "paper/results/*/*.index"; deleted files count.
-    """
-    pattern = f":(glob){files}"
-    added, file = [], paths.ROOT
-    for line in _git(*_ADDED.split(), "--", pattern).split("\n") if history(pattern)[0] else ():
-        if line.startswith("+++ "):
-            file = paths.ROOT / line.removeprefix("+++ b/")
-        elif line.startswith("+"):
-            added.append((file, line[1:].rstrip("\r")))
-    return list(dict.fromkeys(added))
-
-
-def history(*files: str) -> tuple[int, bool]:
-    """Return how many commits have changed files, 0 without git, and whether the clone is shallow: lacks older ones."""
-    try:
-        commits = int(_git("rev-list", "--count", "--full-history", "HEAD", "--", *files))
-        return commits, _git("rev-parse", "--is-shallow-repository").strip() == "true"
-    except (OSError, subprocess.CalledProcessError):
-        return 0, False
-
-
-def _git(*arguments: str) -> str:
-    """Run git in the checkout and return its output."""
-    how = {"cwd": paths.ROOT, "capture_output": True, "encoding": "utf-8", "errors": "replace", "check": True}
-    return subprocess.run(["git", *arguments], **how).stdout
 
 
 def _code(notebook: str) -> list[str]:

@@ -338,7 +338,7 @@ def test_no_secret_is_written(tmp_path, monkeypatch, caplog):
     """A planted token is in no file of a run, nor in its log."""
     secret = "hf_plantedtoken"
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
-    given = {"token": secret, "revision": "main"}
+    given = {"token": secret, "revision": "main", "proxies": {"https": f"http://user:{secret}@proxy"}}
     settings = {"report_to": "tensorboard", "save_strategy": "steps", "save_steps": 1, "max_steps": 1}
     args = config(tmp_path / "run", model_init_kwargs=given, hub_token=secret, **settings)
     tested = ESTrainer(saved(tmp_path / "base"), token_sum, args, ROWS)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from evoalign_study import artifacts, claims, cli, paths, provenance, records
+from evoalign_study import artifacts, claims, cli, history, paths, records
 from evoalign_study.records import append_record, index_problems, read_records, record_files, spec_hash
 from helpers import fork, refused, wait
 from hypothesis import given, settings
@@ -335,7 +335,7 @@ def test_the_history_is_read_whatever_git_is_told_and_an_index_does_not_begin_an
     git("checkout", "-qb", "side"), git("commit", "-qm", "side", "--allow-empty"), git("checkout", "-q", "main")
     git("merge", "-q", "--no-ff", "--no-commit", "side")
     append_record(file, record(1)), git("add", "."), git("commit", "-qm", "a merge that adds a record")
-    assert artifacts.record_problems() == [] and provenance.history("paper/results") == (2, False)
+    assert artifacts.record_problems() == [] and history.commits("paper/results") == (2, False)
     file.write_text(file.read_text().replace("0.25", "1.0")), file.with_suffix(".index").unlink()
     for forged in (False, True):
         assert CliRunner().invoke(cli.app, ["seal"]).exit_code == 1 and not file.with_suffix(".index").exists()
@@ -345,7 +345,7 @@ def test_the_history_is_read_whatever_git_is_told_and_an_index_does_not_begin_an
     git("clone", "-q", "--depth", "1", f"file://{repository}", "shallow")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paths, "ROOT", repository / "shallow")
-        assert provenance.history("paper/results") == (1, True)
+        assert history.commits("paper/results") == (1, True)
 
 
 # ---- packed numbers

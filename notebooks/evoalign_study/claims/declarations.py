@@ -12,7 +12,7 @@ from numbers import Real
 from pathlib import Path
 
 from evoalign_lib.checks import require
-from evoalign_study import paths, provenance
+from evoalign_study import history, paths
 from evoalign_study.claims.checks import Schema, check, some
 from evoalign_study.claims.rules import check_rule
 from evoalign_study.claims.selection import Claim, committed_records, has_runs
@@ -125,7 +125,7 @@ def lock_problems() -> list[str]:
 
 def once_locked() -> list[tuple[str, str]]:
     """Return claim and hash of every line that any commit has added to claims.lock; none without git."""
-    added = (_LINE.fullmatch(line) for _, line in provenance.added_lines("paper/claims.lock"))
+    added = (_LINE.fullmatch(line) for _, line in history.added_lines("paper/claims.lock"))
     return [(match[1], match[2]) for match in added if match]
 
 
