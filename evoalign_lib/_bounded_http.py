@@ -1,6 +1,8 @@
 """An HTTP client for servers that may send anything: bounds on an answer's bytes and on a request's seconds."""
 
 import threading
+from concurrent.futures import Future
+from contextlib import closing
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +22,7 @@ def client(http: ModuleType, seconds: float, **options: Any) -> Any:
         **options: arguments of the module's Client.
     """
 
-    def body(answer: Any, over: threading.Event) -> bytes:
+    def read(answer: Any, over: threading.Event) -> bytes:
         if (coding := answer.headers.get("content-encoding", "identity")) != "identity":
             raise http.RemoteProtocolError(f"a compressed answer ({coding:.40}), though none was asked for")
         found = bytearray()
@@ -33,30 +35,24 @@ def client(http: ModuleType, seconds: float, **options: Any) -> Any:
     class Bounded(http.Client):
         def send(self, request: Any, **how: Any) -> Any:
             request.headers["accept-encoding"] = "identity"
-            found: list[Any] = []
-            over, send = threading.Event(), super().send
+            how |= {"stream": True, "follow_redirects": False}
+            done, over, send = Future(), threading.Event(), super().send
 
             def receive() -> None:
                 try:
-                    answer = send(request, **how | {"stream": True, "follow_redirects": False})
-                    try:
-                        about = {"headers": answer.headers, "content": body(answer, over), "request": request}
-                    finally:
-                        answer.close()
-                    found.append(http.Response(answer.status_code, **about))
-                except BaseException as error:  # for the thread that waits
-                    found.append(error)
+                    with closing(send(request, **how)) as answer:
+                        told = {"headers": answer.headers, "content": read(answer, over), "request": request}
+                    done.set_result(http.Response(answer.status_code, **told))
+                except BaseException as error:
+                    done.set_exception(error)
 
             # a thread of its own, because no setting of the client limits the time of a whole request
-            thread = threading.Thread(target=receive, daemon=True)
-            thread.start()
+            threading.Thread(target=receive, daemon=True).start()
             try:
-                thread.join(seconds)
+                return done.result(seconds)
+            except TimeoutError as error:
+                raise http.ReadTimeout(f"no whole answer in {seconds:g} s", request=request) from error
             finally:
                 over.set()
-            answer = found[0] if found else http.ReadTimeout(f"no whole answer in {seconds:g} s", request=request)
-            if isinstance(answer, BaseException):
-                raise answer
-            return answer
 
     return Bounded(timeout=seconds, **options)

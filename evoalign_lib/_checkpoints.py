@@ -209,7 +209,12 @@ def read(
         raise ValueError(f"{str(folder)!r} has no best weights (load_best_model_at_end was not set): {remedy}")
     for expected, found in ((saved.get("best"), best), (saved["weights"], tensors)):
         if found is not None:
-            weights.load(found)
+            try:
+                weights.load(found)
+            except (KeyError, RuntimeError) as error:
+                raise ValueError(
+                    f"{str(folder)!r} is damaged, in a tensor's name or shape ({error}): {remedy}"
+                ) from error
             if weights.digest() != expected:
                 raise ValueError(f"the weights of {str(folder)!r} differ from those that were saved: {remedy}")
     return state, (saved["best"], best) if needs_best and best is not None else None, saved
@@ -257,16 +262,16 @@ def sound(resume_from: bool | str | os.PathLike[str] | None, output_dir: str | o
             f"no complete checkpoint in {str(output_dir)!r}, none has a {SUMS}: call train() to start anew."
         )
     folder = known[-1] if resume_from is True else Path(resume_from)
-    earlier = [str(path) for path in known if path.resolve() != folder.resolve()]
-    remedy = f"resume from {earlier[-1]!r}" if earlier else "call train() to start anew"
     try:
-        recorded = json.loads((folder / SUMS).read_text())
-        found = _sums(folder)
-        bad = [name for name in recorded if found.get(name) != recorded[name]]
+        recorded, found = json.loads((folder / SUMS).read_text()), _sums(folder)
+        bad = [name for name in recorded if found.get(name) != recorded[name]] if recorded else [SUMS]
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{str(folder)!r} is no complete checkpoint ({error}): remove it, and {remedy}.") from error
-    if bad or not recorded:
-        raise ValueError(f"{str(folder)!r} is damaged ({', '.join(bad[:3]) or SUMS}): remove it, and {remedy}.")
+        bad = [f"incomplete: {error}"]
+    if bad:
+        others = ", ".join(str(path) for path in known if path != folder) or "none"
+        raise ValueError(
+            f"{str(folder)!r} is damaged ({', '.join(bad[:3])}): remove it. Other complete ones: {others}."
+        )
     return str(folder)
 
 
@@ -344,6 +349,9 @@ def find_run(
     if source.resolve() != path.resolve():  # the run continues in another folder
         ledger.refuse_existing(path)
         if (start := source.parent / ledger.START).is_dir():
+            if links := [path for path in (start, *start.rglob("*")) if path.is_symlink()]:
+                what = f"{str(links[0])!r} is a link, and could bring any file into this run"
+                raise ValueError(f"{what}: put the file itself there.")
             shutil.copytree(start, output_dir / ledger.START, dirs_exist_ok=True)
         replace_bytes(path, source.read_bytes(), sync=True)
     run = ledger.Ledger.open(path)

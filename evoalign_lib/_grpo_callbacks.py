@@ -43,8 +43,7 @@ class SummedCheckpoints:
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
-        if self.args.should_save:
-            (folder / _checkpoints.SUMS).unlink(missing_ok=True)  # of a checkpoint that is replaced
+        (folder / _checkpoints.SUMS).unlink(missing_ok=True)  # of a checkpoint that is replaced
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             super()._save_checkpoint(model, trial)

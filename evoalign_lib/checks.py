@@ -92,6 +92,12 @@ def positive(name: str, value: Any, most: float = sys.float_info.max) -> None:
         raise ValueError(f"{name}={value!r} must be {bounds}.")
 
 
+def single(name: str, value: Any) -> None:
+    """Raise ValueError unless a setting is a positive number that float32, the dtype of noise and weights, can hold."""
+    positive(name, value, 2.0**127)
+    require(value >= 2.0**-126, f"{name}={value!r} is below the smallest number of float32.")
+
+
 def address(name: str, url: str) -> str:
     """Return the address of a server without a trailing slash; `name` is the setting's name for errors.
 

@@ -144,7 +144,6 @@ def _protocol() -> type:
                 self._wait()
 
         def _wait(self) -> None:
-            self._unset_keepalive_if_required()
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.transport.close)
 
     return Impatient

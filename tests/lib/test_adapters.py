@@ -106,6 +106,11 @@ def test_a_run_over_a_shipped_base_is_replayed_where_that_lies_elsewhere(tmp_pat
     ran(trainer(tmp_path / "run", model, peft_config=config, max_steps=1))
     texts = [file.read_text() for file in (path.parent / "start").glob("*.json")]
     assert texts and not any(str(tiny.bases_folder()) in text for text in texts)
+    (path.parent / "start/secret").symlink_to("/etc/passwd")
+    (path.parent / "checkpoint-1").mkdir(), (path.parent / "checkpoint-1/es_state.json").write_text("{}")
+    with pytest.raises(ValueError, match="start/secret' is a link"):
+        again = trainer(tmp_path / "mine", model, peft_config=config, max_steps=2)
+        again.train(resume_from_checkpoint=str(path.parent / "checkpoint-1"))
     there = shutil.copytree(tiny.bases_folder() / "A0", tmp_path / "there/A0").parent
     monkeypatch.setattr(tiny, "bases_folder", lambda: there)
     assert ledger.verify(path, ledger.start_of(ledger.read(path))).recomputed
