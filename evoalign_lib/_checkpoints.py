@@ -6,6 +6,9 @@ load_best_model_at_end, transformers' own `trainer_state.json`, and `es_state.js
 resume: budget, counts, digests, and the hash of the ledger's line that the checkpoint belongs to. `es_state.json` also
 contains the SHA-256 of itself and of `trainer_state.json`: a flipped bit in either would otherwise silently change the
 budget or the log.
+
+A checkpoint of a gradient arm is TRL's. It counts once `sha256.json` is in it, the SHA-256 of each of its files, which
+is written last (`sum_up`) and compared before a run resumes (`sound`): TRL itself would go on from flipped bits.
 """
 
 import errno
@@ -25,7 +28,7 @@ from torch import Tensor
 from transformers import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
-from evoalign_lib import files, ledger
+from evoalign_lib import files, ledger, models
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib._ledger_lines import BEGIN, with_defaults
 from evoalign_lib.files import replace_bytes, sync_folder
@@ -37,6 +40,8 @@ _PATIENCE = 1.0  # seconds to wait for another run to release the folder
 Best = tuple[str, Mapping[str, Tensor]]
 """digest and weights of the best evaluation"""
 _STATE, _TRAINER_STATE, _BEST = "es_state.json", "trainer_state.json", "best.safetensors"
+SUMS = "sha256.json"
+"""name of the file with the SHA-256 of the others in a gradient arm's checkpoint"""
 
 
 def write(
@@ -88,6 +93,8 @@ def _whole(folder: Path, message: str, weights: Weights, save_model: Callable[[P
         safetensors.torch.save_file(weights.tensors(), partial / f"{weights.precision}.safetensors")
         yield partial
         if folder.exists():
+            if _is_foreign(folder, f"{weights.precision}.safetensors"):
+                raise FileExistsError(errno.EEXIST, "a folder of that name holds other files: move it elsewhere")
             shutil.rmtree(folder)
         partial.rename(folder)
     except BaseException as error:
@@ -96,6 +103,11 @@ def _whole(folder: Path, message: str, weights: Weights, save_model: Callable[[P
             reason = getattr(error, "strerror", None) or error
             raise OSError(getattr(error, "errno", None) or errno.EIO, message.format(reason), str(folder)) from error
         raise
+
+
+def _is_foreign(folder: Path, *marks: str) -> bool:
+    """Return whether a folder has files, but none of these names: a user's own, which is never deleted."""
+    return any(folder.iterdir()) and not any((folder / mark).is_file() for mark in marks)
 
 
 def _sha256(data: bytes) -> str:
@@ -113,14 +125,20 @@ def _state_of(folder: Path) -> dict[str, Any]:
     return saved
 
 
-def write_start(output_dir: Path, weights: Weights, save_model: Callable[[Path], None]) -> None:
+def write_start(output_dir: Path, weights: Weights, save_model: Callable[[Path], None], base: str | None) -> None:
     """Write a run's initial adapter, completely or not at all, in the formats that PEFT and `read_start` load.
+
+    base: name of its base in the ledger. A shipped base lies elsewhere on another machine, so it is named, not placed.
 
     Raises:
         OSError: it cannot be written (a full disk).
     """
     message = "the adapter that the run begins with could not be written ({}). Make room, then call train()"
     with _whole(output_dir / ledger.START, message, weights, save_model) as partial:
+        config = json.loads((partial / "adapter_config.json").read_text(encoding="utf-8"))
+        if base and config["base_model_name_or_path"] == models.place(base):
+            config["base_model_name_or_path"] = base
+            (partial / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
         for path in filter(Path.is_file, partial.iterdir()):  # the ledger's next line, which is synced, relies on it
             with open(path, "r+b") as file:
                 os.fsync(file.fileno())
@@ -143,12 +161,16 @@ def read_start(run: ledger.Ledger, weights: Weights) -> None:
         raise ValueError(f"{what}: restore it from a copy, and pass an adapter of the same configuration.") from error
 
 
-def rotate(newest: Path, limit: int | None) -> None:
-    """Delete old checkpoints: keep the newest, whatever its number, and the limit - 1 before it; None: keep all."""
+def rotate(newest: Path, limit: int | None, best: str | None = None) -> None:
+    """Delete old checkpoints: keep the newest, whatever its number, the limit - 1 before it and, if named, the best.
+
+    A user's own folder stays. limit None: all stay.
+    """
     if not limit:
         return
     steps = {p: p.name.removeprefix("checkpoint-") for p in newest.parent.glob("checkpoint-*") if p != newest}
-    others = sorted((p for p, step in steps.items() if step.isdecimal()), key=lambda p: int(steps[p]))
+    ours = (p for p, step in steps.items() if step.isdecimal() and p.is_dir() and not _is_foreign(p, _STATE, SUMS))
+    others = sorted((p for p in ours if best is None or p != Path(best)), key=lambda p: int(steps[p]))
     for old in others[: max(0, len(others) + 1 - limit)]:
         shutil.rmtree(old)
 
@@ -187,10 +209,70 @@ def read(
         raise ValueError(f"{str(folder)!r} has no best weights (load_best_model_at_end was not set): {remedy}")
     for expected, found in ((saved.get("best"), best), (saved["weights"], tensors)):
         if found is not None:
-            weights.load(found)
+            try:
+                weights.load(found)
+            except (KeyError, RuntimeError) as error:
+                raise ValueError(
+                    f"{str(folder)!r} is damaged, in a tensor's name or shape ({error}): {remedy}"
+                ) from error
             if weights.digest() != expected:
                 raise ValueError(f"the weights of {str(folder)!r} differ from those that were saved: {remedy}")
     return state, (saved["best"], best) if needs_best and best is not None else None, saved
+
+
+# ---- a gradient arm's
+
+
+def sum_up(folder: Path) -> None:
+    """Write the SHA-256 of every file of a checkpoint into it."""
+    replace_bytes(folder / SUMS, json.dumps(_sums(folder), indent=1).encode(), sync=True)
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
+    found = {}
+    for path in files:
+        with open(path, "rb") as file:
+            found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def complete(output_dir: str | os.PathLike[str]) -> list[Path]:
+    """Return the checkpoints of a gradient arm that were written to their end, oldest first; a kill leaves others."""
+    folders = [path.parent for path in Path(output_dir).glob(f"checkpoint-*/{SUMS}")]
+    steps = {path: path.name.removeprefix("checkpoint-") for path in folders}
+    return sorted((path for path in folders if steps[path].isdecimal()), key=lambda path: int(steps[path]))
+
+
+def sound(resume_from: bool | str | os.PathLike[str] | None, output_dir: str | os.PathLike[str]) -> str | None:
+    """Return the checkpoint that a gradient arm resumes from; None: from none.
+
+    Args:
+        resume_from: a checkpoint's folder; True: the newest complete one in output_dir.
+        output_dir: of the run.
+
+    Raises:
+        ValueError: there is none, it is incomplete, or files are damaged; names them, and the checkpoint before.
+    """
+    if not resume_from:
+        return None
+    known = complete(output_dir)
+    if resume_from is True and not known:
+        raise ValueError(
+            f"no complete checkpoint in {str(output_dir)!r}, none has a {SUMS}: call train() to start anew."
+        )
+    folder = known[-1] if resume_from is True else Path(resume_from)
+    try:
+        recorded, found = json.loads((folder / SUMS).read_text()), _sums(folder)
+        bad = [name for name in recorded if found.get(name) != recorded[name]] if recorded else [SUMS]
+    except (OSError, ValueError, TypeError) as error:
+        bad = [f"incomplete: {error}"]
+    if bad:
+        others = ", ".join(str(path) for path in known if path != folder) or "none"
+        raise ValueError(
+            f"{str(folder)!r} is damaged ({', '.join(bad[:3])}): remove it. Other complete ones: {others}."
+        )
+    return str(folder)
 
 
 # ---- one run per folder
@@ -267,6 +349,9 @@ def find_run(
     if source.resolve() != path.resolve():  # the run continues in another folder
         ledger.refuse_existing(path)
         if (start := source.parent / ledger.START).is_dir():
+            if links := [path for path in (start, *start.rglob("*")) if path.is_symlink()]:
+                what = f"{str(links[0])!r} is a link, and could bring any file into this run"
+                raise ValueError(f"{what}: put the file itself there.")
             shutil.copytree(start, output_dir / ledger.START, dirs_exist_ok=True)
         replace_bytes(path, source.read_bytes(), sync=True)
     run = ledger.Ledger.open(path)
@@ -303,7 +388,8 @@ def delete_run(output_dir: str | os.PathLike[str]) -> None:
     steps = path.read_bytes().count(b"\n") - 1
     logger.warning("overwrite_output_dir: the run in %s, of about %d steps, is deleted.", folder, steps)
     others = [folder / ledger.START, folder / "completions"]
-    for place in (*folder.glob("checkpoint-*"), *folder.glob("partial-*"), *others):
+    saved = [place for place in folder.glob("checkpoint-*") if place.is_dir() and not _is_foreign(place, _STATE)]
+    for place in (*saved, *folder.glob("partial-*"), *others):
         if place.is_dir():
             shutil.rmtree(place)
     path.unlink()  # last, so that what a kill leaves is still a run and can be deleted

@@ -1,4 +1,4 @@
-"""Callbacks of a gradient arm's trainer: the budget that it spends, and rounding of weights to bfloat16.
+"""Parts of a gradient arm's trainer: the budget that it spends, rounding of weights to bfloat16, and checkpoints.
 
 A separate module because its classes derive from transformers', whose import takes seconds; specs of runs import `grpo`
 without it.
@@ -7,12 +7,14 @@ without it.
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from evoalign_lib import _checkpoints
 from evoalign_lib.engines.processes import rank
 from evoalign_lib.rewards import KINDS, Rewards
 
@@ -34,6 +36,27 @@ class RoundedWeights(TrainerCallback):
         """Round the weights of a model in place."""
         for parameter in model.parameters():
             parameter.data.copy_(parameter.data.bfloat16())
+
+
+class SummedCheckpoints:
+    """Base of a gradient arm's trainer, before TRL's: sums up each checkpoint, and resumes from an undamaged one."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+        (folder / _checkpoints.SUMS).unlink(missing_ok=True)  # of a checkpoint that is replaced
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()  # each process writes its random state
+        if self.args.should_save:
+            _checkpoints.sum_up(folder)
+            _checkpoints.rotate(folder, limit, self.state.best_model_checkpoint)  # not before the new one counts
+
+    def train(self, resume_from_checkpoint: Any = None, *others: Any, **more: Any) -> Any:
+        """Train as TRL does, but from no checkpoint that is damaged or incomplete (`_checkpoints.sound`)."""
+        return super().train(_checkpoints.sound(resume_from_checkpoint, self.args.output_dir), *others, **more)
 
 
 _SPENT = ("completions", "generated_tokens", "prompt_tokens", "core_seconds")

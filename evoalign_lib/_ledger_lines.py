@@ -34,7 +34,7 @@ import numpy as np
 
 from evoalign_lib import _singular, noise, quantisation, update_rules
 from evoalign_lib._anchor import check_decay
-from evoalign_lib.checks import choose, positive, require, whole_number
+from evoalign_lib.checks import choose, positive, require, single, whole_number
 from evoalign_lib.precision import PRECISIONS
 
 FORMATS = (1, 4, 5, 6)
@@ -43,6 +43,8 @@ PREV = 32  # hexadecimal digits
 BEGIN = b'{"evoalign_ledger":'
 # bounds on the sizes in a header; for comparison, DeepSeek-V3 with 671 B parameters has 46,000 tensors
 _MOST_TENSORS, _LONGEST_NAME, _MOST_DIMENSIONS, _LARGEST = 200_000, 500, 8, 2**53
+MOST_MEMBERS = 2**20
+"""bound on population_size: reading a step takes two seconds"""
 _HEADER = {"evoalign_ledger", "noise", "run_key", "settings", "digest_every", "model"}
 # settings that affect the weights and that readers of older formats do not know: format -> value in runs without them
 _SINCE: dict[int, dict[str, Any]] = {
@@ -95,9 +97,9 @@ def _is(name: str, value: Any, *kinds: type) -> None:
 _SETTINGS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("prompts_per_step", "num_generations"), (whole_number, 1, _LARGEST)),
     **dict.fromkeys(("sigma_schedule", "alpha_schedule"), (choose, update_rules.SCHEDULES)),
-    "population_size": (whole_number, 2, _LARGEST),
+    "population_size": (whole_number, 2, MOST_MEMBERS),
     "rank": (whole_number, 0, 2**16 - 1),
-    "sigma": (positive,),
+    "sigma": (single,),
     "precision": (choose, PRECISIONS),
     "noise": (choose, noise.DISTRIBUTIONS),
     "fitness_shaping": (choose, update_rules.SHAPINGS),
@@ -144,7 +146,7 @@ def _check(entries: Mapping[str, Any], checks: Mapping[str, tuple[Any, ...]]) ->
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
     _check(settings, _SETTINGS)
-    _check(settings, _SEARCH if settings["search"] else {"alpha": (positive,)})
+    _check(settings, _SEARCH if settings["search"] else {"alpha": (single,)})
     if falling := [name for name in ("sigma", "alpha") if settings[f"{name}_schedule"] != "constant"]:
         _check(settings, {f"{name}_final_fraction": (positive, 1) for name in falling})
         _check(settings, {"max_steps": (whole_number, 1, _LARGEST)})

@@ -1,12 +1,13 @@
 """Check settings (names, choices, whole numbers, addresses, keys) with the same error messages everywhere."""
 
 import difflib
+import json
 import os
 import sys
 from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 
 def require(holds: Any, message: str) -> None:
@@ -91,6 +92,12 @@ def positive(name: str, value: Any, most: float = sys.float_info.max) -> None:
         raise ValueError(f"{name}={value!r} must be {bounds}.")
 
 
+def single(name: str, value: Any) -> None:
+    """Raise ValueError unless a setting is a positive number that float32, the dtype of noise and weights, can hold."""
+    positive(name, value, 2.0**127)
+    require(value >= 2.0**-126, f"{name}={value!r} is below the smallest number of float32.")
+
+
 def address(name: str, url: str) -> str:
     """Return the address of a server without a trailing slash; `name` is the setting's name for errors.
 
@@ -120,3 +127,19 @@ def key_in(variable: str, needed: bool = True) -> str:
     plain = key.isascii() and key.isprintable()
     require(plain, f"the key in {variable} is not a single line of printable ASCII characters: set it again.")
     return key
+
+
+def without_key(text: str, key: str) -> str:
+    """Return what a server said with its key masked, which some servers repeat; "" is no key."""
+    for spelt in {key, json.dumps(key)[1:-1], repr(key)[1:-1], quote(key)} if key else ():
+        text = text.replace(spelt, "***")
+    return text
+
+
+def as_told(text: str, key: str, most: int) -> str:
+    """Return what a server said for an error: in printable characters, without its key, at most so many of them.
+
+    >>> as_told('401 for "Bearer sk-1"\\n', "sk-1", 100)
+    '401 for "Bearer ***"\\\\n'
+    """
+    return repr(without_key(text, key))[1:-1][:most]

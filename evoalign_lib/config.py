@@ -15,7 +15,8 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from evoalign_lib import models, noise, precision
 from evoalign_lib._anchor import check_decay
-from evoalign_lib.checks import choose, nearest, positive, whole_number
+from evoalign_lib._ledger_lines import MOST_MEMBERS
+from evoalign_lib.checks import choose, nearest, positive, single, whole_number
 from evoalign_lib.engines import ENGINES, check_gpus
 from evoalign_lib.engines.local import DECODERS
 from evoalign_lib.update_rules import SCHEDULES, SHAPINGS
@@ -24,10 +25,11 @@ _COUNTS = ("max_completion_length", "chunk_rows", "num_generations", "num_genera
 _CHECKS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((*_COUNTS, "workers", "tensor_parallel"), (whole_number, 1)),
     **dict.fromkeys(("top_k", "gpus"), (whole_number, 0)),
-    **dict.fromkeys(("sigma", "alpha", "temperature"), (positive,)),
+    **dict.fromkeys(("sigma", "alpha"), (single,)),
+    "temperature": (positive,),
     **dict.fromkeys(("top_p", "sigma_final_fraction", "alpha_final_fraction"), (positive, 1)),
     **dict.fromkeys(("sigma_schedule", "alpha_schedule"), (choose, SCHEDULES)),
-    "population_size": (whole_number, 2, None, "z-scores need two members"),
+    "population_size": (whole_number, 2, MOST_MEMBERS, "z-scores need two members"),
     "rank": (whole_number, 1, 2**16 - 1),
     "fitness": (choose, ("reward", "shuffled", "random")),
     "fitness_shaping": (choose, SHAPINGS),

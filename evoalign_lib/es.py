@@ -395,7 +395,8 @@ class ESTrainer(TrainerSurface):
         if self.ledger is None:
             run = ledger.Ledger.create(self._ledger_path, self._header(digest))
             if _adapters.is_adapted(self.model):  # perhaps drawn at random, and saved nowhere else
-                _checkpoints.write_start(Path(self.args.output_dir), self.engine.weights, self.save_model)
+                folder, base = Path(self.args.output_dir), run.header["model"]["name"]
+                _checkpoints.write_start(folder, self.engine.weights, self.save_model, base)
             self.ledger, digest = run, None
         self.ledger.append(record, digest)
 

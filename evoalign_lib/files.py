@@ -60,12 +60,16 @@ def replace_bytes(path: str | os.PathLike[str], data: bytes, sync: bool = False)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with open(part, "wb") as file:
-        file.write(data)
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
-    part.replace(path)
+    try:
+        with open(part, "wb") as file:
+            file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:  # a full disk, say, which it would fill
+        part.unlink(missing_ok=True)
+        raise
     if sync:
         sync_folder(path.parent)
 

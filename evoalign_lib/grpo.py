@@ -335,7 +335,7 @@ def trainer(
     """Return TRL's trainer for an arm, and its budget.
 
     `train(resume_from_checkpoint=...)` of a trainer created from the starting model continues with the same bits and
-    the same budget as an uninterrupted run.
+    the same budget as an uninterrupted run; it raises ValueError for a checkpoint that is incomplete or damaged.
 
     Args:
         model: a float32 model, or a folder or name (TRL loads it in float32), or a float32 PeftModel whose base is
@@ -547,7 +547,7 @@ def _extended(kind: type, rewards: Rewards, adapted: bool, reweighted: bool) -> 
 
     The trainer always reads prompts as `ESTrainer` does, and logs the state of reward functions after a step,
     unrounded: logged by the functions themselves as a metric, it would be the state before the step, rounded to
-    float32.
+    float32. Its checkpoints are summed up.
 
     Args:
         kind: class of the trainer.
@@ -558,9 +558,10 @@ def _extended(kind: type, rewards: Rewards, adapted: bool, reweighted: bool) -> 
         reweighted: multiply each advantage by the ratio that the `rollout_func` returned.
     """
 
+    from evoalign_lib._grpo_callbacks import SummedCheckpoints
     from evoalign_lib.engines.base import Prompts
 
-    class Extended(kind):
+    class Extended(SummedCheckpoints, kind):
         def log(self, logs, start_time=None):
             if "loss" in logs and rewards.stateful:  # logs of a training step
                 logs = logs | state_metrics(rewards.state())
@@ -644,9 +645,12 @@ def filtered_sft(
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
+    from evoalign_lib._grpo_callbacks import SummedCheckpoints
+
     rows = [
         {"input_ids": [*prompt, *completion], "completion_mask": [0] * len(prompt) + [1] * len(completion)}
         for prompt, completion in pairs
     ]
     args, train = SFTConfig(**stated, **others), Dataset.from_list(rows)
-    return SFTTrainer(model, args, train_dataset=train, processing_class=tokenizer, callbacks=list(callbacks))
+    kind = type("SFTTrainer", (SummedCheckpoints, SFTTrainer), {})
+    return kind(model, args, train_dataset=train, processing_class=tokenizer, callbacks=list(callbacks))

@@ -52,10 +52,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from evoalign_lib import _adapters, _ledger_lines, _singular, files, models, noise, quantisation, tiny, update_rules
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib._ledger_lines import LedgerError, decode_rewards, encode_rewards, pack_shapes, unpack_shapes
+from evoalign_lib.checks import require, whole_number
 from evoalign_lib.precision import Weights, copy_to, digest, open_weights
 
 logger = logging.getLogger(__name__)
@@ -348,11 +350,14 @@ def _read_line(ledger: Ledger, line: Any, text: bytes) -> None:
         rewards = decode_rewards(line)
         names = line.get("names", ledger._names() if "log" in line else [])
         log = dict(zip(map(str, names), map(float, line.get("log", [])), strict=True))
-        counts = {str(name): int(count) for name, count in line.get("counts", {}).items()}
-        known = int(line["tokens"]), float(line["seconds"]), float(line["core"]), counts, log
-        step = Step(line["step"], rewards, *known, _ledger_lines.states(line.get("reward_state", {})))
+        counts = {str(name): whole_number(name, count, 0) for name, count in line.get("counts", {}).items()}
+        seconds = float(line["seconds"]), float(line["core"])
+        require(all(0 <= spent < math.inf for spent in seconds), f"seconds and core are {seconds}.")
+        known = whole_number("tokens", line["tokens"], 0), *seconds, counts, log
+        number = whole_number("step", line["step"], 0)
+        step = Step(number, rewards, *known, _ledger_lines.states(line.get("reward_state", {})))
         ledger._check(step)
-    elif line["end"] != n or weights is None:
+    elif whole_number("end", line["end"], 0) != n or weights is None:
         raise LedgerError(f"it closes the ledger after {line['end']!r} steps, but {n} are recorded.")
     ledger._take(text, last, weights, step)
 
@@ -419,7 +424,8 @@ def _replayed(ledger: Ledger, model: Any, steps: Sequence[int]) -> Iterator[Weig
         weights = _searched(ledger, model)
     check_model(ledger, weights)
     for first, last in itertools.pairwise([0, *steps]):
-        for record in ledger.steps[first:last]:
+        # shown in a terminal if it takes long, which population and steps of the ledger decide
+        for record in tqdm(ledger.steps[first:last], "replay", delay=10, disable=None, leave=False):
             check_weights(ledger, record.step, weights)
             _move(ledger, record, weights)
         check_weights(ledger, last, weights)
@@ -641,7 +647,9 @@ def start_of(ledger: Ledger, model: str | None = None) -> str:
         return str(ledger.path.parent / START)
     name = ledger.header["model"]["name"]
     if name not in tiny.SHIPPED:
-        raise LedgerError(f"{ledger.path} names {name!r:.200}, which is no shipped base: pass the model (--model).")
+        raise LedgerError(
+            f"{ledger.path} names {name!r:.200}, which is no shipped base: pass the model (base, or --model)."
+        )
     return name
 
 

@@ -19,7 +19,13 @@ from evoalign_lib.tiny.base import without_bars
 
 # arguments of from_pretrained that say where the files come from
 _HUB = {"revision", "cache_dir", "token", "local_files_only", "subfolder"}
-_SECRET = re.compile("(.*_)?(token|key|secret|password|authorization)", re.IGNORECASE)
+_SECRET = re.compile("(.*[_-])?(token|key|secret|password|authorization)", re.IGNORECASE)
+# within a text: what stands before the @ of an address, or after a word such as token=, and known kinds of keys
+_SECRETS = re.compile(
+    r"(//)\S+(?=@)|((?:bearer|basic) |(?:token|key|secret|password)[=:])[^&\s]+"
+    r"|\b[^\s/:@]+:[^\s/@]+(?=@)|\b(?:hf_|sk-|ghp_)[\w-]{16,}",
+    re.IGNORECASE,
+)
 
 
 def load(
@@ -130,9 +136,15 @@ def _named(name: str) -> Iterator[None]:
 def masked(keywords: Any) -> Any:
     """Return arguments of `load` with tokens, keys and passwords masked at any depth, so that they may be recorded.
 
+    They are known by their names, and within texts by their form.
+
     >>> masked({"revision": "main", "token": "hf_abc", "headers": [{"api_key": "x"}], "max_tokens": 3})
     {'revision': 'main', 'token': '<TOKEN>', 'headers': [{'api_key': '<API_KEY>'}], 'max_tokens': 3}
+    >>> masked({"proxies": {"https": "http://user:pass@proxy:80"}})
+    {'proxies': {'https': 'http://***@proxy:80'}}
     """
+    if isinstance(keywords, str):
+        return _SECRETS.sub(lambda found: f"{found[1] or found[2] or ''}***", keywords)
     if isinstance(keywords, Mapping):
         return {
             name: f"<{str(name).upper()}>" if isinstance(value, str) and _SECRET.fullmatch(str(name)) else masked(value)

@@ -38,8 +38,8 @@ import numpy as np
 import torch
 
 import evoalign_lib
-from evoalign_lib import _score_models, chats, models, tasks
-from evoalign_lib.checks import address, choose, key_in, positive, whole_number
+from evoalign_lib import _bounded_http, _score_models, chats, models, tasks
+from evoalign_lib.checks import address, as_told, choose, key_in, positive, whole_number
 from evoalign_lib.files import canonical_json
 
 TEXTS = ("beaver", "chat", "continued", "pair")
@@ -528,7 +528,7 @@ class HTTPScorer(_Scorer):
     Args:
         url: address of the server, such as http://127.0.0.1:8100.
         name: the name in logs; None: the server's name for the model.
-        timeout: seconds without a byte from the server after which a request is abandoned.
+        timeout: seconds after which a request is abandoned, however slowly the server still answers.
         retries: how often a request is repeated after a time-out, a lost connection, an HTTP status of 500 or above, or
             a malformed answer. The waits are 0.5, 1, 2, 4, 8, 8, ... s, so that a server may restart meanwhile.
         batch_size: texts per request.
@@ -588,19 +588,19 @@ class HTTPScorer(_Scorer):
     def _read_scores(self, answer: Any, n: int) -> tuple[list[float], int]:
         scores, cut = answer["scores"], answer["truncated"]
         if answer["identity"] != self._fingerprint:
-            raise _OtherModel(f"its model is now {answer['identity']!r:.40}, before it was {self._fingerprint!r}")
+            raise _OtherModel(f"its model is now {answer['identity']!r}, before it was {self._fingerprint!r}")
         numbers = type(scores) is list and {*map(type, scores)} <= {int, float} and all(map(math.isfinite, scores))
         if not numbers or len(scores) != n or type(cut) is not int or not 0 <= cut <= n:
-            raise ValueError(f"not {n} finite numbers, or a wrong count truncated={cut!r:.40}: {scores!r:.100}")
+            raise ValueError(f"not {n} finite numbers, or a wrong count truncated={cut!r}: {scores!r}")
         return scores, cut
 
     def _ask(self, method: str, path: str, body: bytes | None, read: Callable[[Any], Any]) -> Any:
         """Send a request, with retries, and return what `read` makes of the answer."""
         import httpx
 
-        headers = {"Content-Type": "application/json"}
+        headers, key = {"Content-Type": "application/json"}, ""
         if self.api_key_env is not None:
-            headers["Authorization"] = f"Bearer {key_in(self.api_key_env)}"
+            headers["Authorization"] = f"Bearer {(key := key_in(self.api_key_env))}"
         for attempt in range(self.retries + 1):
             if attempt:
                 self.counts["retries"] += 1
@@ -609,25 +609,26 @@ class HTTPScorer(_Scorer):
             try:
                 client = _client(self.url, self.timeout, os.getpid())
                 answer = client.request(method, path, content=body, headers=headers)
-                if answer.status_code < 400:
+                if answer.status_code < 300:
                     return read(answer.json())
                 kind = "refused" if answer.status_code < 500 else "http"
-                what, gone = f"HTTP {answer.status_code}: {answer.text:.300}", answer.status_code in (401, 404)
+                what, gone = f"HTTP {answer.status_code}: {answer.text}", answer.status_code in (401, 404)
             except httpx.TimeoutException as error:
                 kind, what = "timeout", f"no answer within {self.timeout:g} s ({type(error).__name__})"
             except httpx.HTTPError as error:
                 kind, what = "connection", f"{type(error).__name__}: {error}"
             except _OtherModel as error:
                 kind, what = "identity", str(error)
-            except (ValueError, KeyError, TypeError, RecursionError) as error:  # not JSON is a ValueError, too
-                kind, what = "malformed", f"an answer that does not come from evoalign serve-scorer ({error!r:.200})"
+            except (ValueError, LookupError, TypeError, RecursionError, OverflowError) as error:  # ValueError: no JSON
+                kind, what = "malformed", f"an answer that does not come from evoalign serve-scorer: {error}"
             self.counts[kind] += 1
             if kind in ("identity", "refused"):
                 break  # a retry would give the same
         self.counts["failed"] += 1
+        told = as_told(what, key, 300)
         raise (ScorerGone if gone else ScorerError)(
-            f"the scorer at {self.url} gave no scores ({attempt + 1} requests); the last failure: {what}. Check that "
-            "evoalign serve-scorer runs there with the model of this run."
+            f"the scorer at {self.url} gave no scores ({attempt + 1} requests); the last failure: {told}. "
+            "Check that evoalign serve-scorer runs there with the model of this run."
         )
 
 
@@ -637,7 +638,7 @@ def _client(url: str, timeout: float, process: int) -> Any:
     import httpx
 
     # no proxies from the environment: they are meant for the Internet, and would see the texts
-    client = httpx.Client(base_url=url, timeout=timeout, trust_env=False)
+    client = _bounded_http.client(httpx, timeout, base_url=url, trust_env=False)
     atexit.register(client.close)
     return client
 
@@ -647,8 +648,10 @@ class _OtherModel(Exception):
 
 
 def _read_identity(answer: Any) -> dict[str, Any]:
-    if not all(isinstance(answer[key], str) for key in ("name", "weights", "tokenizer", "text")):
-        raise ValueError(f"not the identity of a scorer: {answer!r:.100}")
+    parts = [answer[key] for key in ("name", "weights", "tokenizer", "text")]
+    if not all(isinstance(part, str) and part.isprintable() for part in parts):  # logs show them in terminals
+        raise ValueError(f"not the identity of a scorer: {answer!r}")
+    fingerprint(answer)  # raises for what is no JSON
     return answer
 
 

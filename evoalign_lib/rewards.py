@@ -517,7 +517,8 @@ def _calls(
 def _numbers(returned: Any, name: str, floor: float | None, prompts: Sequence, failures: list) -> list[float]:
     """Return the rewards of a call, with None as NaN and non-finite numbers as the floor."""
     remedy = "return a list with a number (or None) for each completion"
-    if isinstance(returned, (Mapping, Set, str, bytes)) or not hasattr(returned, "__iter__"):
+    named = isinstance(returned, (Mapping, Set, str, bytes)) or hasattr(returned, "columns")  # iterates over names
+    if named or not hasattr(returned, "__iter__"):
         raise TypeError(f"reward function {name!r} returned a {type(returned).__name__}, {returned!r:.200}: {remedy}.")
     if len(returned := list(returned)) != len(prompts):
         what = f"{len(returned)} rewards for {len(prompts)} completions"

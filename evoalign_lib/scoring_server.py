@@ -26,6 +26,8 @@ import logging
 import threading
 from typing import Any
 
+import numpy as np
+
 from evoalign_lib.checks import key_in
 from evoalign_lib.reward_models import RewardModel, ScorerError, fingerprint
 
@@ -96,6 +98,8 @@ def app_of(reward_model: RewardModel, *, api_key: str | None = None) -> Any:
             with turn:
                 before = reward_model.counts["truncated"]
                 scores = reward_model.score(pairs.prompts, pairs.completions)
+                if not np.isfinite(scores).all():  # of a model with a `shift`, say: JSON has no such numbers
+                    raise ScorerError(f"{reward_model.name!r} gave a score that is not finite: check its weights.")
                 cut = reward_model.counts["truncated"] - before
         except (ValueError, TypeError) as error:
             raise HTTPException(422, str(error)) from None
@@ -125,6 +129,26 @@ def _refusal(request: Any, api_key: str | None) -> tuple[int, str] | None:
     return None
 
 
+def _protocol() -> type:
+    """Return uvicorn's protocol, except that it closes an incomplete request, too, after `timeout_keep_alive`."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Impatient(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._wait()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is None or self.cycle.more_body or self.cycle.response_complete:
+                self._wait()
+
+        def _wait(self) -> None:
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.transport.close)
+
+    return Impatient
+
+
 def serve(
     model: Any, *, host: str = "127.0.0.1", port: int = 8100, api_key_env: str | None = None, **options: Any
 ) -> None:
@@ -151,4 +175,5 @@ def serve(
     scorer = RewardModel(model, **options)
     print(json.dumps(scorer.identity), flush=True)
     # connections should survive a training step, which may take longer than uvicorn's default of 5 s
-    uvicorn.run(app_of(scorer, api_key=key), host=host, port=port, access_log=False, timeout_keep_alive=75)
+    how = {"http": _protocol(), "access_log": False, "timeout_keep_alive": 75}
+    uvicorn.run(app_of(scorer, api_key=key), host=host, port=port, **how)

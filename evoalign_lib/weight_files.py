@@ -14,16 +14,18 @@ import json
 import math
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import regex
 import torch
 from torch import Tensor
 
 from evoalign_lib import ledger, models
-from evoalign_lib.checks import require
+from evoalign_lib.checks import positive, require, whole_number
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _PART = 1 << 20  # entries compared at a time
@@ -31,6 +33,9 @@ _HEADS = ("lm_head.weight", "embed_out.weight")
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings)\.weight$")
 _BUFFER = re.compile(r"\.(rotary_emb\.inv_freq|masked_bias)$")
 _MASK = re.compile(r"\.(attn|attention)\.bias$")
+_MATCHING = 5.0
+"""CPU seconds that the patterns in an adapter's configuration may take"""
+_NO_PATTERN = (re.error, regex.error, RecursionError, MemoryError)
 _LORA = re.compile(r"(.+)\.lora_([AB])\.weight")
 # Initialisations that leave the base's weights as they are.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -87,7 +92,8 @@ def weights(source: str | os.PathLike[str], base: str | os.PathLike[str] | State
     Args:
         source: folder or name of a model, folder of an adapter, or a file .jsonl or .jsonl.gz.
         base: for an adapter: its base, if not at the place that the adapter names, or as opened weights; for a ledger:
-            name or folder of the model that the run started from. None: the name in the adapter or ledger.
+            name or folder of the model that the run started from. None: the name in the adapter, or the shipped base
+            that the ledger names.
 
     Returns:
         The weights. Each read returns a copy; the files are not changed.
@@ -108,22 +114,21 @@ def weights(source: str | os.PathLike[str], base: str | os.PathLike[str] | State
 
 
 def _folder(source: str) -> Path:
-    folder = Path(models.place(source))
-    if folder.is_dir():
-        return folder
+    if os.path.isdir(folder := models.place(source)):
+        return Path(folder)
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(source, local_files_only=True))
     except (OSError, ValueError) as error:
         remedy = "pass a folder with a model, a run's ledger.jsonl, or a name after hf download NAME"
-        raise ValueError(f"{source!r} does not exist, here or in the Hub's cache: {remedy}.") from error
+        raise ValueError(f"{source!r:.300} does not exist, here or in the Hub's cache: {remedy}.") from error
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}): restore it from a copy.") from error
 
 
@@ -190,8 +195,10 @@ def _shards(folder: Path, source: str) -> dict[Path, set[str]]:
     places = _json(index).get("weight_map")
     require(isinstance(places, dict) and places, f"{index} has no weight_map: fetch the folder again.")
     for name, file in places.items():
-        there = Path(str(file)).name == file and (folder / file).is_file()
-        require(there, f"{index} places {name!r} in {file!r}, which is not a file there: fetch the folder again.")
+        there = Path(str(file)).name == file and os.path.isfile(folder / file)
+        require(
+            there, f"{index} places {name!r:.200} in {file!r:.200}, which is not a file there: fetch the folder again."
+        )
         shards.setdefault(folder / file, set()).add(name)
     return shards
 
@@ -211,6 +218,7 @@ class _Adapter(StateDict):
         self.source = str(folder)
         settings = _json(folder / "adapter_config.json")
         plain = {"peft_type": ("LORA",), "bias": ("none", None), "init_lora_weights": _PLAIN_STARTS}
+        plain |= dict.fromkeys(("use_rslora", "fan_in_fan_out"), (True, False, None))
         for name, known in (plain | dict.fromkeys(_OTHER_KINDS, (False, None, [], {}))).items():
             self._require(settings.get(name) in known, f"{name} is {settings.get(name)!r}")
         self._base = self._open_base(settings.get("base_model_name_or_path"), base)
@@ -219,7 +227,8 @@ class _Adapter(StateDict):
         factors: dict[str, dict[str, str]] = {}
         self._whole: dict[str, str] = {}
         for key in sorted(self._file.keys()):
-            name = key.removeprefix("base_model.model.")
+            name, dtype = key.removeprefix("base_model.model."), self._file.get_slice(key).get_dtype()
+            self._require(dtype in _DTYPES, f"{key!r:.200} is stored as {dtype}")
             if found := _LORA.fullmatch(name):
                 factors.setdefault(f"{found[1]}.weight", {})[found[2]] = key
             else:
@@ -230,7 +239,7 @@ class _Adapter(StateDict):
         for name, key in self._whole.items():
             shape, wanted = tuple(self._file.get_slice(key).get_shape()), self.shapes[name]
             self._require(shape == wanted, f"{name!r} has the shape {shape}, but in its base {wanted}")
-        self._transposed = bool(settings.get("fan_in_fan_out"))
+        self._transposed, self._until = bool(settings.get("fan_in_fan_out")), time.process_time() + _MATCHING
         self._factors = {name: self._product(name, keys, settings) for name, keys in factors.items()}
         self.dtypes = frozenset({"float32"})
 
@@ -241,10 +250,12 @@ class _Adapter(StateDict):
     def _open_base(self, named: Any, base: str | os.PathLike[str] | StateDict | None) -> StateDict:
         if isinstance(base, StateDict):
             return base
+        printable = named is None or isinstance(named, str) and named.isprintable()
+        self._require(printable, f"base_model_name_or_path is {named!r:.200}")
         require(base or named, f"the adapter {self.source!r} does not name its base: pass it as base.")
         base = str(named if base is None else base)
         remedy = "pass that base, or correct base_model_name_or_path in its adapter_config.json"
-        other = f"the adapter {self.source!r} was trained over {named!r}, not over {base!r}: {remedy}."
+        other = f"the adapter {self.source!r} was trained over {named!r:.300}, not over {base!r}: {remedy}."
         require(not named or _same_model(str(named), base), other)
         found = _folder(base)
         second = (found / "adapter_config.json").is_file()
@@ -258,15 +269,24 @@ class _Adapter(StateDict):
         self._require(len(self.shapes[name]) == a.ndim == b.ndim == 2, f"{name!r} is not a matrix")
         module = name.removesuffix(".weight")
         try:
-            rank = int(_of_pattern(settings.get("rank_pattern"), module, settings["r"]))
-            alpha = float(_of_pattern(settings.get("alpha_pattern"), module, settings["lora_alpha"]))
-        except (re.error, KeyError, TypeError, ValueError) as error:
-            self._require(False, f"one of its ranks or alphas is no pattern or no number ({error!r})")
+            rank = whole_number("r", self._of_pattern(settings.get("rank_pattern"), module, settings["r"]))
+            alpha = self._of_pattern(settings.get("alpha_pattern"), module, settings["lora_alpha"])
+            positive("lora_alpha", alpha)
+        except (*_NO_PATTERN, TimeoutError, KeyError, AttributeError, TypeError, ValueError) as error:
+            self._require(False, f"one of its ranks or alphas is no pattern or no positive number ({error!r:.300})")
         left, right = (a.T, b.T) if self._transposed else (b, a)
         fits = a.shape[0] == b.shape[1] == rank and (left.shape[0], right.shape[1]) == self.shapes[name]
         matrices = f"{tuple(b.shape)} and {tuple(a.shape)} with rank {rank}"
         self._require(fits, f"{name!r} has matrices {matrices}, but its base has the shape {self.shapes[name]}")
         return left, right, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+    def _of_pattern(self, patterns: Any, module: str, default: Any) -> Any:
+        """Return a module's rank or alpha: that of the first pattern that matches as in PEFT, or the default."""
+        for pattern, value in ({} if patterns is None else patterns).items():
+            left = max(0.001, self._until - time.process_time())  # some patterns would take for ever
+            if _compiled(pattern).match(module, timeout=left):
+                return value
+        return default
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
         if name in self._whole:
@@ -282,10 +302,10 @@ class _Adapter(StateDict):
         return entries
 
 
-def _of_pattern(patterns: Any, module: str, default: Any) -> Any:
-    """Return a module's rank or alpha: that of the first pattern that matches as in PEFT, or the default."""
-    named = (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", module))
-    return next(named, default)
+@lru_cache(maxsize=1 << 14)
+def _compiled(pattern: str) -> Any:
+    """Return PEFT's pattern for the names that end in one; `re`, which PEFT uses, has no time limit, but its syntax."""
+    return regex.compile(rf"(.*\.)?({re.compile(pattern).pattern})$")
 
 
 def _same_model(named: str, base: str) -> bool:
@@ -299,18 +319,17 @@ class _Ledger(StateDict):
     """The weights after the last step of an ES run, replayed when the first of them is read."""
 
     def __init__(self, source: str, base: str | os.PathLike[str] | None):
-        self.source, self._model = source, base
+        self.source = source
         self.run: ledger.Ledger = ledger.read(source)
         remedy = "write the model or adapter of its last step (evoalign replay --out FOLDER), and pass that folder"
         require(self.run.settings["frozen"] is None, f"the run of {source} moves a part of its model only: {remedy}.")
+        self._model = ledger.start_of(self.run, None if base is None else str(base))
         self.shapes = {name: tuple(s) for name, s in ledger.unpack_shapes(self.run.header["model"]["parameters"])}
         self.dtypes = frozenset({"float32"})
 
     @cached_property
     def _tensors(self) -> dict[str, Any]:
-        model = self._model or self.run.header["model"]["name"]
-        require(model, f"{self.source} does not name the model that the run started from: pass it as base.")
-        return ledger.replay_by_name(self.run, model)
+        return ledger.replay_by_name(self.run, self._model)
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
         return torch.from_numpy(self._tensors[name].reshape(-1)[start:stop].copy())

@@ -49,9 +49,9 @@ def answering(reply):
 
 
 @contextlib.contextmanager
-def running(app):
-    """Serve an application and yield its address."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+def running(app, **how):
+    """Serve an application and yield its address; how: further settings of uvicorn."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", **how))
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

@@ -1,12 +1,14 @@
 """Backend for chat judges behind an OpenAI-compatible address."""
 
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from evoalign_lib.checks import address, key_in, positive, whole_number
+from evoalign_lib import _bounded_http
+from evoalign_lib.checks import address, as_told, key_in, positive, whole_number, without_key
 from evoalign_lib.judges.answers import Answer, Keep, Messages
 
 _OPENAI = "https://api.openai.com/v1"
@@ -32,7 +34,7 @@ class Endpoint:
         base_url: address up to "/v1"; None: OpenAI's.
         api_key_env: the environment variable with the key, which is read at each call, stored nowhere, and sent to
             base_url: name another variable for another provider. Your own server may need no key.
-        timeout: seconds without a byte from the server after which a request is given up.
+        timeout: seconds after which a request is given up, however slowly the server still answers.
         retries: number of retries after a time-out, a lost connection, or HTTP error 408, 409, 429 or 5xx. The openai
             client makes them, and waits as long as the server asks, or twice as long each time.
         temperature: 0: greedy, as far as the server complies.
@@ -104,7 +106,9 @@ class Endpoint:
                 raise
             return answers[i] if gone else None
 
-        client = openai.OpenAI(api_key=key or "none", base_url=url, timeout=self.timeout, max_retries=self.retries)
+        http = _bounded_http.client(sys.modules[openai.DefaultHttpxClient.__base__.__module__], self.timeout)
+        how = {"timeout": self.timeout, "max_retries": self.retries, "http_client": http}
+        client = openai.OpenAI(api_key=key or "none", base_url=url, **how)
         with client, ThreadPoolExecutor(self.concurrency) as pool:
             try:
                 for last in pool.map(ask, range(len(conversations))):
@@ -140,18 +144,19 @@ class Endpoint:
             answer = Answer(None, 0, 0, error=kind, detail=f"{code}: {error}")
             gone = status in _RETRIED or status >= 500
             stops = status in _STOPS or code in _STOPPING_CODES
-        except openai.APIConnectionError:
-            answer, gone = Answer(None, error="connection", detail=f"no connection to {url}"), True
+        except openai.APIConnectionError as error:
+            why = f"no connection to {url}: {error.__cause__}"
+            answer, gone = Answer(None, error="connection", detail=why), True
         except (openai.OpenAIError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            answer = Answer(None, error="malformed", detail=f"no chat completion: {error!r}")
+            answer = Answer(None, error="malformed", detail=f"no chat completion: {error}")
         # some servers repeat the key in their messages
-        text, detail = (said.replace(key, "***") if key and said else said for said in (answer.text, answer.detail))
+        text, detail = answer.text and without_key(answer.text, key), as_told(answer.detail, key, 200)
         if stops:  # raise outside the handlers: a chained error would carry the request, and with it the key
             raise EndpointError(
-                f"{url} refuses {self.model!r}: {detail:.200}. Correct the model, the base_url, its settings or the "
+                f"{url} refuses {self.model!r}: {detail}. Correct the model, the base_url, its settings or the "
                 f"key in {self.api_key_env}, or top up the account, and call again."
             )
-        return replace(answer, text=text, detail=detail[:200]), gone
+        return replace(answer, text=text, detail=detail), gone
 
 
 def _read(reply: Any) -> Answer:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from evoalign_lib.checks import choose, require
 from evoalign_lib.files import canonical_json, locked, replace_text
-from evoalign_study import claims, execution, paths, provenance, rendering, style
+from evoalign_study import claims, execution, history, paths, provenance, rendering, style
 from evoalign_study.claims import Verdict
 from evoalign_study.records import SCALES, index_problems, record_files, run_folder
 
@@ -417,7 +417,7 @@ def lost_from_history() -> list[str]:
 
     A withdrawn record is not reported if LOG.md quotes the first 12 digits of the SHA-256 of its line.
     """
-    once = provenance.added_lines("paper/results/*/*.index") or []
+    once = history.added_lines("paper/results/*/*.index")
     log = _text(paths.ROOT / "LOG.md")
     now = {file: set(_text(file).splitlines()) for file, _ in once}
     return [

@@ -49,7 +49,7 @@ def verify(
     drawn: Annotated[str | None, typer.Option(help="Folder that make test drew into; nothing is executed.")] = None,
 ) -> None:
     """Check the committed records against their index; redraw and compare every table, number and plotted value."""
-    from evoalign_study import artifacts, claims
+    from evoalign_study import artifacts, history
 
     chosen = _notebooks(notebook or ())
     if drawn and write:
@@ -61,8 +61,12 @@ def verify(
         for problem in artifacts.verify(chosen or None, write, Path(drawn) if drawn else None):
             typer.echo(problem)
             disagree = True
-    if claims.once_locked() is None:
+    commits, shallow = history.commits("paper/results", "paper/claims.lock")
+    if not commits:
         typer.echo("no git history here: records and paper/claims.lock were not compared with it")
+    elif shallow:
+        what = f"records and paper/claims.lock were compared with its {commits} commits only"
+        typer.echo(f"a shallow clone: {what} (git fetch --unshallow gets the others)")
     if disagree:
         raise typer.Exit(1)
     typer.echo("written" if write else "all tables, numbers and plotted data agree with the committed records")
@@ -88,6 +92,9 @@ def seal() -> None:
     """Index the committed records that a killed writer or a merge left without a line in the index."""
     from evoalign_study import artifacts, records
 
+    if lost := artifacts.lost_from_history():  # otherwise an index could begin anew over edited records
+        typer.echo("\n".join(lost))
+        raise typer.Exit(1)
     for path in records.record_files():
         with suppress(ValueError):  # lines that are not records are reported below
             if number := records.index(path):

@@ -7,7 +7,6 @@ adapter's initial weights are drawn from the seed of the run, and may first be f
 
 import copy
 import gc
-import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -111,15 +110,11 @@ def _train(
 
 def _last_checkpoint(place: Path, n: int) -> str | None:
     """Return the newest complete checkpoint of a gradient arm on n processes; a kill may leave incomplete ones."""
-    complete = []
-    for folder in place.glob("checkpoint-*"):
-        try:
-            json.loads((folder / "trainer_state.json").read_text())  # the first process writes this file last
-        except (OSError, ValueError):
-            continue
-        if n == 1 or all((folder / f"rng_state_{rank}.pth").is_file() for rank in range(n)):
-            complete.append(str(folder))
-    return max(complete, key=lambda name: int(name.rpartition("-")[2]), default=None)
+    from evoalign_lib import _checkpoints  # imports transformers, which no plan needs
+
+    states = [f"rng_state_{rank}.pth" for rank in range(n)] if n > 1 else []
+    known = [str(path) for path in _checkpoints.complete(place) if all((path / name).is_file() for name in states)]
+    return known[-1] if known else None
 
 
 def _device(spec: Spec) -> dict[str, bool]:

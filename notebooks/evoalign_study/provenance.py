@@ -11,6 +11,7 @@ import numpy as np
 
 from evoalign_lib import __version__
 from evoalign_study import paths
+from evoalign_study.history import git
 
 
 def environment(engine: str = "local", gpus: int = 1) -> dict[str, str]:
@@ -45,37 +46,11 @@ def commit() -> str:
     The code of a notebook is its code cells: its text and outputs may change.
     """
     try:
-        changed = _git("diff", "HEAD", "--name-only", "--no-renames", "--", ".", *_DRAWN).splitlines()
-        same = all(n.endswith(".ipynb") and _code(_git("show", f"HEAD:{n}")) == _code_now(n) for n in changed)
-        return _git("rev-parse", "--short=12", "HEAD").strip() + ("" if same else "+")
+        changed = git("diff", "HEAD", "--name-only", "--no-renames", "--", ".", *_DRAWN).splitlines()
+        same = all(n.endswith(".ipynb") and _code(git("show", f"HEAD:{n}")) == _code_now(n) for n in changed)
+        return git("rev-parse", "--short=12", "HEAD").strip() + ("" if same else "+")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-def added_lines(files: str) -> list[tuple[Path, str]] | None:
-    """Return every line that any commit has added to the matching files, with its file; None without git.
-
-    files: a pattern relative to the checkout's top folder, such as "paper/results/*/*.index"; deleted files count.
-    """
-    options = "--full-history --format= --patch --unified=0 --no-ext-diff --no-color --no-renames --reverse".split()
-    try:
-        patches = _git("log", *options, "--", f":(top,glob){files}")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    added, file = [], paths.ROOT
-    for line in patches.splitlines():
-        if line.startswith("+++ "):
-            file = paths.ROOT / line.removeprefix("+++ b/")
-        elif line.startswith("+"):
-            added.append((file, line[1:]))
-    return added
-
-
-def _git(*arguments: str) -> str:
-    """Run git in the checkout and return its output."""
-    command = ["git", *arguments]
-    done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, encoding="utf-8", check=True)
-    return done.stdout
 
 
 def _code(notebook: str) -> list[str]:

@@ -132,3 +132,11 @@ def test_flipped_bits_of_a_checkpoint(left, tmp_path, faults):
         assert json.loads(json.dumps(outcome(resumed))) == whole, (name, bit)
         results["harmless"] += 1  # what is for readers, such as the model that transformers loads
     assert results.total() == faults
+
+
+def test_a_flipped_name_of_a_tensor(left, tmp_path):
+    shutil.copytree(left / "run", tmp_path / "run")
+    file = tmp_path / "run/checkpoint-6/master.safetensors"
+    file.write_bytes(file.read_bytes().replace(b"embed_tokens", b"embed_tokenr"))
+    with pytest.raises(ValueError, match="checkpoint-6' is damaged.*embed_tokens.*remove"):
+        made(tmp_path / "run", **BEST).train(resume_from_checkpoint=True)

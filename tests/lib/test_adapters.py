@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -11,7 +12,7 @@ from es_runs import ROWS, token_sum
 from helpers import base_bits, greedy, in_child, lora, ran, random_model, refused, saved, short_run, tokenizer
 from transformers import AutoModelForCausalLM
 
-from evoalign_lib import _adapters, ledger, models, weight_files
+from evoalign_lib import _adapters, ledger, models, tiny, weight_files
 from evoalign_lib.es import ESConfig, ESTrainer
 
 peft = pytest.importorskip("peft")
@@ -96,6 +97,23 @@ def test_replay_of_an_adapters_ledger(tmp_path):
         ledger.replay(path, tmp_path / "base")
     with pytest.raises(ValueError, match="moves a part of its model only.*evoalign replay --out"):
         weight_files.weights(path)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_run_over_a_shipped_base_is_replayed_where_that_lies_elsewhere(tmp_path, monkeypatch, own):
+    model, config = (peft.get_peft_model(models.load("A0")[0], lora()), None) if own else ("A0", lora())
+    path = tmp_path / "run" / ledger.NAME
+    ran(trainer(tmp_path / "run", model, peft_config=config, max_steps=1))
+    texts = [file.read_text() for file in (path.parent / "start").glob("*.json")]
+    assert texts and not any(str(tiny.bases_folder()) in text for text in texts)
+    (path.parent / "start/secret").symlink_to("/etc/passwd")
+    (path.parent / "checkpoint-1").mkdir(), (path.parent / "checkpoint-1/es_state.json").write_text("{}")
+    with pytest.raises(ValueError, match="start/secret' is a link"):
+        again = trainer(tmp_path / "mine", model, peft_config=config, max_steps=2)
+        again.train(resume_from_checkpoint=str(path.parent / "checkpoint-1"))
+    there = shutil.copytree(tiny.bases_folder() / "A0", tmp_path / "there/A0").parent
+    monkeypatch.setattr(tiny, "bases_folder", lambda: there)
+    assert ledger.verify(path, ledger.start_of(ledger.read(path))).recomputed
 
 
 @pytest.mark.parametrize("settings", [{}, {"anchor_decay": 0.1}, {"save_strategy": "steps", "save_steps": 2}])

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from es_runs import ROWS, Ending, config, constant, digest, model_bytes, never, read, token_sum, trained, trainer
-from helpers import PROMPTS, fails_later, random_model, refused, saved, tokenizer
+from helpers import PROMPTS, fails_later, ran, random_model, refused, saved, tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, TrainerCallback
@@ -349,7 +349,7 @@ def test_no_secret_is_written(tmp_path, monkeypatch, caplog):
     """A planted token is in no file of a run, nor in its log."""
     secret = "hf_plantedtoken"
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
-    given = {"token": secret, "revision": "main"}
+    given = {"token": secret, "revision": "main", "proxies": {"https": f"http://user:{secret}@proxy"}}
     settings = {"report_to": "tensorboard", "save_strategy": "steps", "save_steps": 1, "max_steps": 1}
     args = config(tmp_path / "run", model_init_kwargs=given, hub_token=secret, **settings)
     tested = ESTrainer(saved(tmp_path / "base"), token_sum, args, ROWS)
@@ -396,6 +396,22 @@ def test_rotation_never_removes_the_checkpoint_just_written(tmp_path):
         (tmp_path / name).mkdir()
     trained(tmp_path, save_total_limit=1, max_steps=1, **SAVING)
     assert checkpoints(tmp_path) == ["checkpoint-1", "checkpoint-best"]
+
+
+def test_a_users_own_folder_is_neither_rotated_nor_replaced(tmp_path):
+    for name in ("checkpoint-0", "checkpoint-2"):
+        (tmp_path / name).mkdir(), (tmp_path / name / "notes.txt").write_text("mine")
+    with pytest.raises(OSError, match="checkpoint-2") as error:
+        trained(tmp_path, save_total_limit=1, max_steps=2, **SAVING)
+    assert "other files" in str(error.value) and checkpoints(tmp_path) == [
+        "checkpoint-0",
+        "checkpoint-1",
+        "checkpoint-2",
+    ]
+    (tmp_path / "checkpoint-2").rename(tmp_path / "mine")
+    ran(trainer(tmp_path, max_steps=2, **SAVING), True)
+    trained(tmp_path, overwrite_output_dir=True, max_steps=1)
+    assert checkpoints(tmp_path) == ["checkpoint-0", "mine"]
 
 
 OTHERS = {

@@ -52,6 +52,14 @@ def test_a_file_is_whole_for_readers_and_after_a_kill(tmp_path):
     assert {file.name for file in tmp_path.iterdir()} <= {"file", f".file.{writer}.part"}
 
 
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    replace_bytes(tmp_path / "file", b"old")
+    monkeypatch.setattr(type(tmp_path), "replace", lambda *paths: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        replace_bytes(tmp_path / "file", b"new")
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"old"]
+
+
 def test_canonical_json_is_one_text_for_equal_values():
     assert canonical_json({"b": 1e-05, "a": ["é", None, True]}) == '{"a":["\\u00e9",null,true],"b":1e-05}'
     for number in (float("nan"), float("inf")):

@@ -15,7 +15,7 @@ from grpo_runs import QUIET, SAVING, SETTINGS, adapted, built, length_reward, ro
 from helpers import fails_later, random_model
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
-from evoalign_lib import grpo, tiny
+from evoalign_lib import _checkpoints, grpo, tiny
 from evoalign_lib.engines.local import Prompts
 from evoalign_lib.essa import lora_config
 from evoalign_lib.rewards import RewardError
@@ -298,6 +298,32 @@ def test_a_resumed_run_has_the_bits_and_the_budget_of_an_uninterrupted_one(tmp_p
     assert 0 < spent["core_seconds"] < ours.pop("core_seconds") and theirs.pop("core_seconds")
     assert ours == theirs and ours["completions"] == 24 and again.counts == budget.counts
     assert spent["completions"] == 16
+    rng, files = np.random.default_rng(0), sorted(p for p in (tmp_path / "checkpoint-2").rglob("*") if p.is_file())
+    for path in files:  # one flipped bit in any of its files
+        data = path.read_bytes()
+        damaged, bit = bytearray(data), int(rng.integers(8 * len(data)))
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="checkpoint-2' is .*remove"):
+            resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        path.write_bytes(data)
+
+
+def test_a_checkpoint_counts_once_it_is_complete_and_a_users_folders_stay(tmp_path):
+    for mine in ("checkpoint-0", "checkpoint-best"):
+        (tmp_path / mine).mkdir(), (tmp_path / mine / "notes.txt").write_text("a user's")
+    trainer, _ = built(tmp_path, steps=3, data=rows(6), **SAVING | {"save_steps": 1, "save_total_limit": 2})
+    trainer.train()
+    names = {"checkpoint-0", "checkpoint-best", "checkpoint-2", "checkpoint-3"}
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == names
+    for left in (["checkpoint-2"], []):  # a kill left the newest without its sums
+        (_checkpoints.complete(tmp_path)[-1] / _checkpoints.SUMS).unlink()
+        assert [path.name for path in _checkpoints.complete(tmp_path)] == left
+    for resume in (True, str(tmp_path / "checkpoint-3"), str(tmp_path / "checkpoint-0"), str(tmp_path / "none")):
+        with pytest.raises(
+            ValueError, match=f"complete.*{re.escape(str(tmp_path))}|{re.escape(str(tmp_path))}.*complete"
+        ):
+            trainer.train(resume_from_checkpoint=resume)
 
 
 # ---- nulls and sanity arms

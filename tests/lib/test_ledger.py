@@ -203,14 +203,15 @@ REWARDS = [
     {"rewards": "1 two", "of": 4}, {"rewards": "1 1_0", "of": 4}, {"rewards": "1 ٣", "of": 4},
     {"rewards": "1\n2", "of": 4}, {"rewards": "1 2+10", "of": 4}, {"rewards": "1 2", "of": 2**60},
 ]  # fmt: skip
+SPENT = [{"tokens": -5}, {"tokens": 3.0}, {"seconds": -1.0}, {"core": "nan"}, {"counts": {"nan": -1}}, {"step": 1.0}]
 HOSTILE = {
     "run_key": ["0x1", "-0x123456789abcdef", "0x" + "f" * 17, 10**400, None],
     "digest_every": [0, 2.5, math.inf, 10**4000], "noise": [2, "1"], "evoalign_ledger": ["x", 2, 3, 7],
     "settings": [None, [], "x"], "model": [None, [], "x"],
 }  # fmt: skip
 HOSTILE_SETTINGS = {
-    "alpha": [math.inf, math.nan, 10**400, -1, 0, True, "1"], "sigma": [math.inf, 10**4000, [], None],
-    "population_size": [10**400, 1, 4.0, True, math.inf], "prompts_per_step": [2**60, 0, "3"],
+    "alpha": [math.inf, math.nan, 10**400, -1, 0, True, "1"], "sigma": [math.inf, 10**4000, [], None, 5e-324],
+    "population_size": [10**400, 8_000_000, 1, 4.0, True, math.inf], "prompts_per_step": [2**60, 0, "3"],
     "noise": [[], {}, 1, "rademacher"], "precision": [None, ["master"]], "anchor_decay": [math.inf, 10**400, "x", 1],
     "antithetic": ["yes"], "fitness_shaping": ["z"], "alpha_schedule": ["step"], "num_generations": [0],
     "rank": [-1, 2**16], "update_scaling": ["x"], "frozen": ["0" * 63], "search": ["x"], "reward_state": STATES[1:],
@@ -247,6 +248,14 @@ def test_a_hostile_header_is_refused_before_anything_is_made_by_it(copy, where):
 def test_what_is_no_list_of_rewards_and_no_state(run, tmp_path, bad):
     path = shutil.copy(run / "adaptive/ledger.jsonl", tmp_path / "copy.jsonl")
     forge(path, 3, **{"of": None} | bad)
+    with pytest.raises(LedgerError, match="line 3"):
+        ledger.read(path)
+
+
+@pytest.mark.parametrize("bad", SPENT, ids=str)
+def test_what_no_step_can_have_spent(run, tmp_path, bad):
+    path = shutil.copy(run / "adaptive/ledger.jsonl", tmp_path / "copy.jsonl")
+    forge(path, 3, **bad)
     with pytest.raises(LedgerError, match="line 3"):
         ledger.read(path)
 

@@ -14,6 +14,7 @@ import time
 import types
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from helpers import in_child, refused
@@ -365,7 +366,7 @@ WRONG = {
     ValueError: [[1.0], [1.0] * 3, [], itertools.repeat(0.5)],
     TypeError: [None, 0.5, "ab", b"ab", {0: 0.5, 1: 1.0}, {0.5, 1.0}, {0.5: "x", 1.0: "y"}.keys()]
     + [[0.5, "1"], [0.5, [1.0]], [torch.ones(2), 1.0], [0.5, 1 + 2j]]
-    + [np.array([0.5, 1 + 2j]), torch.tensor([0.5, 1 + 0j])],
+    + [np.array([0.5, 1 + 2j]), torch.tensor([0.5, 1 + 0j]), pd.DataFrame([[7.0, 8.0]])],
 }
 
 

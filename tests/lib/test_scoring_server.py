@@ -1,5 +1,8 @@
 """The scoring server and its client: a real process that is killed and comes back, hostile requests and answers."""
 
+import contextlib
+import gzip
+import itertools
 import json
 import math
 import multiprocessing
@@ -18,7 +21,8 @@ import pytest
 from fastapi.testclient import TestClient
 from servers import answering, running
 
-from evoalign_lib import reward_models, scoring_server
+from evoalign_lib import _bounded_http, reward_models, scoring_server
+from evoalign_lib.judges.endpoint import Endpoint
 from evoalign_lib.reward_models import HTTPScorer, RewardModel, ScorerError, ScorerGone, fingerprint
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.scoring_server import app_of, serve
@@ -132,7 +136,7 @@ def scripted():
 BAD = {
     "malformed": [b"<html>", b"", b"[]", b"null", b"[" * 100_000, b'{"scores": [1, 2]}']
     + [{"scores": bad} for bad in ([1.0], [1.0, 2.0, 3.0], {"0": 1, "1": 2})]
-    + [{"scores": [1.0, bad]} for bad in (math.nan, math.inf, None, "2", True)]
+    + [{"scores": [1.0, bad]} for bad in (math.nan, math.inf, None, "2", True, 10**400)]
     + [{"truncated": bad} for bad in (3, -1, "0")],
     "http": [500],
     "connection": [0.0],
@@ -164,7 +168,81 @@ def test_what_a_server_refuses_or_another_model_says_is_not_asked_again(scripted
         assert scored.rewards.tolist() == [-9.0] and scored.counts["exception"] == 1
 
 
+@contextlib.contextmanager
+def sending(parts):
+    """Serve the bytes of `parts`, a function that returns them one by one, to every request; yields the address."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                threading.Thread(target=answer, args=listening.accept()[:1], daemon=True).start()
+
+    def answer(connection) -> None:
+        with connection, contextlib.suppress(OSError):  # the client gave up
+            connection.recv(1 << 16)
+            for part in parts():
+                connection.sendall(part)
+
+    threading.Thread(target=serve, daemon=True).start()
+    with listening:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+OK, CHUNKED = b"HTTP/1.1 200 OK\r\n", b"Transfer-Encoding: chunked\r\n\r\n"
+PACKED = gzip.compress(b" " * 10**8)
+
+
+def slowly(head: bytes):
+    yield head
+    for _ in range(400):
+        time.sleep(0.05)
+        yield b"a"
+
+
+ENDLESS = {
+    "slow head": (lambda: slowly(OK + b"X: "), "timeout", "0.3 s"),
+    "slow body": (lambda: slowly(OK + b"Content-Length: 9999\r\n\r\n"), "timeout", "0.3 s"),
+    "endless": (lambda: itertools.chain([OK + CHUNKED], itertools.repeat(b"10000\r\n%b\r\n" % bytes(1 << 16))),
+                "connection", "1 MB"),
+    "packed": (lambda: [OK + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(PACKED) + PACKED],
+               "connection", "gzip"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("parts", "kind", "named"), ENDLESS.values(), ids=ENDLESS)
+def test_no_answer_is_awaited_or_read_without_end(monkeypatch, parts, kind, named):
+    monkeypatch.setattr(_bounded_http, "MOST", 1 << 20)
+    with sending(parts) as url:
+        start = time.monotonic()
+        with pytest.raises(ScorerGone, match=named):
+            HTTPScorer(url, retries=0, timeout=0.3)
+        (answer,) = Endpoint("m", url, timeout=0.3, retries=0).answers([[{"role": "user", "content": "x"}]])
+        assert answer.error == kind and named in answer.detail and time.monotonic() - start < 10
+
+
+def test_an_error_shows_neither_the_key_nor_what_moves_a_terminal(monkeypatch):
+    monkeypatch.setenv("SCORER_KEY", key := 'k-"1"\\9')
+    told = {"name": "n", "weights": "w", "tokenizer": "t", "text": "x"}
+    for said in ((500, f"{'x' * 280}Bearer {key}"), (500, {"detail": key}), told | {"name": f"\x1b[2J{key}"}, [key]):
+        with answering(lambda *_, said=said: said) as url, pytest.raises(ScorerError) as error:
+            HTTPScorer(url, retries=0, api_key_env="SCORER_KEY")
+        shown = str(error.value)
+        assert 'k-"' not in shown and "9" not in shown.partition("failure")[2] and shown.isprintable()
+
+
 # ---------------------------------------------------------------------------------------------------------- the server
+
+
+def test_a_connection_on_which_no_request_is_completed_is_closed(model):
+    halves = (b"", b"POST /score HTTP/1.1\r\nHost", b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+    with running(app_of(model), http=scoring_server._protocol(), timeout_keep_alive=0.2) as url:
+        scorer = HTTPScorer(url)
+        for half in halves:
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=5) as connection:
+                connection.sendall(half)
+                assert connection.recv(1 << 16) == b""
+        assert len(scorer.score(["x"], ["y"])) == 1
 
 
 @pytest.fixture
@@ -243,6 +321,10 @@ def test_requests_wait_their_turn_and_a_model_that_fails_goes_on(model, monkeypa
             assert np.allclose(found.result(), expected, atol=1e-6)
         failed = httpx.post(f"{url}/score", json={"prompts": ["fail"], "completions": ["y"]})
         assert failed.status_code == 500 and "secret" not in failed.text
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "score", lambda *texts: np.array([math.nan]))
+            failed = httpx.post(f"{url}/score", json={"prompts": ["x"], "completions": ["y"]})
+        assert failed.status_code == 500 and "not finite" in failed.json()["detail"]
         assert len(scorer.score(["x"], ["y"])) == 1  # and goes on
 
 

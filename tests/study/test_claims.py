@@ -179,7 +179,7 @@ def test_a_changed_rule_needs_the_log(repository: Path) -> None:
 
 def test_a_line_of_the_lock_that_was_replaced_is_found_by_the_history_of_git(repository: Path) -> None:
     lock = repository / "paper/claims.lock"
-    assert claims.once_locked() is None
+    assert claims.once_locked() == []
     git("init", "-q"), git("add", "."), git("commit", "-qm", "Locked")
     assert [name for name, _ in claims.once_locked()] == ["C10", "E1"]
     old = lock.read_text().split()[5]

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from evoalign_study import artifacts, claims, paths, records
+from evoalign_study import artifacts, claims, cli, history, paths, records
 from evoalign_study.records import append_record, index_problems, read_records, record_files, spec_hash
 from helpers import fork, refused, wait
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from typer.testing import CliRunner
 
 
 def record(seed: int = 0, **more) -> dict:
@@ -324,6 +325,27 @@ def test_whoever_rewrites_records_and_index_is_found_by_the_history(tmp_path, mo
         git("add", "."), git("commit", "-qm", "forged", "--allow-empty")
     (tmp_path / "LOG.md").write_text("Withdrawn: " + ", ".join(line[17:29] for line in lost))
     assert artifacts.record_problems() == []
+
+
+def test_the_history_is_read_whatever_git_is_told_and_an_index_does_not_begin_anew(repository, tmp_path):
+    file = paths.RESULTS / "01_a/tiny.jsonl"
+    git("init", "-q", "-b", "main"), git("config", "diff.noprefix", "true")
+    (repository / ".gitattributes").write_text("*.index binary\n")
+    append_record(file, record(0)), git("add", "."), git("commit", "-qm", "one")
+    git("checkout", "-qb", "side"), git("commit", "-qm", "side", "--allow-empty"), git("checkout", "-q", "main")
+    git("merge", "-q", "--no-ff", "--no-commit", "side")
+    append_record(file, record(1)), git("add", "."), git("commit", "-qm", "a merge that adds a record")
+    assert artifacts.record_problems() == [] and history.commits("paper/results") == (2, False)
+    file.write_text(file.read_text().replace("0.25", "1.0")), file.with_suffix(".index").unlink()
+    for forged in (False, True):
+        assert CliRunner().invoke(cli.app, ["seal"]).exit_code == 1 and not file.with_suffix(".index").exists()
+        assert len(artifacts.lost_from_history()) == 2
+        if not forged:
+            git("commit", "-qam", "forged")
+    git("clone", "-q", "--depth", "1", f"file://{repository}", "shallow")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paths, "ROOT", repository / "shallow")
+        assert history.commits("paper/results") == (1, True)
 
 
 # ---- packed numbers

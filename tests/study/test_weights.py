@@ -1,6 +1,8 @@
 """Weights are read as they are stored, a part at a time; adapters and ledgers give the weights that they stand for."""
 
+import gzip
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -8,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from evoalign_study import paths
-from helpers import python, random_model, refused
+from helpers import chained, python, random_model, refused
 from safetensors.torch import save_file
 
-from evoalign_lib import ledger, models
+from evoalign_lib import ledger, models, weight_files
 from evoalign_lib.weight_files import weights
 
 LEDGER = paths.RESULTS / "01_es_countdown" / "ledgers" / "13b03edbed2bb30e.jsonl.gz"
@@ -99,7 +101,10 @@ def spoilt(spoil, tmp_path):
 
 test_what_cannot_be_read_is_refused_by_name = refused(
     (lambda f: (f / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}'), "'gptq'"),
-    *((lambda f, text=text: (f / "config.json").write_text(text), r"config\.json cannot be read") for text in "{3"),
+    *(
+        (lambda f, text=text: (f / "config.json").write_text(text), r"config\.json cannot be read")
+        for text in ("{", "3", "[" * 10**5)
+    ),
     (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "may hold code"),
     (lambda f: (f / "model.safetensors").rename(f / "ledger.jsonl"), "but a ledger: give"),
     (lambda f: os.truncate(f / "model.safetensors", 300), r"model\.safetensors cannot be read"),
@@ -150,6 +155,13 @@ OTHERS = [
     (query(), {"bias": "all"}, "bias is 'all'"),
     (query(), {"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
     (query(), {"rank_pattern": {"(": 3}}, "no pattern"),
+    (query(), {"rank_pattern": {r"(\w|\w\w|.)+m": 3}}, "no pattern.*TimeoutError"),  # would take for ever
+    (query(), {"rank_pattern": {"(?R)": 3}}, "no pattern"),
+    *((query(), {"alpha_pattern": value}, "no pattern") for value in (True, ["q_proj"], {"q_proj": -1})),
+    *((query(), {"lora_alpha": value}, f"lora_alpha={value}") for value in (-1, 0, True, math.nan, math.inf)),
+    *((query(), {"r": value}, f"r={value}") for value in (0, True)),
+    (query(), {"use_rslora": "no"}, "use_rslora is 'no'"),
+    ({name: tensor.double() for name, tensor in query().items()}, {}, "lora_A.weight' is stored as F64"),
     (query(rank=3), {}, r"rank 2"),
     (query(columns=5), {}, r"its base has the shape \(6, 6\)"),
     (dict(list(query().items())[:1]), {}, "only one of its two matrices"),
@@ -160,10 +172,18 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("tensors", "settings", "message"), OTHERS)
-def test_other_adapters_are_refused_by_name(tmp_path, tensors, settings, message):
+def test_other_adapters_are_refused_by_name(tmp_path, monkeypatch, tensors, settings, message):
+    monkeypatch.setattr(weight_files, "_MATCHING", 0.1)
     base = folder(tmp_path / "base", untied(), tie_word_embeddings=False)
     with pytest.raises(ValueError, match=f"{message}.*merge_and_unload"):
         weights(adapter(tmp_path / "lora", tensors, base, **settings))
+
+
+@pytest.mark.parametrize("base", ["a" * 10_000, "\0", "\ud800", "\x1b[2J", {"A0": 1}], ids=repr)
+def test_a_base_without_a_proper_name_is_refused_briefly(tmp_path, base):
+    with pytest.raises(ValueError, match="lora|exist") as error:
+        weights(adapter(tmp_path / "lora", query(), base))
+    assert len(str(error.value)) < 1000 and str(error.value).isprintable()
 
 
 def test_an_adapter_goes_with_its_own_base_alone(tmp_path):
@@ -203,6 +223,15 @@ def test_a_ledger_gives_the_weights_of_its_replay():
         weights(LEDGER, weights("A0"))
     with pytest.raises(ledger.LedgerError, match="not the weights that the run started from"):
         weights(LEDGER, "A1")[QUERY]
+
+
+def test_a_ledger_does_not_decide_which_model_is_loaded(tmp_path):
+    header = json.loads(gzip.decompress(Path(LEDGER).read_bytes()).splitlines()[0])
+    header["model"]["name"] = "someone/model"
+    (tmp_path / "x.jsonl").write_bytes(chained([header]))
+    with pytest.raises(ledger.LedgerError, match="names 'someone/model'.*pass the model"):
+        weights(tmp_path / "x.jsonl")
+    assert torch.equal(weights(tmp_path / "x.jsonl", "A0")[QUERY], weights("A0")[QUERY])
 
 
 # memory

@@ -7,13 +7,12 @@ lock: the git history reveals a hash that was overwritten.
 
 import hashlib
 import re
-import subprocess
 from collections import Counter
 from numbers import Real
 from pathlib import Path
 
 from evoalign_lib.checks import require
-from evoalign_study import paths
+from evoalign_study import history, paths
 from evoalign_study.claims.checks import Schema, check, some
 from evoalign_study.claims.rules import check_rule
 from evoalign_study.claims.selection import Claim, committed_records, has_runs
@@ -114,7 +113,7 @@ def lock_problems() -> list[str]:
             problems.append(f"claim {name} is not what claims.lock holds: it was changed, or the lock was")
         unquoted = [later[:12] for later in hashes[1:] if later[:12] not in log]
         problems += [f"claim {name} was changed: LOG.md must say why and quote {digits}" for digits in unquoted]
-    for name, old in once_locked() or ():
+    for name, old in once_locked():
         if old not in locked.get(name, ()) and old[:12] not in log:
             problems.append(
                 f"claims.lock has lost the rule {old[:12]} of claim {name}, which its history has: restore the line "
@@ -124,15 +123,9 @@ def lock_problems() -> list[str]:
     return problems + [f"claim {name} is in claims.lock and no longer declared: a claim stays" for name in gone]
 
 
-def once_locked() -> list[tuple[str, str]] | None:
-    """Return claim and hash of every line that any commit has added to claims.lock; None without git."""
-    command = ["git", "log", "--full-history", "--format=", "--patch", "--unified=0", "--no-ext-diff", "--no-color"]
-    command += ["--", str(paths.PAPER / "claims.lock")]
-    try:
-        done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, encoding="utf-8", check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    added = (_LINE.fullmatch(line[1:]) for line in done.stdout.splitlines() if line.startswith("+"))
+def once_locked() -> list[tuple[str, str]]:
+    """Return claim and hash of every line that any commit has added to claims.lock; none without git."""
+    added = (_LINE.fullmatch(line) for _, line in history.added_lines("paper/claims.lock"))
     return [(match[1], match[2]) for match in added if match]
 
 
