@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from evoalign_lib.checks import choose, require
 from evoalign_lib.files import canonical_json, locked, replace_text
-from evoalign_study import claims, execution, history, paths, provenance, rendering, style
+from evoalign_study import claims, execution, history, paths, rendering, style
 from evoalign_study.claims import Verdict
 from evoalign_study.records import SCALES, index_problems, record_files, run_folder
 
