@@ -187,8 +187,28 @@ def base_if_adapter(model: str | os.PathLike) -> str:
 
 
 def open_adapter(base: Any, folder: Path) -> Any:
-    """Load the adapter in a folder onto a base, ready for training. Raises ImportError without PEFT."""
-    return open_peft().PeftModel.from_pretrained(base, str(folder), is_trainable=True)
+    """Load the adapter in a folder onto a base, ready for training.
+
+    If tokens had been added to the base, PEFT has saved the embeddings with the adapter, and the base is resized again.
+
+    Raises:
+        ImportError: PEFT is not installed.
+        ValueError: the adapter's matrices do not fit the base.
+    """
+    from safetensors import safe_open
+
+    peft, embeddings = open_peft(), base.get_input_embeddings()
+    key = next(f"base_model.model.{name}.weight" for name, module in base.named_modules() if module is embeddings)
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        if key in (*file.keys(),) and (rows := file.get_slice(key).get_shape()[0]) != len(embeddings.weight):
+            base.resize_token_embeddings(rows, mean_resizing=False)
+    try:
+        return peft.PeftModel.from_pretrained(base, str(folder), is_trainable=True)
+    except RuntimeError as error:
+        said = " ".join(line.strip() for line in str(error).splitlines()[:2])  # one of many tensors is enough
+        remedy = "If tokens were added to the base, resize_token_embeddings(), save it, and name it in the adapter"
+        what = f"the adapter {str(folder)!r} does not fit its base {base.config._name_or_path!r}: {said}"
+        raise ValueError(f"{what} {remedy}'s base_model_name_or_path.") from error
 
 
 def open_peft() -> Any:
@@ -243,17 +263,19 @@ def _more_than_lora(model: Any, quantised: bool) -> str | None:
 def dense(model: Any) -> dict[str, Tensor]:
     """Return weights by their names in the model without adapter; adapted ones as W + scaling * B A, in float32.
 
-    A quantised W is dequantised: what its codes and scales stand for.
+    A quantised W is dequantised: what its codes and scales stand for. An adapted head that shares the embedding's
+    matrix has an entry of its own, because PEFT adds to the head alone.
     """
-    layers = {id(m.weight): m for m in _lora_linears(model).values()} if is_adapted(model) else {}
+    layers = _lora_linears(model) if is_adapted(model) else {}
     (active,) = model.active_adapters if layers else (None,)
-    found = {}
-    for name, parameter in base_of(model).named_parameters():
-        if ".lora_" not in name:
-            layer, plain = layers.get(id(parameter)), type(parameter) is torch.nn.Parameter
-            weight = parameter.detach() if plain else parameter.dequantize()
+    found, seen = {}, set()
+    for name, parameter in base_of(model).named_parameters(remove_duplicate=False):
+        layer = layers.get(name.removesuffix(".base_layer.weight"))
+        if ".lora_" not in name and (layer or id(parameter) not in seen):
+            weight = parameter.detach() if type(parameter) is torch.nn.Parameter else parameter.dequantize()
             changed = weight if layer is None else weight.float() + layer.get_delta_weight(active).float()
             found[name.replace(".base_layer.", ".")] = changed
+            seen.add(id(parameter))
     return found
 
 

@@ -12,7 +12,8 @@ _PLAIN = "load it unquantised, or let ESTrainer train an adapter over it (peft_c
 def check_plain(model: Any) -> None:
     """Raise ValueError for a model with PEFT adapters or quantised weights: updates would be lost, or change codes.
 
-    Models that do not write from left to right are refused, too (`check_decoder`).
+    Models that do not write from left to right are refused, too (`check_decoder`), and those whose head is tied to the
+    embedding although their configuration denies it.
     """
     check_decoder(getattr(model, "config", None))
     adapted = next((type(m).__name__ for m in model.modules() if type(m).__module__.partition(".")[0] == "peft"), None)
@@ -21,6 +22,11 @@ def check_plain(model: Any) -> None:
         remedy = "pass model.merge_and_unload(), the base, or to ESTrainer the result of get_peft_model()"
         raise ValueError(f"the model has PEFT adapters ({adapted or type(model).__name__}): {remedy}.")
     check_quantisation(getattr(getattr(model, "config", None), "quantization_config", None))
+    matrices = [getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
+    embedding, head = (getattr(module, "weight", None) for module in matrices)
+    if head is not None and head is embedding and not model.config.tie_word_embeddings:
+        remedy = "set model.config.tie_word_embeddings = True, or a saved model would get a new head when it is loaded"
+        raise ValueError(f"the head is the embedding, but the configuration has tie_word_embeddings=False: {remedy}.")
     for name, parameter in model.named_parameters():
         check_parameter(name, parameter)
     packed = next((name for name, module in model.named_modules() if hasattr(module, "_packed_params")), None)

@@ -15,7 +15,7 @@ import numpy as np
 
 from evoalign_lib import drawing, ledger, update_rules
 from evoalign_lib.analysis import geometry
-from evoalign_lib.weight_files import StateDict, weights
+from evoalign_lib.weight_files import StateDict, untied, weights
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -182,6 +182,8 @@ class Comparison:
 def compare(base: str | os.PathLike[str], a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
     """Measure how far and where two models moved from their base.
 
+    If the head is tied to the embedding in some of them only, those have a head with the embedding's entries.
+
     Args:
         base, a, b: anything that `weights` opens; base is also the base of adapters and ledgers.
 
@@ -189,12 +191,12 @@ def compare(base: str | os.PathLike[str], a: str | os.PathLike[str], b: str | os
         ValueError: a model that cannot be opened, or names or shapes that differ. All but a ledger of another base is
             detected before any weights are read.
     """
-    start, ends = weights(base), [weights(end, base) for end in (a, b)]
-    geometry.check_same(start, *ends)
-    one, other = ends
+    opened = [weights(base), *(weights(end, base) for end in (a, b))]
+    start, one, other = opened = [untied(state, set().union(*opened)) for state in opened]
+    geometry.check_same(*opened)
     return Comparison(
         sources=(str(base), str(a), str(b)),
-        tensors=geometry.measure(start, ends),
+        tensors=geometry.measure(start, [one, other]),
         expected=(_expected(one), _expected(other)),
         dtypes=(one.dtypes, other.dtypes),
         shared_noise=bool(one.run and other.run) and one.run.header["run_key"] == other.run.header["run_key"],
@@ -220,7 +222,8 @@ def _expected(end: StateDict) -> Expected | None:
     said = f"alpha {settings['alpha']:g}, T_eff {moving}, N {settings['population_size']}"
     if decay:
         formula, said = "sqrt(d sum_t c_t^2 (1 - lambda)^(2 (T - t)))", f"{said}, lambda {decay:g}"
-    independent = geometry.tied_d(end.shapes) if settings["noise"] == "tied" else d
+    # entries that count twice leave the mean as it is and widen the spread
+    independent = geometry.tied_d(end.shapes) if settings["noise"] == "tied" else d**2 / (d + 2 * end.repeated)
     return Expected(geometry.norm_of_coefficients(coefficients, d), formula, said, independent)
 
 

@@ -172,7 +172,8 @@ class ESConfig(TrainingArguments):
     """rows decoded at once; part of the batch plan, on which floating-point results depend"""
     decoder: str = field(default="auto", metadata={"help": "auto, loop or generate"})
     """"loop" (this library's decoding loop), "generate" (transformers), or "auto": the loop for models that it
-    supports"""
+    supports. At the start its logits are held against the model's: if they differ, "loop" is refused, and "auto" takes
+    transformers and says so"""
     precision: str = field(default="master", metadata={"help": "master, kahan or inplace"})
     """how weights are held (`evoalign_lib.precision`). "master": in float32, exact. The other two modes lose bits,
     evaluate with one worker and log the loss: "kahan", compensated pairs of bfloat16 or float16, 4 bytes per parameter,

@@ -471,6 +471,7 @@ class LoopRollouts:
         import torch
 
         from evoalign_lib import _adapters
+        from evoalign_lib.engines import agreement
         from evoalign_lib.engines.base import Prompts, until_end
         from evoalign_lib.engines.decode import Decoder, multinomial, rows_are_exact, supports
 
@@ -478,15 +479,18 @@ class LoopRollouts:
         reason = supports(model.config) or _adapters.not_dense(model)
         if not reason and trainer.accelerator.device.type != "cpu":
             reason = f"it is on {trainer.accelerator.device}, where 'population' decodes"
+        found, pad, new = Prompts(_rows(prompts), tokenizer), tokenizer.pad_token_id, trainer.max_completion_length
+        if not reason and self.drop_rows is None:  # the first rollouts
+            reason = agreement.loop_differs(model, found, pad, new)
         if reason:
             raise ValueError(f"decoder='loop' does not cover this model: {reason}. Use decoder='generate'.")
-        found, weights = Prompts(_rows(prompts), tokenizer), _adapters.dense(model)
+        weights = _adapters.dense(model)
         if self.drop_rows is None:
             self.drop_rows = rows_are_exact(model.config, weights, len(found))
-        ends, pad, prefix = list(trainer.eos_token_ids), tokenizer.pad_token_id, torch.from_numpy(found.prefix)
+        ends, prefix = list(trainer.eos_token_ids), torch.from_numpy(found.prefix)
         decoder = Decoder(model.config, weights, ends, pad, prefix, self.drop_rows)
         ids, mask = torch.from_numpy(found.ids), torch.from_numpy(found.mask)
-        written = decoder.generate(ids, mask, trainer.max_completion_length, multinomial(len(found))).numpy()
+        written = decoder.generate(ids, mask, new, multinomial(len(found))).numpy()
         return _told(found, until_end(written, ends))
 
 
@@ -520,7 +524,7 @@ class PopulationRollouts:
             every = Prompts(_rows(trainer.train_dataset["prompt"]), tokenizer)
             self._width, self._prefix = every.width, len(every.prefix)
             self._decoder = PopulationDecoder(model, 1, trainer.accelerator.device, chunk_rows=len(found))
-            self._decoder.check(model, found.ids[0][found.mask[0] == 1], self._prefix)
+            self._decoder.check(model, every.ids, every.mask, tokenizer.pad_token_id, self._prefix)
         else:
             self._decoder.load(_adapters.dense(model))
         if found.width > self._width:

@@ -15,7 +15,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,8 @@ class StateDict(Mapping[str, Tensor]):
     """dtypes in which the tensors are stored, such as {"bfloat16"}: differences below their rounding are lost"""
     run: ledger.Ledger | None = None
     """the ledger, if one was opened"""
+    repeated: int = 0
+    """entries of a head that are also those of the embedding (`untied`)"""
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
         """Return a copy of the entries start to stop of a tensor in row-major order, float32 (stop - start,).
@@ -75,6 +77,25 @@ class StateDict(Mapping[str, Tensor]):
     def __len__(self) -> int:
         """Return the number of tensors."""
         return len(self.shapes)
+
+
+class _Untied(StateDict):
+    """Weights whose head is tied to the embedding, with a head of its own that has the same entries."""
+
+    def __init__(self, tied: StateDict, head: str, embedding: str):
+        self.source, self.dtypes, self.run = tied.source, tied.dtypes, tied.run
+        self.shapes = tied.shapes | {head: tied.shapes[embedding]}
+        self._tied, self._names, self.repeated = tied, {head: embedding}, math.prod(tied.shapes[embedding])
+
+    def part(self, name: str, start: int, stop: int) -> Tensor:
+        return self._tied.part(self._names.get(name, name), start, stop)
+
+
+def untied(state: StateDict, names: Iterable[str]) -> StateDict:
+    """Return weights with a head of its own if one is among these names and theirs is tied to the embedding."""
+    heads = [name for name in names if name.endswith(_HEADS) and name not in state]
+    embeddings = [name for name in state if _EMBEDDING.search(name)]
+    return _Untied(state, heads[0], embeddings[0]) if heads and len(embeddings) == 1 else state
 
 
 def weights(source: str | os.PathLike[str], base: str | os.PathLike[str] | StateDict | None = None) -> StateDict:
@@ -222,20 +243,21 @@ class _Adapter(StateDict):
         for name, known in (plain | dict.fromkeys(_OTHER_KINDS, (False, None, [], {}))).items():
             self._require(settings.get(name) in known, f"{name} is {settings.get(name)!r}")
         self._base = self._open_base(settings.get("base_model_name_or_path"), base)
-        self.shapes = dict(self._base.shapes)
         self._file = _open(_safetensors(folder, "adapter_model.safetensors", self.source))
         factors: dict[str, dict[str, str]] = {}
         self._whole: dict[str, str] = {}
         for key in sorted(self._file.keys()):
-            name, dtype = key.removeprefix("base_model.model."), self._file.get_slice(key).get_dtype()
+            name = key.removeprefix("base_model.model.").replace(".base_layer.", ".")
+            dtype = self._file.get_slice(key).get_dtype()
             self._require(dtype in _DTYPES, f"{key!r:.200} is stored as {dtype}")
             if found := _LORA.fullmatch(name):
                 factors.setdefault(f"{found[1]}.weight", {})[found[2]] = key
             else:
                 self._whole[name] = key
+        self._base = untied(self._base, (*factors, *self._whole))
+        self.shapes = dict(self._base.shapes)
         for name in (*factors, *self._whole):
-            tied = " (a head tied to the embedding has no weights of its own)" if name.endswith(_HEADS) else ""
-            self._require(name in self.shapes, f"it changes {name!r}, which its base does not have{tied}")
+            self._require(name in self.shapes, f"it changes {name!r}, which its base does not have")
         for name, key in self._whole.items():
             shape, wanted = tuple(self._file.get_slice(key).get_shape()), self.shapes[name]
             self._require(shape == wanted, f"{name!r} has the shape {shape}, but in its base {wanted}")

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForSequenceClassification
 
 from evoalign_lib import noise, tiny
 from evoalign_lib.engines.processes import own_progress_bars
@@ -82,16 +82,20 @@ def random_model(kind: str = "qwen2", seed: int = 2, spread: float = 0.2, **conf
     settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
     settings |= {"tie_word_embeddings": True, "initializer_range": spread, "bos_token_id": None}
     settings |= {"eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id} | config
-    classes = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
-    classes |= {"scorer": (LlamaConfig, LlamaForSequenceClassification)}
-    config_class, model_class = classes[kind]
+    make = LlamaForSequenceClassification if kind == "scorer" else AutoModelForCausalLM.from_config
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = model_class(config_class(**settings)).eval()
+        model = make(AutoConfig.for_model("llama" if kind == "scorer" else kind, **settings)).eval()
         with torch.no_grad():  # biases and norms start at 0 and 1, where an error in their use would not show
             for parameter in model.parameters():
                 if parameter.ndim == 1:
                     parameter.add_(torch.randn_like(parameter) * spread)
+    return model
+
+
+def with_another_head(model: Any) -> Any:
+    """Give a model a head that is not its embedding, whatever its configuration says, as merging an adapter does."""
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().roll(1))
     return model
 
 

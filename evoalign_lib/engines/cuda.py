@@ -35,9 +35,9 @@ from evoalign_lib import noise
 from evoalign_lib._adapters import check_movable, dense, is_adapted, not_dense
 from evoalign_lib._noise_host import read_only
 from evoalign_lib.checks import whole_number
-from evoalign_lib.engines import memory
+from evoalign_lib.engines import agreement, decode, memory
 from evoalign_lib.engines.base import PLAIN, Decoding, Engine
-from evoalign_lib.engines.decode import EMBEDDING, JOINED, inversion, supports
+from evoalign_lib.engines.decode import EMBEDDING, HEAD, JOINED, NORM, NORMS, Draw, inversion, supports
 from evoalign_lib.engines.local import LocalEngine
 from evoalign_lib.engines.processes import one_thread
 from evoalign_lib.precision import MasterWeights, layout_of
@@ -46,10 +46,7 @@ CHECK = 8
 """steps between two looks at whether every row has ended"""
 SHAPES = 4
 """shapes whose buffers and graphs are kept, the last ones used"""
-TOLERANCE = {torch.float32: 0.02, torch.float16: 0.03, torch.bfloat16: 0.15}
-"""largest difference from the model's own logits, as a share of their norm about the mean over the vocabulary"""
 _DRAWN = 1 << 26  # probabilities in memory at once when sampling: 256 MB, and a few times that in between
-_HEAD, _NORM = "lm_head.weight", "model.norm.weight"
 
 How = tuple[float, int, float] | None
 """temperature, top_k and top_p of samples; None: greedy decoding"""
@@ -78,27 +75,21 @@ class PopulationDecoder:
         self._places: dict[str, tuple[Tensor, int, int]] = {}  # name -> stacked tensor, first and last row
         if reason is None:
             self._layers = [self._layer(f"model.layers.{i}.", weights) for i in range(config.num_hidden_layers)]
-            self._embedding, self._norm = self._stack([EMBEDDING], weights), self._stack([_NORM], weights)
-            self._head = self._stack([_HEAD], weights) if _HEAD in weights else self._embedding
+            self._embedding, self._norm = self._stack([EMBEDDING], weights), self._stack([NORM], weights)
+            self._head = self._stack([HEAD], weights) if HEAD in weights else self._embedding
             unknown = sorted(weights.keys() - self._places.keys())
             reason = f"the parameter {unknown[0]!r} has no place in it" if unknown else None
         if reason:
             raise ValueError(f"the population decoder does not cover this model: {reason}. Use engine='local'.")
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.head_dim, self.inverse_frequency = decode.head_dim(config), decode.inverse_frequency(config)
         self.layers, self._eps = config.num_hidden_layers, config.rms_norm_eps
         self.vocabulary, self.hidden = self._embedding.shape[1:]
-        rope = getattr(config, "rope_parameters", None) or {}
-        theta = rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
-        self.inverse_frequency = 1.0 / theta ** (torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim)
         self._batches: dict[tuple, _Batch] = {}
         self.load(weights)
 
     def _stack(self, names: Sequence[str], weights: Mapping[str, Tensor]) -> Tensor:
         """Make the working copies of parameters that are used as one: (members, sum of their rows, columns)."""
-        missing = [name for name in names if name not in weights]
-        if missing:
-            raise ValueError(f"the population decoder does not cover this model: it has no parameter {missing[0]!r}.")
         rows, rest = [len(weights[name]) for name in names], weights[names[0]].shape[1:]
         stacked = torch.zeros((self.members, sum(rows), *rest), dtype=self.dtype, device=self.device)
         for i, name in enumerate(names):
@@ -113,7 +104,7 @@ class PopulationDecoder:
             biases = [f"{name}.bias" for name in names if f"{name}.bias" in weights]
             matrix = self._stack([f"{name}.weight" for name in names], weights)
             parts[part] = matrix, self._stack(biases, weights) if biases else None
-        for norm in ("input_layernorm", "post_attention_layernorm"):
+        for norm in NORMS:
             parts[norm] = self._stack([f"{prefix}{norm}.weight"], weights), None
         return parts
 
@@ -192,36 +183,39 @@ class PopulationDecoder:
             found[:, start : start + size] = batch.decode(eos, how)[:, : rows - start]
         return found
 
-    @torch.no_grad()
-    def check(self, model: Any, ids: np.ndarray, prefix: int = 0) -> float:
-        """Hold the first member's logits after a prompt, and after one more token, against a model's own.
+    def check(self, model: Any, ids: np.ndarray, mask: np.ndarray, pad: int, prefix: int = 0) -> float:
+        """Hold the first member's logits against the model's own, with noise on all that moves (`agreement`).
 
         Args:
-            model: the model whose weights the first member has.
-            ids: (width,) tokens of the prompt.
-            prefix: as for `decode`.
+            model: the model; the first member gets its weights.
+            ids, mask, prefix: as for `decode`; the shortest and the longest prompt are tried.
+            pad: id of padding.
 
         Returns:
             The difference, as a share of the norm of the model's logits about their mean.
 
         Raises:
-            ValueError: it exceeds `TOLERANCE`, or is not a number.
+            ValueError: it exceeds `agreement.TOLERANCE`, or is not a number.
         """
-        pads = 8 - len(ids) % 8
-        batch = _Batch(self, 1, 1, pads + len(ids), 2, prefix)
-        known = (np.arange(pads + len(ids)) >= pads).astype(np.int64)
-        batch.start(np.pad(ids, (pads, 0))[None], known[None], None)
-        first = batch.prefill()
-        batch.choose(first, None)
-        token = batch.tokens[0, 0].item()
-        found = torch.cat([first[0], batch.step()[0]]).float().cpu()
-        given = torch.tensor([[*ids.tolist(), token]], device=next(model.parameters()).device)
-        expected = model(input_ids=given, use_cache=False).logits[0, -2:].float().cpu()
-        error = float((found - expected).norm() / (expected - expected.mean(-1, keepdim=True)).norm())
-        if not error <= TOLERANCE[self.dtype]:
+        with agreement.shaken(model):
+            self.load(dense(model))
+            trial = agreement.trial(model, ids, mask, pad)
+            error = agreement.difference(model, trial, partial(self._generate, prefix))
+        self.load(dense(model))
+        if not error <= (most := agreement.TOLERANCE[self.dtype]):
             what = f"the population decoder's logits differ from the model's by {error:.3g} of their norm, and rounding"
-            raise ValueError(f"{what} in {self.dtype} by {TOLERANCE[self.dtype]} at most. Use engine='local'.")
+            raise ValueError(f"{what} in {self.dtype} by {most} at most. Use engine='local'.")
         return error
+
+    @torch.inference_mode()
+    def _generate(self, prefix: int, ids: Tensor, mask: Tensor, new: int, draw: Draw) -> None:
+        """Decode with the first member, letting `draw` choose the tokens."""
+        pads = -ids.shape[1] % 8
+        batch = _Batch(self, 1, len(ids), pads + ids.shape[1], new, prefix)
+        batch.start(*(np.pad(array.numpy(), ((0, 0), (pads, 0))) for array in (ids, mask)), None)
+        for step in range(new):
+            logits = batch.step() if step else batch.prefill()
+            batch.tokens.copy_(draw(logits[0], batch.row, step))
 
     def _batch(self, *shape: int) -> "_Batch":
         batch = self._batches.pop(shape, None)
@@ -432,11 +426,9 @@ class _Batch:
 
 def uncovered(model: Any, dtype: torch.dtype) -> str | None:
     """Return why the population decoder cannot decode a model in a dtype; None if it can."""
-    if reason := supports(model.config) or not_dense(model):
+    if reason := supports(model.config) or not_dense(model) or decode.misfit(model.config, dense(model)):
         return reason
-    if EMBEDDING not in dense(model):
-        return f"the parameters of {type(model).__name__} have other names"
-    return None if dtype in TOLERANCE else f"its dtype is {dtype}, the decoder computes {[*map(str, TOLERANCE)]}"
+    return None if dtype in agreement.TOLERANCE else f"its dtype is {dtype}, which the decoder does not compute"
 
 
 class DeviceMaster(MasterWeights):
@@ -544,7 +536,7 @@ class CudaEngine(Engine):
             self._held[j].master = self._held[0].master
         weights.attach(self._held[0])
         first = prompts["train"] if "train" in prompts else next(iter(prompts.values()))
-        self.decoder.check(model, first.ids[0][first.mask[0] == 1], len(first.prefix))
+        self.decoder.check(model, first.ids, first.mask, tokenizer.pad_token_id, len(first.prefix))
         if self.device.type == "cuda":  # so that `write_model`, after every step, copies at the bus's full speed
             for parameter in model.parameters():
                 parameter.data = parameter.data.pin_memory()

@@ -10,6 +10,8 @@ ended are dropped, in blocks of `BLOCK` rows. The products of a bfloat16 model a
 instructions for it, otherwise in float32 (`product_dtype`). Everything else is float32, so near-ties of a bfloat16
 model may be resolved differently than in transformers, which rounds after every operation.
 
+It reads weights and configuration alone; whether the model computes anything else, `agreement` finds out.
+
 A row's numbers depend on the shape of the batch, which is part of the batch plan (see `engines.local`), but not on the
 other rows. A product of few rows may be summed in another order than one of many, so rows are dropped only where
 `rows_are_exact` found no difference.
@@ -30,7 +32,7 @@ BLOCK = 8
 """rows are dropped in blocks of this many; at least this many are kept"""
 Draw = Callable[[Tensor, Tensor, int], Tensor]
 """Chooses tokens: (logits of some rows of a batch, their indices in it, the step 0, 1, ...) -> a token for each"""
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 _MODEL_TYPES = {"qwen2", "llama"}
 # the products of a layer, each with the matrices that it joins
 JOINED = {
@@ -39,6 +41,7 @@ JOINED = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
+NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def supports(config: Any) -> str | None:
@@ -53,6 +56,34 @@ def supports(config: Any) -> str | None:
         f"rope_type {rope!r} is not 'default'": rope != "default",
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def head_dim(config: Any) -> int:
+    """Return the size of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def inverse_frequency(config: Any) -> Tensor:
+    """Return the angles by which the default rotary embedding turns from one position to the next, (head_dim / 2)."""
+    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta") or getattr(config, "rope_theta", 10000.0)
+    return 1.0 / theta ** (torch.arange(0, head_dim(config), 2, dtype=torch.float32) / head_dim(config))
+
+
+def misfit(config: Any, weights: Mapping[str, Tensor]) -> str | None:
+    """Return which of the weights that the loop reads does not fit: missing, of another size, or alone with a bias."""
+    dim, hidden = head_dim(config), config.hidden_size
+    heads = [n * dim for n in (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)]
+    rows = dict(zip((*JOINED["qkv"], *NORMS, "model.norm"), (*heads, hidden, hidden, hidden), strict=True))
+    layer = *JOINED.values(), *((norm,) for norm in NORMS)
+    groups = [(f"model.layers.{i}.", modules) for i in range(config.num_hidden_layers) for modules in layer]
+    for prefix, modules in [*groups, ("", ("model.embed_tokens",)), ("", ("model.norm",))]:
+        biases = {f"{prefix}{module}.bias" in weights for module in modules}
+        for module in modules:
+            name = f"{prefix}{module}.weight"
+            fits = name in weights and (module not in rows or weights[name].shape[:1] == (rows[module],))
+            if not fits or len(biases) > 1:
+                return f"its parameter {name!r} is not what its configuration says"
+    return None
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -89,11 +120,11 @@ def _products(config: Any, weights: Mapping[str, Tensor], layers: int) -> Iterat
         for product, names in JOINED.items():
             parts = [weights[f"{p}{name}.weight"] for name in names]
             yield p + product, torch.cat(parts) if len(parts) > 1 else parts[0]
-    yield "head", weights[_head_name(config)]
+    yield "head", weights[_head_name(weights)]
 
 
-def _head_name(config) -> str:
-    return EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
+def _head_name(weights: Mapping[str, Tensor]) -> str:
+    return HEAD if HEAD in weights else EMBEDDING
 
 
 def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -191,11 +222,8 @@ class Decoder:
         self.eos_ids = torch.tensor(sorted(eos_ids))
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
-        rope = getattr(config, "rope_parameters", None) or {}
-        theta = rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
-        exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
-        self._inverse_frequency = 1.0 / theta**exponent
+        self.head_dim = head_dim(config)
+        self._inverse_frequency = inverse_frequency(config)
         self._embedding = weights[EMBEDDING]
         self._population = population
         # gains of norms, float32: (members, hidden), or (1, hidden) without a population
@@ -204,7 +232,7 @@ class Decoder:
         self._products = {}
         for product, matrix in _products(config, weights, config.num_hidden_layers):
             layer, _, kind = product.rpartition(".")
-            names = [f"{layer}.{name}" for name in JOINED[kind]] if layer else [_head_name(config)[: -len(".weight")]]
+            names = [f"{layer}.{name}" for name in JOINED[kind]] if layer else [_head_name(weights)[: -len(".weight")]]
             self._products[product] = _Product(matrix, names, weights, population)
         self._prefix = torch.empty(0, dtype=torch.int64) if prefix is None else prefix
         # keys and values of the prefix: (layers, members, kv_heads, length, head_dim)
@@ -309,7 +337,7 @@ class Decoder:
             gated = torch.empty(len(x), both.shape[1] // 2)
             _decode_cpu.silu_product(both.numpy(), gated.numpy())
             change = self._products[p + "down"](gated, owner)
-        return self._add_norm(x, change, "model.norm.weight", owner)
+        return self._add_norm(x, change, NORM, owner)
 
     def _rotation(self, columns: int) -> tuple[np.ndarray, np.ndarray]:
         """Return cosines and sines of the rotary embedding, (columns, head_dim / 2)."""

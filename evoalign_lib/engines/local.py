@@ -28,11 +28,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from evoalign_lib import noise
-from evoalign_lib._adapters import base_of, dense, not_dense, quantisation_of
+from evoalign_lib._adapters import dense, not_dense, quantisation_of
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.checks import choose
+from evoalign_lib.engines import agreement
 from evoalign_lib.engines.base import Engine, Options, Prompts
 from evoalign_lib.engines.decode import Decoder, Draw, greedy, inversion, product_dtype, rows_are_exact, supports
 from evoalign_lib.engines.processes import one_thread, start_worker
@@ -40,6 +42,8 @@ from evoalign_lib.low_rank import Population
 from evoalign_lib.precision import copy_to
 
 __all__ = ["DECODERS", "LocalEngine", "Prompts"]
+
+logger = logging.get_logger(__name__)
 
 DECODERS = ("auto", "loop", "generate")
 LEAST_MEMBERS = 4
@@ -59,13 +63,14 @@ class LocalEngine(Engine):
         prompts: name -> prompts (for example "train" and "eval").
         chunk_rows: rows decoded at once.
         workers: number of processes; 1: only this process.
-        decoder: "loop" (our loop), "generate" (transformers), or "auto": the loop if it covers the model and there are
-            no generation_kwargs.
+        decoder: "loop" (our loop), "generate" (transformers), or "auto": the loop if it covers the model (a warning
+            says if only its logits show that it does not; see `agreement`) and there are no generation_kwargs.
         **common: max_completion_length and further arguments of `Engine` except threads.
 
     Raises:
-        ValueError: a decoder that is unknown or does not cover the model, workers or chunk_rows below 1, several
-            workers without a master, or what `Engine` raises.
+        ValueError: a decoder that is unknown or does not cover the model, a model of transformers that padding changes
+            and prompts of unlike length, workers or chunk_rows below 1, several workers without a master, or what
+            `Engine` raises.
     """
 
     def __init__(self, model, tokenizer, rewards, prompts, *, chunk_rows=256, workers=1, decoder="auto", **common: Any):
@@ -84,10 +89,17 @@ class LocalEngine(Engine):
         self.chunk_rows, self.workers = chunk_rows, workers
         self._pool: ProcessPoolExecutor | None = None
         self._whole = len(self.layout.entries) == len(list(model.parameters()))
-        reason = _why_no_loop(model, self.options)
+        reason, first = _why_no_loop(model, self.options), prompts.get("train") or next(iter(prompts.values()), None)
+        if first and not reason and decoder != "generate":
+            with one_thread():
+                reason = agreement.loop_differs(model, first, tokenizer.pad_token_id, self.max_completion_length)
+            if reason and decoder == "auto":
+                logger.warning("transformers decodes, because the decoding loop does not cover this model: %s.", reason)
         if decoder == "loop" and reason:
             raise ValueError(f"decoder='loop' does not cover this model: {reason}. Use decoder='generate'.")
         self.decoder = "generate" if decoder == "generate" or reason else "loop"
+        for each in prompts.values():
+            self._check_padding(each)
         self._dequantised = self.decoder == "loop" and quantisation_of(model) is not None
         with one_thread():
             loop = self.decoder == "loop"
@@ -130,7 +142,15 @@ class LocalEngine(Engine):
 
     def put_prompts(self, name, prompts):
         super().put_prompts(name, prompts)
+        self._check_padding(prompts)
         self.close()
+
+    def _check_padding(self, prompts: Prompts) -> None:
+        """Raise ValueError for prompts that are padded if transformers decodes, and the model ignores the mask."""
+        if self.decoder == "generate" and not prompts.mask.all():
+            pad, new = self.tokenizer.pad_token_id, self.max_completion_length
+            with one_thread():
+                agreement.check_padding(self.model, prompts.ids, prompts.mask, pad, new)
 
     def close(self, at_once: bool = False) -> None:
         """End the worker processes, killing them if `at_once`; the next call starts new ones."""
@@ -244,43 +264,24 @@ class LocalEngine(Engine):
         stopped = self.just_stopped if options.stop_strings else None
         return decoder.generate(ids, mask, self.max_completion_length, draw, stopped, owners)
 
-    @torch.inference_mode()
     def _transformers_generate(self, ids: Tensor, mask: Tensor, draw: Draw) -> Tensor:
-        from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-
-        options, width = self.options, ids.shape[1]
-
-        def chosen(input_ids: Tensor, scores: Tensor) -> Tensor:
-            """Mask every token but the one that is drawn, in the same way as in the loop."""
-            token = draw(scores.float(), torch.arange(len(scores)), input_ids.shape[1] - width)
-            return torch.full_like(scores, -torch.inf).scatter_(1, token[:, None], 0.0)
+        options, width, most = self.options, ids.shape[1], self.max_completion_length
 
         def stop(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
             """End rows at a stop string in their completion; stop strings in the prompt do not count."""
             return torch.tensor(self.just_stopped(input_ids[:, width:].tolist()), device=input_ids.device)
 
-        most, pad = self.max_completion_length, self.tokenizer.pad_token_id
-        stated = {"do_sample": False, "num_beams": 1, "max_new_tokens": most, "eos_token_id": self.eos_ids}
-        settings = GenerationConfig(**dict(options.generation_kwargs or {}), **stated, pad_token_id=pad)
-        given = {"logits_processor": LogitsProcessorList([] if draw is greedy else [chosen])}
-        given |= {"stopping_criteria": StoppingCriteriaList([stop] if options.stop_strings else [])}
-        # generate() fills unset settings from the model's own config, such as a ban on repeated n-grams
-        network = base_of(self.model)
-        own = network.generation_config
-        try:
-            network.generation_config = GenerationConfig()
-            whole = network.generate(input_ids=ids, attention_mask=mask, generation_config=settings, **given)
-        finally:
-            network.generation_config = own
-        return torch.nn.functional.pad(whole[:, width:], (0, width + most - whole.shape[1]), value=pad)
+        given, pad = options.generation_kwargs or {}, self.tokenizer.pad_token_id
+        how = None if draw is greedy else draw, stop if options.stop_strings else None
+        ends = {"eos_token_id": self.eos_ids, "pad_token_id": pad}
+        new = agreement.by_transformers(self.model, ids, mask, most, *how, **ends, **given)
+        return torch.nn.functional.pad(new, (0, most - new.shape[1]), value=pad)
 
 
 def _why_no_loop(model: Any, options: Options) -> str | None:
     """Return why the loop cannot decode this model; None if it can."""
     if reason := supports(model.config) or not_dense(model):
         return reason
-    if "model.embed_tokens.weight" not in dense(model):
-        return f"the parameters of {type(model).__name__} have other names"
     if model.dtype not in (torch.float32, torch.bfloat16):
         return f"its dtype is {model.dtype}, the loop computes float32 and bfloat16 models"
     return "generation_kwargs are for transformers" if options.generation_kwargs else None

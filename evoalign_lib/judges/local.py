@@ -130,28 +130,22 @@ class LocalChat(_Local):
         own = {"digest": digest, "dtype": str(loaded.dtype).removeprefix("torch."), "ends": self._ends}
         called = models.name_of(loaded) or type(loaded).__name__
         super().__init__(called, tokenizer, max_tokens, backend="transformers", **own)
-        self._loaded = loaded.to(device)
+        self._loaded, self._pads = loaded.to(device), False  # whether it is known that padding changes nothing
         self._limit = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
 
     def _generate(self, prompts: list[list[int]]) -> list[tuple[list[int], bool]]:
         import torch
-        from transformers import GenerationConfig
+
+        from evoalign_lib.engines import agreement
 
         pad, width = self.tokenizer.pad_token_id, max(map(len, prompts))
         ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        greedy = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
-        ends = {"max_new_tokens": self.max_tokens, "eos_token_id": self._ends, "pad_token_id": pad}
-        # generate() takes settings that are left open from the model's own config, such as a list of forbidden words
-        own, device = self._loaded.generation_config, self._loaded.device
-        try:
-            self._loaded.generation_config = GenerationConfig()
-            with torch.inference_mode():
-                prompt = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
-                rows = self._loaded.generate(**prompt, generation_config=GenerationConfig(**greedy, **ends))
-        finally:
-            self._loaded.generation_config = own
-        rows = rows[:, width:].tolist()
+        if not self._pads and not mask.all():
+            agreement.check_padding(self._loaded, ids.numpy(), mask.numpy(), pad, self.max_tokens)
+            self._pads = True
+        ends = {"eos_token_id": self._ends, "pad_token_id": pad}
+        rows = agreement.by_transformers(self._loaded, ids, mask, self.max_tokens, **ends).tolist()
         lengths = [next((n for n, token in enumerate(row, 1) if token in self._ends), None) for row in rows]
         return [(row[:n], n is None) for row, n in zip(rows, lengths, strict=True)]
 

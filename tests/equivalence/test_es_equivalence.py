@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 import torch
 from es_runs import ROWS, trained, trainer
-from helpers import PROMPTS, random_model, tokenizer
+from helpers import PROMPTS, lora, random_model, tokenizer, with_another_head
+from helpers import greedy as generated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from noise_by_numpy import filled, reference_perturb, reference_update
+from transformers import AutoModelForCausalLM
 
 from evoalign_lib import noise
-from evoalign_lib.engines.decode import Decoder, greedy, inversion, rows_are_exact
+from evoalign_lib._adapters import attach
+from evoalign_lib.engines.decode import Decoder, greedy, inversion, rows_are_exact, supports
 from evoalign_lib.engines.local import LocalEngine, Prompts
 
 # ---- the decoding loop and transformers
@@ -73,6 +76,41 @@ def test_the_loop_is_generate(model, prompts, shared, length, ends, chunk_rows):
         results.append([ids for _, ids in engine.generate("train")[0]])
     for prompt, one, other in zip(prompts, *results, strict=True):
         assert_same_tokens(model, prompt, one, other)
+
+
+UNCOVERED = [("llama", {"mlp_bias": True}), ("mistral", {"sliding_window": 3}), ("mistral", {})]
+UNCOVERED += [("qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1})]
+UNCOVERED += [("llama", {"rope_parameters": {"rope_type": kind, "factor": 2.0}}) for kind in ("linear", "dynamic")]
+TARGETS = [None, ["lm_head"], None, ["q_proj", "lm_head"], ["k_proj", "down_proj"]]
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:.*tie_word_embeddings")
+@pytest.mark.parametrize("examples", [10, pytest.param(200, marks=pytest.mark.slow)])
+def test_what_is_scored_is_what_is_saved(tmp_path_factory, examples):
+    """After an update, an engine writes what transformers generates with the model that it reads from a folder."""
+    peft, others = pytest.importorskip("peft"), st.sampled_from(UNCOVERED).map(lambda c: random_model(c[0], **c[1]))
+
+    @settings(max_examples=examples)
+    @given(models() | others, st.sampled_from(TARGETS), st.sampled_from([True, False]), st.booleans())
+    def same(model, targets, own, zero):
+        folder, covered = tmp_path_factory.mktemp("saved"), supports(model.config) is None
+        model = with_another_head(model) if own else model
+        if targets:
+            model.save_pretrained(folder / "base")
+            how = lora(target_modules=targets, init_lora_weights=zero)
+            model = attach(AutoModelForCausalLM.from_pretrained(folder / "base"), how, 0)
+        train = {"train": Prompts(ROWS, tokenizer())}
+        engine = LocalEngine(model, tokenizer(), None, train, max_completion_length=6)
+        assert engine.decoder == ("loop" if covered else "generate")
+        engine.update(np.array([5, 6], np.uint64), np.full(2, 0.1, np.float32))
+        engine.write_model()
+        model.save_pretrained(folder)
+        again = AutoModelForCausalLM.from_pretrained(folder / "base" if targets else folder).eval()
+        again = peft.PeftModel.from_pretrained(again, folder).eval() if targets else again
+        for row, (_, ids), expected in zip(ROWS, engine.generate("train")[0], generated(again), strict=True):
+            assert_same_tokens(again, row["prompt"], ids, expected)
+
+    same()
 
 
 @settings(max_examples=15)

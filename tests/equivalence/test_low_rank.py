@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from es_runs import read, token_sum, trainer
-from helpers import PROMPTS, chained, random_model, tokenizer
+from helpers import PROMPTS, chained, random_model, tokenizer, with_another_head
 from noise_by_numpy import reference_update
 
 from evoalign_lib import ledger, noise
@@ -58,11 +58,12 @@ MEMBERS = population(noise.run_key("es", 0), 0, 14, antithetic=True)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 8])
-@pytest.mark.parametrize("tied", [True, False])
-def test_joined_members_write_what_their_own_matrices_write(rank, tied):
+@pytest.mark.parametrize(("tied", "last"), [(True, id), (False, id), (True, with_another_head)])
+def test_joined_members_write_what_their_own_matrices_write(rank, tied, last):
     """Greedily, with a prefix that all prompts share, in batches of which the last is filled up."""
-    model = random_model(tie_word_embeddings=tied)
-    together, one = (engine(model=model, rank=rank) for _ in range(2))
+    last(model := random_model(tie_word_embeddings=tied))
+    decoders = "loop", "loop" if last is id else "generate"
+    together, one = (engine(model=model, rank=rank, decoder=decoder) for decoder in decoders)
     assert together._joins and len(together.prompts["train"].prefix) > 0
     indices = np.array([4, 0, 7])
     found = together.evaluate(MEMBERS, 0.1, "train", indices)

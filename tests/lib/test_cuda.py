@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from es_runs import cut, digest, model_bytes, outcome, read, trained, trainer
-from helpers import PROMPTS, ROWS, greedy, lora, random_model, refused, token_sum, tokenizer
-from test_engine import gpt2, members
+from helpers import PROMPTS, ROWS, greedy, lora, random_model, refused, token_sum, tokenizer, with_another_head
+from test_engine import BESIDES, gpt2, members
 
 from evoalign_lib import _adapters, grpo, ledger
 from evoalign_lib.engines import cuda
@@ -44,10 +44,11 @@ ROPE = {"kind": "llama", "tie_word_embeddings": False, "rope_parameters": {"rope
 HEADS = {"kind": "llama", "attention_bias": True, "head_dim": 12, "num_key_value_heads": 4}
 
 
+@pytest.mark.parametrize("last", [lambda model: model, with_another_head])
 @pytest.mark.parametrize("config", [{"kind": "qwen2"}, ROPE, HEADS])
-def test_completions_are_those_of_transformers(config):
-    found = engine(model=random_model(**config)).generate("train")[0]
-    assert [ids for _, ids in found] == greedy(random_model(**config), 12)
+def test_completions_are_those_of_transformers(config, last):
+    found = engine(model=last(random_model(**config))).generate("train")[0]
+    assert [ids for _, ids in found] == greedy(last(random_model(**config)), 12)
 
 
 @pytest.mark.parametrize("rows", [ROWS, SHARED])
@@ -178,6 +179,7 @@ test_what_it_cannot_do_is_refused = refused(
     (lambda: random_model(use_sliding_window=True, sliding_window=4, max_window_layers=0), {}, "sliding-window"),
     (gpt2, {}, "model_type 'gpt2'"),
     (lambda: _adapters.attach(random_model(), lora(), 0), {}, "adapter"),
+    *((make, {}, "Use engine='local'") for make in BESIDES),
     call=lambda make, settings: engine(model=make(), **settings),
 )
 

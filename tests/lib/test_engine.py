@@ -13,13 +13,15 @@ import pytest
 import torch
 from helpers import PROMPTS, ROWS, fork, greedy, random_model, refused, token_sum, tokenizer, wait
 from noise_by_numpy import reference_perturb
+from torch import nn
 from tqdm import tqdm
 from tqdm.std import TqdmDefaultWriteLock
-from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, RwkvConfig, RwkvForCausalLM
 
 from evoalign_lib import noise
-from evoalign_lib.engines import decode, local, processes
+from evoalign_lib.engines import agreement, decode, local, processes
 from evoalign_lib.engines.local import LocalEngine, Prompts
+from evoalign_lib.judges import LocalChat
 from evoalign_lib.rewards import RewardError, Rewards
 from evoalign_lib.update_rules import Member
 
@@ -130,6 +132,38 @@ test_bad_prompts = refused(
 )
 
 
+def changed(change):
+    """Return a function that makes a model and changes it."""
+    return lambda: (model := random_model("llama"), change(model))[0]
+
+
+def hooked(place: str, change):
+    return changed(lambda model: model.get_submodule(place).register_forward_hook(lambda part, given, out: change(out)))
+
+
+def logits(change):
+    return hooked("", lambda out: type(out)(**{**out, "logits": change(out)}))
+
+
+def gated(model) -> None:
+    layer = model.model.layers[1].mlp.down_proj
+    layer.gate = nn.Parameter(torch.zeros(1))  # it moves later
+    layer.register_forward_hook(lambda layer, given, out: out * (1 + layer.gate))
+
+
+BESIDES = [
+    hooked("model.embed_tokens", lambda out: out * 32**0.5),
+    hooked("model.layers.1", lambda out: out + 0.1 * (out.shape[1] == 1)),  # only while it writes
+    logits(lambda out: 5 * torch.tanh(out.logits / 5)),
+    logits(lambda out: out.logits.index_fill(-1, torch.tensor([7]), -torch.inf)),
+    changed(gated),
+    changed(lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.GELU())),
+    changed(lambda model: setattr(model.model, "norm", nn.LayerNorm(32))),
+    changed(lambda model: model.model.rotary_emb.inv_freq.mul_(1.05)),
+    changed(lambda model: setattr(model.model, "layers", model.model.layers[:1])),
+    changed(lambda model: setattr(model.config, "num_attention_heads", 2)),
+    changed(lambda model: setattr(model.model.layers[0].mlp.up_proj, "bias", nn.Parameter(torch.zeros(48)))),
+]
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 
 
@@ -142,12 +176,16 @@ LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
         (lambda: random_model(use_sliding_window=True, sliding_window=4, max_window_layers=0), "sliding-window"),
         (lambda: random_model().to(torch.float16), "torch.float16"),
         (gpt2, "model_type 'gpt2'"),
+        *((make, "its (logits|parameter)") for make in BESIDES),
     ],
 )
-def test_what_the_loop_does_not_cover_falls_back_to_generate(make, reason):
+def test_what_the_loop_does_not_cover_falls_back_to_generate(make, reason, monkeypatch):
     with pytest.raises(ValueError, match=f"decoder='loop'.*{reason}"):
         engine(make(), decoder="loop")
+    said = []
+    monkeypatch.setattr(local.logger, "warning", lambda *text: said.append(text))
     e = engine(make())
+    assert len(said) == (make in BESIDES)
     assert e.plan["decoder"] == e.decoder == "generate"
     if e.model.dtype == torch.float32:
         (completions,) = e.generate("train")
@@ -169,6 +207,27 @@ def test_settings_that_cannot_be_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="workers=2"):
         engine(workers=2)
     assert processes.default_workers() == 1
+
+
+def test_what_begins_late_is_seen_and_the_model_stays_as_it_is():
+    late = logits(lambda out: -out.logits if out.past_key_values.get_seq_length() > 40 else out.logits)
+    assert [engine(late(), max_completion_length=n).decoder for n in (22, 40)] == ["loop", "generate"]
+    model = random_model().to(torch.bfloat16).train()  # with rounded rotary frequencies, which are not saved
+    tensors = {**model.state_dict(keep_vars=True), **dict(model.named_buffers())}
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in tensors.items()}
+    assert agreement.loop_differs(model, Prompts(ROWS, tokenizer()), 0, 8) is None
+    assert all(t.data_ptr() == before[name][0] and t.equal(before[name][1]) for name, t in tensors.items())
+    assert all(module.training for module in model.modules())
+
+
+def test_a_model_that_reads_padding_is_refused_where_there_is_some():
+    sizes = {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2, "context_length": 64}
+    model = RwkvForCausalLM(RwkvConfig(vocab_size=len(tokenizer()), **sizes, bos_token_id=0, eos_token_id=1)).eval()
+    more, judge = engine(model, ROWS[2:3]).add_prompts, LocalChat(model, tokenizer(), max_tokens=3)
+    for call, asked in ((engine, [model]), (more, ["more", ROWS]), (judge._generate, [[[5], [6, 7]]])):
+        with pytest.raises(ValueError, match="'rwkv'.*one length"):
+            call(*asked)
+    assert len(judge._generate([[5, 6, 7]])[0][0]) == 3
 
 
 # ---- decoding

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from evoalign_lib import cli, comparison, ledger
 from evoalign_lib.es import ESTrainer
-from evoalign_lib.weight_files import weights
+from evoalign_lib.weight_files import untied, weights
 
 LEDGERS = sorted((paths.RESULTS / "01_es_countdown" / "ledgers").glob("*.gz"), key=lambda path: path.stat().st_size)
 SHAPES = {
@@ -120,6 +120,21 @@ def test_a_random_direction_and_a_concentrated_one_are_told_apart(base, tmp_path
     np.testing.assert_allclose(bars, 2 * 1.959964 * found.frame("layer")["cosine_std"])
     texts = [label.get_text() for label in right.get_xticklabels()]
     assert texts == ["embedding", "0", "2", "4", "6", "8", "10", "12", "final norm", "head"]
+
+
+def test_a_tied_base_and_an_end_with_a_head_of_its_own(begun, tmp_path):
+    """Those that are tied have a head with the embedding's entries, which count twice."""
+    start, moved, own = draw(0, 0.02), plus(draw(0, 0.02), draw(1, 1e-3)), plus(draw(0, 0.02), draw(2, 1e-3))
+    for tied in (start, moved):
+        tied["lm_head.weight"] = tied["model.embed_tokens.weight"].clone()
+    stored = [folder(tmp_path / str(i), each) for i, each in enumerate((start, moved, own))]
+    whole = comparison.compare(*stored).table()
+    for path in stored[:2]:
+        (Path(path) / "config.json").write_text('{"tie_word_embeddings": true}')
+    assert comparison.compare(*stored).table().equals(whole)
+    end, base = (untied(weights(source), ["lm_head.weight"]) for source in (begun[0], "A0"))
+    moves = [float((end[name] - base[name]).square().sum()) for name in end]
+    assert sum(moves) ** 0.5 == pytest.approx(comparison._expected(end).norm, rel=0.01)
 
 
 def test_what_did_not_move_and_what_was_rounded(base, tmp_path):

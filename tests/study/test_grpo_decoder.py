@@ -7,11 +7,13 @@ import pytest
 import torch
 from evoalign_study import sweep
 from grpo_runs import weights
-from helpers import PROMPTS, random_model, refused, same_bits, tokenizer
+from helpers import PROMPTS, lora, random_model, refused, same_bits, tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
 from test_runs import spec_of
 from transformers import GenerationConfig
 
-from evoalign_lib import grpo, tiny
+from evoalign_lib import _adapters, grpo, tiny
 from evoalign_lib.engines.decode import multinomial
 
 
@@ -77,6 +79,14 @@ def test_the_tokens_of_a_model_with_wide_distributions(kind):
         assert by_loop(model, tok, PROMPTS, 12, seed)[0] == plain(model, tok, PROMPTS, 12, seed)[0]
 
 
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")
+@pytest.mark.parametrize("targets", [["lm_head"], ["q_proj", "lm_head"]])
+def test_an_adapter_on_a_tied_head_whose_dropout_is_on_in_training(targets):
+    how = lora(target_modules=targets, init_lora_weights=False, lora_dropout=0.5)
+    model, given = _adapters.attach(random_model(), how, 0), (tokenizer(), PROMPTS, 8, 0)
+    assert plain(model.eval(), *given)[0] == by_loop(model.train(), *given)[0]
+
+
 def test_an_adapter_is_decoded_merged():
     model, tok = grpo_runs.adapted(), tiny.tokenizer()
     prompts = [row["prompt"] for row in grpo_runs.rows(4) for _ in range(4)]
@@ -129,6 +139,10 @@ test_settings_that_are_refused = refused(
 def test_models_and_rollouts_that_are_refused(tmp_path):
     with pytest.raises(ValueError, match="decoder='loop' has no effect with rollouts"):
         built(tmp_path, "loop", given={"rollouts": lambda prompts, trainer: {}})
+    model = random_model()
+    model.model.layers[0].register_forward_hook(lambda layer, given, out: 1.1 * out)
+    with pytest.raises(ValueError, match="decoder='loop' does not cover this model: its logits"):
+        by_loop(model, tokenizer(), PROMPTS, 8, 0)
     model = tiny.load("A0")[0]
     model.config.hidden_act = "gelu"
     trainer, _ = built(tmp_path, "loop", model=model)

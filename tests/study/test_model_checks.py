@@ -102,6 +102,7 @@ MODELS = [
         for d in (torch.int8, torch.float8_e4m3fn, torch.float64)
     ),
     (lambda: with_weight(lambda w: w.as_subclass(Packed)), f"{UP} is Packed"),
+    (lambda: changed(config=Qwen2Config(tie_word_embeddings=False)), "tie_word_embeddings=False"),
     (packed, "'model.layers.0.self_attn.q_proj'"),
     (lambda: changed(config=Qwen2Config(quantization_config=QUANTISED)), "'gptq'"),
     (lambda: AutoModelForCausalLM.from_config(config_of("bert")), "'bert', an encoder"),

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from evoalign_study import paths
-from helpers import chained, python, random_model, refused
+from helpers import chained, lora, python, random_model, refused
 from safetensors.torch import save_file
 
-from evoalign_lib import ledger, models, weight_files
+from evoalign_lib import _adapters, ledger, models, weight_files
 from evoalign_lib.weight_files import weights
 
 LEDGER = paths.RESULTS / "01_es_countdown" / "ledgers" / "13b03edbed2bb30e.jsonl.gz"
@@ -147,6 +147,15 @@ def test_an_adapter_equals_what_peft_merges(tmp_path, settings):
     assert set(found) == set(merged)
     for name, parameter in merged.items():
         torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:.*tie_word_embeddings")
+def test_an_adapter_on_a_tied_head_leaves_the_embedding_as_it_is(tmp_path):
+    (base := random_model()).save_pretrained(tmp_path / "base")
+    wrapped = _adapters.attach(base, lora(target_modules=["q_proj", "lm_head"], init_lora_weights=False), 0)
+    wrapped.save_pretrained(tmp_path / "lora")
+    found = dict(weights(tmp_path / "lora", tmp_path / "base"))
+    torch.testing.assert_close(found, _adapters.dense(wrapped), rtol=1e-5, atol=1e-5)
 
 
 OTHERS = [
