@@ -31,6 +31,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from evoalign_lib import files, ledger, models
 from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib._ledger_lines import BEGIN, with_defaults
+from evoalign_lib.checks import plain, require
 from evoalign_lib.files import replace_bytes, sync_folder
 from evoalign_lib.precision import Weights
 
@@ -309,6 +310,20 @@ def folder_lock(output_dir: str | os.PathLike[str]) -> Iterator[None]:
 
 
 # ---- resuming
+
+_SAID = {"true": True, "last": True, "false": False}
+
+
+def asked(resume_from: bool | str | os.PathLike[str] | None) -> bool | str | os.PathLike[str] | None:
+    """Return what to resume from, with the texts by which command lines say True and False as these.
+
+    Raises:
+        ValueError: an empty text.
+    """
+    if not isinstance(resume_from, str) or resume_from.lower() in _SAID and Path(resume_from).is_dir():
+        return plain(resume_from)
+    require(resume_from, "resume_from_checkpoint='' is no folder: pass True, a checkpoint's folder, or None.")
+    return _SAID.get(resume_from.lower(), resume_from)
 
 
 def find_run(

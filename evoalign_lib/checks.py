@@ -16,6 +16,22 @@ def require(holds: Any, message: str) -> None:
         raise ValueError(message)
 
 
+def plain(value: Any) -> Any:
+    """Return a value with the numbers and arrays of NumPy and torch, at any depth, as Python's numbers and lists.
+
+    Everything else is returned as it is.
+
+    >>> import numpy as np
+    >>> plain({"top_k": np.int64(5), "weights": [np.float32(0.5), "a"]})
+    {'top_k': 5, 'weights': [0.5, 'a']}
+    """
+    if type(value) is dict:
+        return {name: plain(part) for name, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    return plain(value.tolist()) if hasattr(value, "tolist") else value
+
+
 def nearest(name: Any, known: Iterable[str], cutoff: float = 0.4) -> str:
     """Return a hint at the known name nearest to a mistyped one, to append to an error; empty if none is near.
 
@@ -86,8 +102,9 @@ def positive(name: str, value: Any, most: float = sys.float_info.max) -> None:
     ...
     ValueError: top_p=1.5 must be a number above 0 and at most 1.
     """
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and 0 < value <= most):  # NaN fails every comparison
+    number = plain(value)
+    real = isinstance(number, int | float) and not isinstance(number, bool)
+    if not (real and 0 < number <= most):  # NaN fails every comparison
         bounds = "a positive number" if most == sys.float_info.max else f"a number above 0 and at most {most}"
         raise ValueError(f"{name}={value!r} must be {bounds}.")
 

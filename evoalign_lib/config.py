@@ -16,7 +16,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from evoalign_lib import models, noise, precision
 from evoalign_lib._anchor import check_decay
 from evoalign_lib._ledger_lines import MOST_MEMBERS
-from evoalign_lib.checks import choose, nearest, positive, single, whole_number
+from evoalign_lib.checks import choose, nearest, plain, positive, single, whole_number
 from evoalign_lib.engines import ENGINES, check_gpus
 from evoalign_lib.engines.local import DECODERS
 from evoalign_lib.update_rules import SCHEDULES, SHAPINGS
@@ -51,6 +51,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("num_return_sequences", "n"), "num_generations"),
     **dict.fromkeys(("return_dict_in_generate", "detokenize"), "the engine"),
 }
+_DICTS = ("model_init_kwargs", "engine_kwargs", "generation_kwargs", "chat_template_kwargs")
 # those that transformers reads only if it draws the samples itself
 _DRAWN_ONLY = ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 
@@ -152,7 +153,8 @@ class ESConfig(TrainingArguments):
     declares"""
     reward_timeout: float | None = field(default=None, metadata={"help": "seconds per call of a reward function"})
     """seconds that one call of a reward function may take on a member's completions; after that each completion is
-    scored alone, with the same limit, and those that exceed it again count as failures. None: no limit"""
+    scored alone, with the same limit, and those that exceed it again count as failures. The functions are then called
+    in a process of their own, where they keep what they keep. None: no limit"""
     engine: str = field(default="local", metadata={"help": "local, cuda, vllm or ray"})
     """what generates (`evoalign_lib.engines`): "local", worker processes on this machine's cores; "cuda", one GPU
     without vLLM, on which as many members as there is memory for decode at once (Llama and Qwen2; with use_cpu=True,
@@ -195,8 +197,7 @@ class ESConfig(TrainingArguments):
     remove_unused_columns: bool | None = field(default=False, metadata={"help": "keep all columns"})
     """False: every column reaches the reward function"""
 
-    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "engine_kwargs"]
-    _VALID_DICT_FIELDS += ["generation_kwargs", "chat_template_kwargs"]
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, *_DICTS]
 
     def __new__(cls, *arguments, **settings):
         # before the generated __init__, whose error names only one setting and no remedy
@@ -207,6 +208,8 @@ class ESConfig(TrainingArguments):
         return super().__new__(cls)
 
     def __post_init__(self):
+        for name, known in self.__dataclass_fields__.items():
+            setattr(self, name, _as_python(getattr(self, name), str(known.type)))
         problems: dict[str, str] = {}
         for name, why in self._problems():  # keep the first problem of each setting
             problems.setdefault(name, why)
@@ -250,6 +253,9 @@ class ESConfig(TrainingArguments):
             isinstance(stops, list | tuple) and stops and all(isinstance(stop, str) and stop for stop in stops)
         ):
             yield "stop_strings", f"stop_strings={stops!r} must be a list of non-empty texts."
+        for name in _DICTS:
+            if (value := getattr(self, name)) is not None and not isinstance(_parsed(value), Mapping):
+                yield name, f"{name}={value!r} must be a dict, or a text with one in JSON, such as '{{\"name\": 1}}'."
         yield from (("generation_kwargs", f"generation_kwargs{why}") for why in self._check_generation_kwargs())
         yield from (("load_best_model_at_end", why) for why in self._check_best())
 
@@ -278,12 +284,8 @@ class ESConfig(TrainingArguments):
 
     def _check_generation_kwargs(self) -> Iterator[str]:
         """Yield settings of generation that the engine sets itself, or that nothing would read."""
-        given = self.generation_kwargs
-        with suppress(ValueError):  # texts are JSON, as on a command line; the parent refuses others
-            given = json.loads(given) if isinstance(given, str) else given
+        given = _parsed(self.generation_kwargs)
         if not isinstance(given, Mapping):
-            if not (given is None or isinstance(given, str)):
-                yield f"={given!r} must be a dict."
             return
         try:
             json.dumps(dict(given))
@@ -328,6 +330,19 @@ def with_settings(config: type) -> None:
 
 
 with_settings(ESConfig)
+
+
+def _as_python(value: Any, kind: str) -> Any:
+    """Return a setting without NumPy's numbers, which no ledger takes; kind: its type, which may be a list."""
+    found = plain(value)
+    single = hasattr(value, "tolist") and isinstance(found, list) and len(found) == 1 and "list" not in kind
+    return found[0] if single else found
+
+
+def _parsed(value: Any) -> Any:
+    """Return a dict that a command line gave as JSON, which the parent class reads later; anything else as it is."""
+    with suppress(ValueError):
+        return json.loads(value) if isinstance(value, str) and value.startswith("{") else value
 
 
 @cache

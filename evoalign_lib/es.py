@@ -67,6 +67,7 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from evoalign_lib import _adapters, _checkpoints, ledger, models, noise, precision, update_rules
 from evoalign_lib._interrupts import interrupts_wait
+from evoalign_lib.checks import plain
 from evoalign_lib.config import _DEFAULTS, SURFACE, ESConfig, absent, joined
 from evoalign_lib.engines import completions, open_engine
 from evoalign_lib.engines.base import Evaluation, Options, Prompts
@@ -282,12 +283,13 @@ class ESTrainer(TrainerSurface):
             raise ValueError(f"metric_for_best_model={given!r} names no set of eval_dataset: use '{names[0]}_reward'.")
 
     def _check_reward_models(self) -> None:
-        """Raise ValueError for a reward model on a GPU that several worker processes would have to share."""
+        """Raise ValueError for a reward model on a GPU that other processes would have to share."""
         for function in self.rewards.functions:
             device = getattr(getattr(function, "model", None), "device", None)
-            if self.engine.workers != 1 and device is not None and device.type != "cpu":
-                what = f"the reward model {function.__name__!r} is on {device}, which several workers cannot share"
-                raise ValueError(f"{what}: set workers=1, or move it to the CPU.")
+            shared = self.engine.workers != 1 or self.args.reward_timeout is not None
+            if shared and device is not None and device.type != "cpu":
+                what = f"the reward model {function.__name__!r} is on {device}, which several processes cannot share"
+                raise ValueError(f"{what}: set workers=1 and reward_timeout=None, or move it to the CPU.")
 
     # ---- a step
 
@@ -435,7 +437,8 @@ class ESTrainer(TrainerSurface):
 
         Args:
             resume_from_checkpoint: True: resume the run in output_dir from its newest checkpoint (from the starting
-                model if there is none); or a checkpoint's folder. Steps that the ledger holds after the checkpoint are
+                model if there is none); or a checkpoint's folder; or one of the texts "True", "last" and "False", as
+                command lines give them. Steps that the ledger holds after the checkpoint are
                 repeated from their recorded rewards: no member is evaluated again, but evaluate(), logs and callbacks
                 run as they did the first time. The run ends with the same bits as an uninterrupted one.
 
@@ -453,13 +456,11 @@ class ESTrainer(TrainerSurface):
                 another state at the start; an output_dir in which another run is training, or whose ledger another run
                 has continued; without resume_from_checkpoint, an output_dir that holds the ledger of another run, or
                 another file of that name.
-            RuntimeError: weights that are not those of the ledger's last step, a reward_timeout outside the main
-                thread, or a callback that called sys.exit() before the last step.
+            RuntimeError: weights that are not those of the ledger's last step, or a callback that called sys.exit()
+                before the last step.
             OSError: output_dir, a step or a checkpoint cannot be written (a full disk). Nothing recorded is lost.
             KeyboardInterrupt: Ctrl-C; another call resumes.
         """
-        if self.engine.workers == 1 or self._eval_sets:
-            self.rewards.check_timeout()
         started, first = time.time(), self.state.global_step
         try:
             with _checkpoints.folder_lock(self.args.output_dir):
@@ -476,6 +477,8 @@ class ESTrainer(TrainerSurface):
         return TrainOutput(steps, math.nan, metrics | self.budget | {"epoch": round(self.state.epoch or 0.0, 4)})
 
     def _train(self, resume_from_checkpoint: bool | str | None) -> None:
+        resume_from_checkpoint = _checkpoints.asked(resume_from_checkpoint)
+        models.check_saving(self.model, self.processing_class, self._stateful_callbacks())
         if resume_from_checkpoint and self.args.overwrite_output_dir and self.ledger is None:
             raise ValueError("overwrite_output_dir=True would delete the run to be resumed: leave out one of the two.")
         self._load_last()
@@ -562,11 +565,11 @@ class ESTrainer(TrainerSurface):
     # ---- checkpoints (`evoalign_lib._checkpoints`)
 
     def _save_checkpoint(self) -> None:
-        self.state.stateful_callbacks = {type(c).__name__: c.state() for c in self._stateful_callbacks()}
+        self.state.stateful_callbacks = {type(c).__name__: plain(c.state()) for c in self._stateful_callbacks()}
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         spent = {"settings": self._settings(), "budget": self.budget, "counts": self.counts}
         spent["line"] = self.ledger.tips[self.state.global_step]
-        _checkpoints.write(folder, self.state, self.engine.weights, self._best, spent, self.save_model)
+        _checkpoints.write(folder, self.state, self.engine.weights, self._best, spent, self._write_folder)
         _checkpoints.rotate(folder, self.args.save_total_limit)
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 

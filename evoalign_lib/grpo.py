@@ -90,7 +90,7 @@ import numpy as np
 
 from evoalign_lib import arms, models
 from evoalign_lib._model_checks import check_plain
-from evoalign_lib.checks import choose, positive, whole_number
+from evoalign_lib.checks import choose, plain, positive, whole_number
 from evoalign_lib.engines.processes import rank, world_size
 from evoalign_lib.rewards import RewardFunction, Rewards, state_metrics
 
@@ -251,10 +251,12 @@ def config(
     stated |= {"per_device_train_batch_size": micro_batch}
     stated |= dict.fromkeys(("gradient_accumulation_steps", "steps_per_generation"), share // micro_batch)
     _refuse(others, stated)
+    if isinstance(load := others.get("model_init_kwargs"), Mapping):
+        others["model_init_kwargs"] = models.with_dtype(load)
 
     import trl
 
-    args = getattr(trl, f"{trainer_name}Config")(**stated, **others)
+    args = getattr(trl, f"{trainer_name}Config")(**plain(stated | others))  # checkpoints take no numbers of NumPy
     if args.world_size != world_size():
         what = f"{world_size()} processes were launched and TRL has found {args.world_size}"
         raise ValueError(f"{what}: each would train a separate model. Without GPUs set use_cpu=True.")
@@ -425,6 +427,7 @@ def trainer(
         )
     _check_trainable(built.model)
     Prompts(rows, built.processing_class)  # refuses now what would be refused at a later step
+    models.check_saving(built.model, built.processing_class)
     budget.model = built.model
     if adapted:
         budget.adapter = sum(p.numel() for p in built.model.parameters() if p.requires_grad)
@@ -562,6 +565,8 @@ def _extended(kind: type, rewards: Rewards, adapted: bool, reweighted: bool) -> 
         reweighted: multiply each advantage by the ratio that the `rollout_func` returned.
     """
 
+    from transformers.trainer_utils import get_last_checkpoint
+
     from evoalign_lib._grpo_callbacks import SummedCheckpoints
     from evoalign_lib.engines.base import Prompts
 
@@ -569,7 +574,12 @@ def _extended(kind: type, rewards: Rewards, adapted: bool, reweighted: bool) -> 
         def log(self, logs, start_time=None):
             if "loss" in logs and rewards.stateful:  # logs of a training step
                 logs = logs | state_metrics(rewards.state())
-            super().log(logs, start_time)
+            super().log(plain(logs), start_time)
+
+        def save_model(self, output_dir=None, _internal_call=False):
+            last = get_last_checkpoint(self.args.output_dir)
+            with models.saving(output_dir, f"the last checkpoint is {last!r}"):
+                super().save_model(output_dir, _internal_call)
 
         def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
             super()._load_from_checkpoint(resume_from_checkpoint, model)

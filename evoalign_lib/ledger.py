@@ -504,8 +504,7 @@ def write_model(
     loaded, tokenizer = _load(ledger, start_of(ledger, model))
     weights = _replay(ledger, loaded, step)
     copy_to(loaded, weights.layout, weights.flat)
-    loaded.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    models.save(loaded, out, tokenizer)
     return weights.digest()
 
 

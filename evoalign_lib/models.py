@@ -1,10 +1,12 @@
 """Models: load one from a name, a folder, a shipped base or an object, and identify it by digests."""
 
+import errno
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,12 @@ import torch
 
 from evoalign_lib import _adapters, precision, smollm2, tiny
 from evoalign_lib._model_checks import check_decoder, check_quantisation
+from evoalign_lib.checks import plain, require
 from evoalign_lib.files import canonical_json
 from evoalign_lib.tiny.base import without_bars
 
 # arguments of from_pretrained that say where the files come from
-_HUB = {"revision", "cache_dir", "token", "local_files_only", "subfolder"}
+_HUB = {"revision", "cache_dir", "token", "local_files_only", "subfolder", "gguf_file"}
 _SECRET = re.compile("(.*[_-])?(token|key|secret|password|authorization)", re.IGNORECASE)
 # within a text: what stands before the @ of an address, or after a word such as token=, and known kinds of keys
 _SECRETS = re.compile(
@@ -40,8 +43,9 @@ def load(
 
     Args:
         model: a model object, a folder, the name of a shipped base ("A0", see `evoalign_lib.tiny`), "SmolLM2-135M" once
-            it is converted (`evoalign_lib.smollm2`), or a name on the Hub. A loaded model is float32 unless keywords
-            say otherwise; weights are read from safetensors only, and code that lies beside them is never run.
+            it is converted (`evoalign_lib.smollm2`), a GGUF file, or a name on the Hub. A loaded model is float32
+            unless keywords say otherwise. Weights are read only from safetensors, or from GGUF where keywords name a
+            gguf_file, and code that lies beside them is never run.
         tokenizer: the model's tokenizer; None: the one saved with the model.
         keywords: further arguments of from_pretrained; those that select files on the Hub (`revision`, `cache_dir`,
             ...) apply to the tokenizer, too.
@@ -53,11 +57,14 @@ def load(
             quantised, and that is not allowed; it has no tokenizer; or keywords are given for an object.
         ImportError: the model is an adapter, and PEFT is not installed.
     """
-    keywords, beside = keywords or {}, None
+    keywords, beside = with_dtype(keywords or {}), None
     if isinstance(model, (str, os.PathLike)):
         folder = Path(model)
+        if folder.suffix == ".gguf" and folder.is_file():
+            model, keywords = folder.parent, {"gguf_file": folder.name} | keywords
         if adapters and (folder / "adapter_config.json").is_file():
-            base = _from_pretrained(_adapters.base_name(folder), keywords, quantised=True)
+            of = f", the base that {str(folder / 'adapter_config.json')!r} names,"
+            base = _from_pretrained(_adapters.base_name(folder), keywords, quantised=True, of=of)
             model = _adapters.open_adapter(base, folder)
             beside = str(folder) if (folder / "tokenizer_config.json").is_file() else None
         else:
@@ -75,6 +82,63 @@ def load(
     if not getattr(model, "is_quantized", False):  # some quantised models cannot be moved
         model = model.to("cpu")
     return model.eval(), tokenizer
+
+
+def with_dtype(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of from_pretrained with `torch_dtype`, the older name of `dtype`, under the newer one.
+
+    Raises:
+        ValueError: both are given and differ.
+    """
+    found = dict(keywords)
+    if (older := found.pop("torch_dtype", None)) is not None:
+        one, other = (str(dtype).removeprefix("torch.") for dtype in (older, found.setdefault("dtype", older)))
+        require(one == other, f"torch_dtype={one} and dtype={other} mean the same setting: leave out one of them.")
+    return found
+
+
+def save(model: Any, folder: str | os.PathLike, *beside: Any) -> None:
+    """Write a model and what belongs beside it, such as its tokenizer, as a Hugging Face folder.
+
+    Its generation_config is written as it is: transformers loads some that it refuses to write.
+    """
+    from transformers import GenerationConfig
+
+    network = _adapters.base_of(model)
+    own, network.generation_config = network.generation_config, GenerationConfig()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        network.generation_config = own
+    if (path := Path(folder) / "generation_config.json").is_file():  # an adapter has none
+        own.to_json_file(path, keys_to_pop=["compile_config"])
+    for part in beside:
+        part.save_pretrained(folder)
+
+
+def check_saving(model: Any, tokenizer: Any, callbacks: Iterable[Any] = ()) -> None:
+    """Raise ValueError, before a run depends on it, if a configuration, tokenizer or callback's state cannot be saved.
+
+    callbacks: those whose state() checkpoints hold.
+    """
+    parts = (_adapters.base_of(model).config, tokenizer, *getattr(model, "peft_config", {}).values(), *callbacks)
+    with tempfile.TemporaryDirectory() as folder:
+        for part in parts:
+            try:
+                part.save_pretrained(folder) if hasattr(part, "save_pretrained") else json.dumps(plain(part.state()))
+            except Exception as error:  # of any kind: tokenizers raises no other
+                what = f"the {type(part).__name__} cannot be saved ({error!r})"
+                raise ValueError(f"{what}: correct it, or there would be no checkpoint and no model.") from error
+
+
+@contextmanager
+def saving(folder: str | os.PathLike, remedy: str) -> Iterator[None]:
+    """Turn any error in the block, which saves a model, into an OSError that also says where there is one."""
+    try:
+        yield
+    except Exception as error:
+        what = f"the model could not be written, but {remedy} ({error})"
+        raise OSError(getattr(error, "errno", None) or errno.EIO, what, str(folder)) from error
 
 
 def tokenizer_of(folder: str, **origin: Any) -> Any:
@@ -97,8 +161,8 @@ def tokenizer_of(folder: str, **origin: Any) -> Any:
     return tokenizer
 
 
-def _from_pretrained(name: str, keywords: Mapping[str, Any], quantised: bool) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _from_pretrained(name: str, keywords: Mapping[str, Any], quantised: bool, of: str = "") -> Any:
+    import transformers
 
     _refuse_adapter(name)
     if trusted := keywords.get("trust_remote_code"):
@@ -108,13 +172,15 @@ def _from_pretrained(name: str, keywords: Mapping[str, Any], quantised: bool) ->
     safe = {"trust_remote_code": False}  # unset, transformers would ask the user, and `yes |` would answer
     files = {k: v for k, v in keywords.items() if k in _HUB} | safe
     settings = {"dtype": torch.float32, "use_safetensors": True} | dict(keywords) | safe
-    with _named(name):
-        config = keywords.get("config") or AutoConfig.from_pretrained(folder, **files)
+    if "gguf_file" in keywords and hasattr(transformers, "GgufConfig"):  # newer versions would keep its weights packed
+        settings.setdefault("quantization_config", transformers.GgufConfig(dequantize=True))
+    with _named(name, of):
+        config = keywords.get("config") or transformers.AutoConfig.from_pretrained(folder, **files)
     check_decoder(config)
     if not quantised:
         check_quantisation(keywords.get("quantization_config") or getattr(config, "quantization_config", None))
-    with _named(name), without_bars() if shipped else nullcontext():
-        return AutoModelForCausalLM.from_pretrained(folder, **settings)
+    with _named(name, of), without_bars() if shipped else nullcontext():
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, **settings)
 
 
 def _refuse_adapter(name: str) -> None:
@@ -123,13 +189,14 @@ def _refuse_adapter(name: str) -> None:
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Turn transformers' errors in the block into a ValueError that names the model and the remedy."""
+def _named(name: str, of: str = "") -> Iterator[None]:
+    """Turn transformers' errors in the block into a ValueError that names the model (of: of what) and the remedy."""
     try:
         yield
     except (OSError, ValueError) as error:
         remedy = "Pass a folder, a model object, or a name on the Hub, which is fetched once, with a network"
-        what = f"model {name!r} is neither a folder with a model nor could it be loaded from the Hub"
+        where = "" if os.path.isabs(name) else f", sought as {os.path.abspath(name)!r},"
+        what = f"model {name!r}{of}{where} is neither a folder with a model nor could it be loaded from the Hub"
         raise ValueError(f"{what}: {str(error).splitlines()[0]} {remedy}.") from error
 
 

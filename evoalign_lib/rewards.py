@@ -28,6 +28,8 @@ The trainer owns the state. It passes the state to wherever rewards are computed
 does not change.
 """
 
+from __future__ import annotations
+
 import asyncio
 import atexit
 import copy
@@ -38,13 +40,18 @@ import math
 import os
 import signal
 import threading
-import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from concurrent.futures import wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
 import numpy as np
+
+from evoalign_lib._forks import Forks, waits_for_ever
+from evoalign_lib.checks import plain
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
@@ -63,6 +70,8 @@ ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_m
 # columns of the table of completions besides those of the functions
 _COLUMNS = ("step", "member", "prompt", "completion", "advantage")
 
+_GRACE = 0.5  # seconds after the limit in which a call may end by itself
+_LIMITED: weakref.WeakKeyDictionary[Rewards, Forks] = weakref.WeakKeyDictionary()
 # kinds of rewards that are counted
 KINDS = ("none", "nan", "exception", "timeout")
 
@@ -127,11 +136,11 @@ class Rewards:
             failure, naming the prompt.
         timeout: seconds that a call of a function may take; None: no limit. A batch that takes longer (or raises) is
             scored again, one completion at a time with the same limit for each, so that only the completions at fault
-            fail and can be named; this takes at most (completions + 1) * timeout. The limit uses a signal (SIGALRM), so
-            it works only in the main thread of a process, not on Windows, and it stops Python code, but not a call into
-            a C library that never returns. The function receives it as an exception that `except Exception` does not
-            catch. A bare `except:` does: such a call counts as a time-out however it ends, and is interrupted again
-            every timeout seconds until then; a loop that catches every interruption cannot be stopped.
+            fail and can be named; this takes little more than (completions + 1) * timeout. The functions are then
+            called in a process of their own, forked at the first call (not on Windows): what they keep stays there,
+            and GPUs that this process uses are out of their reach. At the limit a function receives an exception that
+            `except Exception` does not catch; if the call has not ended half a second later, whatever it does, the
+            process is killed with all that the functions kept.
         table: whether to fill `Scored.table`.
 
     Attributes:
@@ -170,8 +179,8 @@ class Rewards:
         self.floors = [None if f is None else float(f) for f in floors]
         if timeout is not None and not (_is_finite(timeout) and timeout > 0):
             raise ValueError(f"reward_timeout={timeout!r} must be a positive number of seconds, or None for no limit.")
-        if timeout is not None and not hasattr(signal, "setitimer"):
-            raise ValueError(f"reward_timeout={timeout} needs signals, which this system lacks: set it to None.")
+        if timeout is not None and not hasattr(os, "fork"):
+            raise ValueError(f"reward_timeout={timeout} needs forks, which this system lacks: set it to None.")
         self.timeout, self.table = timeout, table
         names = [getattr(_unwrapped(f), "__name__", type(f).__name__) for f in self.functions]
         self.names: list[str] = []
@@ -228,12 +237,6 @@ class Rewards:
             function.end_of_step({metric: list(values) for metric, values in merged.items()})
         self.load_state(self.state())  # raise before anything is recorded if reloading would lose part of the new state
 
-    def check_timeout(self) -> None:
-        """Raise RuntimeError if a timeout is set but cannot work, that is, outside the main thread."""
-        if self.timeout is not None and threading.current_thread() is not threading.main_thread():
-            here = threading.current_thread().name
-            raise RuntimeError(f"reward_timeout={self.timeout} works in the main thread, not in {here!r}: use None.")
-
     def __call__(
         self,
         prompts: Sequence[Any],
@@ -257,9 +260,8 @@ class Rewards:
             TypeError: a function does not accept the columns, or did not return a list of numbers (not a dict, a set or
                 complex numbers).
             RewardError: a function failed and has no floor.
-            RuntimeError: a timeout outside the main thread, or a function that changed its state.
+            RuntimeError: a function that changed its state.
         """
-        self.check_timeout()
         if (given := getattr(trainer_state, "reward_state", None)) is not None:
             self.load_state(given)
         before, n = self.state(), len(completions)
@@ -314,14 +316,55 @@ class Rewards:
 
     def _call(self, function: RewardFunction, given: Mapping[str, Sequence], trainer_state: Any, items: slice) -> _Part:
         """Call a function with some of the completions."""
-        logged, shown = [], []
-        arguments = {name: [_own(value) for value in values[items]] for name, values in given.items()} | {
-            "trainer_state": trainer_state,
-            "log_metric": lambda metric, value: logged.append((metric, float(value))),
-            "log_extra": lambda column, values: shown.append((column, list(values))),
-        }
-        most = len(arguments["prompts"]) + 1
-        return items, _within(self.timeout, lambda: _taken(_result(function, arguments), most)), logged, shown
+        arguments = {name: [_own(value) for value in values[items]] for name, values in given.items()}
+        if self.timeout is None:
+            return items, *_called(function, arguments, trainer_state)
+        i, states = self.functions.index(function), self.state()
+        *found, after = self._limited(i, states, arguments, trainer_state)
+        self.load_state(after)  # `__call__` compares it with that before
+        return items, *found
+
+    def _limited(self, *task: Any) -> tuple:
+        """Return what `_answer` returns in a process of its own; raise RewardTimeout if that takes too long.
+
+        The process is forked at the first call. A signal interrupts a call that has reached the limit; if it swallows
+        or blocks that, or runs in C, the process is killed, and the next call forks another one.
+        """
+        if (forks := _LIMITED.get(self)) is None or forks.parent != os.getpid():
+            forks = _LIMITED[self] = Forks(1, self)
+            forks.submit("state").result()  # what starts the process does not count
+        future, why = forks.submit("_answer", *task), ""
+        try:
+            if wait([future], self.timeout).done:
+                return future.result()
+            for process in list(forks._processes.values()):
+                why = f": {forks.why}. Set it to None, or start them in it" if waits_for_ever(process.pid) else ""
+                process.terminate()
+            wait([future], _GRACE)
+            raise RewardTimeout(f"no result within reward_timeout={self.timeout} s{why}")
+        finally:
+            if not future.done() or isinstance(future.exception(), BrokenProcessPool):
+                del _LIMITED[self]
+                forks.end(at_once=True)
+
+    def _answer(self, i: int, states: States, arguments: Mapping[str, list], trainer_state: Any) -> tuple:
+        """Call a function in these states; return what `_called` does, and the states after the call."""
+
+        def interrupt(number: int, frame: Any) -> None:
+            raise _TimeIsUp
+
+        signal.signal(signal.SIGTERM, interrupt)
+        try:
+            self.load_state(states)
+            return *plain(_called(self.functions[i], arguments, trainer_state)), self.state()
+        except BaseException as error:
+            try:
+                copy.copy(error)
+            except Exception:  # nor could it be sent
+                raise RuntimeError(repr(error)) from error.__cause__
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the call has just ended
 
 
 def state_metrics(states: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -361,6 +404,17 @@ def _checked_state(state: Any, name: str) -> dict[str, float]:
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _called(function: RewardFunction, arguments: Mapping[str, list], trainer_state: Any) -> tuple[Any, list, list]:
+    """Call a function; return its result, and what it passed to `log_metric` and `log_extra`."""
+    logged, shown = [], []
+    given = arguments | {
+        "trainer_state": trainer_state,
+        "log_metric": lambda metric, value: logged.append((metric, float(value))),
+        "log_extra": lambda column, values: shown.append((column, list(values))),
+    }
+    return _taken(_result(function, given), len(arguments["prompts"]) + 1), logged, shown
 
 
 def _result(function: RewardFunction, arguments: Mapping[str, Any]) -> Any:
@@ -409,7 +463,8 @@ def _taken(result: Any, most: int) -> Any:
 
     The rewards of a lazy iterable are computed only here, which may fail, hang or never end.
     """
-    lazy = hasattr(result, "__iter__") and not hasattr(result, "__len__")
+    known = isinstance(result, (Sequence, Mapping, Set)) or hasattr(result, "tolist")
+    lazy = hasattr(result, "__iter__") and not known
     return list(itertools.islice(result, most)) if lazy else result
 
 
@@ -429,42 +484,6 @@ def _own(value: Any) -> Any:
         return copy.deepcopy(value)
     except Exception:  # a lock, a socket: whatever its class raises
         return value
-
-
-def _within(seconds: float | None, call: Callable[[], Any]) -> Any:
-    """Return the result of a call, or raise RewardTimeout after `seconds`; restore any other timer and handler."""
-    if seconds is None:
-        return call()
-    running, expired, started = True, False, time.monotonic()
-
-    def interrupt(number, frame):
-        nonlocal expired
-        expired = True
-        if running:  # otherwise the call has just ended
-            raise _TimeIsUp
-
-    delay, interval = signal.setitimer(signal.ITIMER_REAL, 0)  # pause a timer that someone else has set
-    handler = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        try:
-            # repeated, as a bare `except:` or a `__del__` may swallow the exception and let the call go on; but not
-            # every microsecond, or only the handler would run
-            signal.setitimer(signal.ITIMER_REAL, seconds, max(seconds, 0.01))
-            result = call()
-        finally:
-            running = False  # first, before a further signal can interrupt the clean-up
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    except (_TimeIsUp, SystemExit, Exception):
-        if not expired:
-            raise
-    finally:
-        if delay:  # the other timer may already be overdue
-            delay = max(delay - (time.monotonic() - started), 1e-6)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
-        signal.setitimer(signal.ITIMER_REAL, delay, interval)
-    if expired:
-        raise RewardTimeout(f"no result within {seconds} s")
-    return result
 
 
 def _unwrapped(function: RewardFunction) -> RewardFunction:

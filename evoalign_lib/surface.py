@@ -1,6 +1,7 @@
 """What `ESTrainer` shares with TRL's trainers besides training: evaluation, prediction, logs, files, the Hub."""
 
 import copy
+import json
 import logging
 import math
 import os
@@ -13,9 +14,9 @@ from transformers import TrainerState, trainer_pt_utils
 from transformers.trainer_callback import ProgressCallback, TrainerCallback
 from transformers.trainer_utils import PredictionOutput, SaveStrategy
 
-from evoalign_lib import ledger, models, tiny
+from evoalign_lib import _adapters, ledger, models, tiny
 from evoalign_lib._interrupts import interrupts_wait
-from evoalign_lib.checks import choose
+from evoalign_lib.checks import choose, plain
 from evoalign_lib.config import absent
 from evoalign_lib.engines import completions
 from evoalign_lib.engines.base import Prompts, as_given, score
@@ -200,9 +201,10 @@ class TrainerSurface:
 
     def log(self, logs: dict[str, float]) -> None:
         """Record metrics in the state and hand them to the callbacks (tensorboard, wandb, ...)."""
-        logs = {**logs, "epoch": round(self.state.epoch or 0.0, 4)}
+        logs = plain({**logs, "epoch": round(self.state.epoch or 0.0, 4)})
+        entry = json.loads(json.dumps({**logs, "step": self.state.global_step}, default=str))  # a checkpoint holds it
         with interrupts_wait():  # no entry is lost or repeated
-            self.state.log_history.append({**logs, "step": self.state.global_step})
+            self.state.log_history.append(entry)
             self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
@@ -236,14 +238,14 @@ class TrainerSurface:
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
         """Print a split's metrics in a column, as transformers' `Trainer` does."""
-        trainer_pt_utils.log_metrics(self, split, dict(metrics))
+        trainer_pt_utils.log_metrics(self, split, plain(dict(metrics)))
 
     metrics_format = staticmethod(trainer_pt_utils.metrics_format)
 
     def save_metrics(self, split: str, metrics: Mapping[str, float], combined: bool = True) -> None:
         """Write metrics to output_dir/<split>_results.json, and to all_results.json unless combined is False."""
         Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
-        trainer_pt_utils.save_metrics(self, split, dict(metrics), combined)
+        trainer_pt_utils.save_metrics(self, split, plain(dict(metrics)), combined)
 
     def save_state(self) -> None:
         """Write the trainer's state, with the metrics of all steps, to output_dir/trainer_state.json."""
@@ -316,11 +318,22 @@ class TrainerSurface:
         )
 
     def save_model(self, output_dir: str | os.PathLike | None = None) -> None:
-        """Write a Hugging Face folder: weights in the model's dtype (or the adapter), configuration, tokenizer."""
+        """Write a Hugging Face folder: weights in the model's dtype (or the adapter), configuration, tokenizer.
+
+        Raises:
+            OSError: it cannot be written; the message has the command that writes it from the run's ledger.
+        """
         output_dir = self.args.output_dir if output_dir is None else output_dir
+        if self.ledger is None:
+            return self._write_folder(output_dir)
+        name = Path(models.name_of(self.model) or "START", (self.args.model_init_kwargs or {}).get("gguf_file", ""))
+        start = "" if _adapters.is_adapted(self.model) else f" --model {name}"
+        with models.saving(output_dir, f"`evoalign replay {self._ledger_path} --out FOLDER{start}` writes it, too"):
+            self._write_folder(output_dir)
+
+    def _write_folder(self, folder: str | os.PathLike) -> None:
         self.engine.write_model()
-        self.model.save_pretrained(output_dir)
-        self.processing_class.save_pretrained(output_dir)
+        models.save(self.model, folder, self.processing_class)
 
     def _light_state(self) -> TrainerState:
         """Return the state without its log, which grows and would travel to the workers with every member.

@@ -134,16 +134,17 @@ def weights(source: str | os.PathLike[str], base: str | os.PathLike[str] | State
     return _Files(folder, text)
 
 
-def _folder(source: str) -> Path:
-    if os.path.isdir(folder := models.place(source)):
-        return Path(folder)
+def _folder(source: str, of: str = "") -> Path:
+    folder = Path(models.place(source))
+    if os.path.isdir(folder):
+        return folder
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(source, local_files_only=True))
     except (OSError, ValueError) as error:
         remedy = "pass a folder with a model, a run's ledger.jsonl, or a name after hf download NAME"
-        raise ValueError(f"{source!r:.300} does not exist, here or in the Hub's cache: {remedy}.") from error
+        raise ValueError(f"{source!r:.300}{of} does not exist, here or in the Hub's cache: {remedy}.") from error
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -279,7 +280,7 @@ class _Adapter(StateDict):
         remedy = "pass that base, or correct base_model_name_or_path in its adapter_config.json"
         other = f"the adapter {self.source!r} was trained over {named!r:.300}, not over {base!r}: {remedy}."
         require(not named or _same_model(str(named), base), other)
-        found = _folder(base)
+        found = _folder(base, f", the base of the adapter {self.source!r},")
         second = (found / "adapter_config.json").is_file()
         require(not second, f"the base {base!r} is an adapter itself: merge it first (merge_and_unload()).")
         return _Files(found, base)

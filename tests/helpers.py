@@ -24,7 +24,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForSequenceClassification
 
 from evoalign_lib import noise, tiny
-from evoalign_lib.engines.processes import own_progress_bars
+from evoalign_lib._forks import own_progress_bars
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 PROMPTS = ["a", "bc d", "Using the numbers", "12", "x" * 9, "<|im_start|>user\nhello", "é", "0 1 2 3"]

@@ -87,8 +87,8 @@ def open_engine(
     on_gpus = {"tensor_parallel": tensor_parallel, "settings": engine_kwargs}
     if engine == "vllm" or gpus:  # vLLM loads the same files that the model was loaded from
         files = load or {}
-        if "subfolder" in files:
-            raise ValueError("model_init_kwargs: vLLM cannot load a subfolder. Download it and pass it as the model.")
+        if taken := sorted(files.keys() & {"subfolder", "gguf_file"}):
+            raise ValueError(f"model_init_kwargs: vLLM cannot load a {taken[0]}. Pass a folder of the model alone.")
         on_gpus["settings"] = {_OF_VLLM[k]: v for k, v in files.items() if k in _OF_VLLM} | dict(engine_kwargs or {})
     if engine == "vllm" and gpus <= tensor_parallel:
         from evoalign_lib.engines import vllm

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from evoalign_lib import noise, precision
-from evoalign_lib.engines.processes import end_with
+from evoalign_lib._forks import end_with
 
 DRIVER = "EVOALIGN_VLLM_DRIVER"
 """environment variable: process id of the driver while it starts a vLLM that runs in separate processes"""

@@ -13,14 +13,10 @@ Low-rank members with few prompts share a chunk, as many as fit, each as factors
 """
 
 import itertools
-import multiprocessing
-import os
-import signal
 import sys
 import time
-import warnings
 import weakref
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import Any
@@ -32,12 +28,12 @@ from transformers.utils import logging
 
 from evoalign_lib import noise
 from evoalign_lib._adapters import dense, not_dense, quantisation_of
-from evoalign_lib._interrupts import interrupts_wait
+from evoalign_lib._forks import Forks
 from evoalign_lib.checks import choose
 from evoalign_lib.engines import agreement
 from evoalign_lib.engines.base import Engine, Options, Prompts
 from evoalign_lib.engines.decode import Decoder, Draw, greedy, inversion, product_dtype, rows_are_exact, supports
-from evoalign_lib.engines.processes import one_thread, start_worker
+from evoalign_lib.engines.processes import one_thread
 from evoalign_lib.low_rank import Population
 from evoalign_lib.precision import copy_to
 
@@ -87,7 +83,7 @@ class LocalEngine(Engine):
             )
         super().__init__(model, tokenizer, rewards, prompts, threads=workers, **common)
         self.chunk_rows, self.workers = chunk_rows, workers
-        self._pool: ProcessPoolExecutor | None = None
+        self._pool: Forks | None = None
         self._whole = len(self.layout.entries) == len(list(model.parameters()))
         reason, first = _why_no_loop(model, self.options), prompts.get("train") or next(iter(prompts.values()), None)
         if first and not reason and decoder != "generate":
@@ -106,8 +102,6 @@ class LocalEngine(Engine):
             self._drop_rows = loop and rows_are_exact(model.config, self._views(self.weights.flat), chunk_rows)
         # with a rounded working copy, unrounded factors would be different members
         self._joins = self.weights.rank > 0 and loop and self._whole and model.dtype == torch.float32
-        self._id = next(_IDS)
-        _ENGINES[self._id] = self
 
     # ---- called by the trainer
 
@@ -156,9 +150,7 @@ class LocalEngine(Engine):
         """End the worker processes, killing them if `at_once`; the next call starts new ones."""
         pool, self._pool = self._pool, None
         if pool is not None:
-            for process in list((pool._processes or {}).values()) if at_once else ():
-                process.kill()
-            pool.shutdown(wait=not at_once, cancel_futures=True)
+            pool.end(at_once)
 
     # ---- processes
 
@@ -166,20 +158,19 @@ class LocalEngine(Engine):
         """Call methods in the workers, (name, arguments ...) each, and return their results."""
         if self.workers == 1 or len(tasks) == 1:
             with one_thread():  # as in the workers: several threads may split products differently
-                return [_in_worker(self._id, *task) for task in tasks]
+                return [getattr(self, method)(*arguments) for method, *arguments in tasks]
         if self._pool is None:
-            fork = multiprocessing.get_context("fork")
-            self._pool = ProcessPoolExecutor(self.workers, fork, _start_worker, (os.getpid(),))
+            self._pool = Forks(self.workers, self, watch=True)
             weakref.finalize(self, self._pool.shutdown, wait=False)  # when the interpreter exits at the latest
         try:
-            with warnings.catch_warnings(), interrupts_wait():  # the first task forks all workers: no interrupt between
-                # Python 3.12 warns about forking a process with threads; the workers only compute and never use them
-                warnings.simplefilter("ignore", DeprecationWarning)
-                futures = [self._pool.submit(_in_worker, self._id, *task) for task in tasks]
+            futures = [self._pool.submit(*task) for task in tasks]
             for future in as_completed(futures):
                 future.result()  # raises the first failure of any worker at once
         except BrokenProcessPool as error:
-            self._pool = None
+            pool, self._pool = self._pool, None
+            if pool.stuck:
+                what = f"a reward function ({', '.join(self.rewards.names)}) waits for ever in a worker process"
+                raise RuntimeError(f"{what}: {pool.why}. Start them in the function, or set workers=1.") from error
             raise RuntimeError(
                 "a worker process ended unexpectedly (killed, or out of memory). Every recorded step is in the ledger: "
                 "call train(resume_from_checkpoint=True), with fewer workers if memory ran out."
@@ -285,17 +276,3 @@ def _why_no_loop(model: Any, options: Options) -> str | None:
     if model.dtype not in (torch.float32, torch.bfloat16):
         return f"its dtype is {model.dtype}, the loop computes float32 and bfloat16 models"
     return "generation_kwargs are for transformers" if options.generation_kwargs else None
-
-
-_IDS = itertools.count()
-# Forked workers find their engine here; nothing is pickled. References are weak, so that unused engines end theirs.
-_ENGINES: weakref.WeakValueDictionary[int, LocalEngine] = weakref.WeakValueDictionary()
-
-
-def _start_worker(parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the trainer handles it
-    start_worker(parent)
-
-
-def _in_worker(engine_id: int, method: str, *arguments: Any) -> Any:
-    return getattr(_ENGINES[engine_id], method)(*arguments)

@@ -1,16 +1,12 @@
-"""Helpers for processes: how many to start, how to end them together, and this process's place in a launch."""
+"""Helpers for processes: how many to start, their threads, and this process's place in a launch."""
 
 import os
-import select
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import torch
-from tqdm import tqdm
 
 
 def cores() -> int:
@@ -50,46 +46,3 @@ def threads(n: int) -> Iterator[None]:
 
 
 one_thread = partial(threads, 1)
-
-
-def start_worker(parent: int) -> None:
-    """Set up a worker process: one thread, its own progress-bar lock, and an end when its parent ends or is killed.
-
-    Args:
-        parent: process id of the parent.
-    """
-    torch.set_num_threads(1)
-    own_progress_bars()
-    end_with(parent)
-
-
-def own_progress_bars() -> None:
-    """Give this process a lock of its own for progress bars.
-
-    tqdm's lock is a semaphore that forked processes share: a process that dies while holding it would block all others.
-    Subclasses are set as well: one used before its base class (transformers uses tqdm.auto) has a lock of its own.
-    """
-    lock, bars = threading.RLock(), [tqdm]
-    for bar in bars:  # the list grows in the loop
-        bar.set_lock(lock)
-        bars += bar.__subclasses__()
-
-
-def end_with(process: int) -> None:
-    """Make this process end within half a second after another one ends or is killed.
-
-    Args:
-        process: process id of the parent, or of any other process of this user on this machine.
-    """
-    parent = os.getppid() == process
-    try:  # the system may reuse an id for another process; a file descriptor refers to this one only
-        watched = None if parent else os.pidfd_open(process)
-    except ProcessLookupError:
-        os._exit(1)
-
-    def watch() -> None:
-        while os.getppid() == process if parent else not select.select([watched], [], [], 0)[0]:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -418,7 +418,7 @@ class _Replica(VLLMDecoding):
         with tempfile.TemporaryDirectory() as made:
             if (folder := once["folder"]) is None:
                 folder = made
-                once["model"].save_pretrained(folder)
+                models.save(once["model"], folder)
             self.generator = Generator(folder, **once["vllm"])
         self.update = self.generator.update
 

@@ -41,7 +41,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from evoalign_lib import checks
+from evoalign_lib import checks, models
 from evoalign_lib._adapters import base_of, lora_layers
 from evoalign_lib.engines import processes
 from evoalign_lib.engines._vllm_worker import DRIVER, NotMapped, prepare
@@ -412,7 +412,7 @@ class VLLMEngine(VLLMDecoding, Engine):
         prove(self.layout, self.master, generator.proof())
 
     def _save_model(self, folder: str) -> None:
-        self.model.save_pretrained(folder)
+        models.save(self.model, folder)
 
     def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None):
         rest = sigma, name, indices, trainer_state, sampling

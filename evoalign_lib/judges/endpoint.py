@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from evoalign_lib import _bounded_http
-from evoalign_lib.checks import address, as_told, key_in, positive, whole_number, without_key
+from evoalign_lib.checks import address, as_told, choose, key_in, plain, positive, whole_number, without_key
 from evoalign_lib.judges.answers import Answer, Keep, Messages
 
 _OPENAI = "https://api.openai.com/v1"
@@ -37,8 +37,9 @@ class Endpoint:
         timeout: seconds after which a request is given up, however slowly the server still answers.
         retries: number of retries after a time-out, a lost connection, or HTTP error 408, 409, 429 or 5xx. The openai
             client makes them, and waits as long as the server asks, or twice as long each time.
-        temperature: 0: greedy, as far as the server complies.
+        temperature: 0: greedy, as far as the server complies; None: the server's own, for models that take no other.
         max_tokens: most tokens in an answer.
+        token_limit: the server's name of max_tokens; newer models of OpenAI take only "max_completion_tokens".
         seed: sent to the server; None: no seed is sent.
         concurrency: number of simultaneous requests.
     """
@@ -48,26 +49,30 @@ class Endpoint:
     api_key_env: str = "OPENAI_API_KEY"
     timeout: float = 60.0
     retries: int = 3
-    temperature: float = 0.0
+    temperature: float | None = 0.0
     max_tokens: int = 1024
     seed: int | None = 0
     concurrency: int = 8
+    token_limit: str = "max_tokens"
     special_tokens: ClassVar[tuple[str, ...]] = ()
     """Unknown for an endpoint; tokens of the common model families are broken up in any case."""
 
     def __post_init__(self) -> None:
+        vars(self).update(plain(vars(self)))  # numbers of NumPy, which no cache takes
         whole_number("retries", self.retries, least=0)
         whole_number("max_tokens", self.max_tokens)
         whole_number("concurrency", self.concurrency)
         positive("timeout", self.timeout)
-        if not 0 <= self.temperature <= 2:
+        choose("token_limit", self.token_limit, ("max_tokens", "max_completion_tokens"))
+        if self.temperature is not None and not 0 <= self.temperature <= 2:
             raise ValueError(f"temperature={self.temperature} must lie between 0 and 2.")
         if self.base_url is not None:
             address("base_url", self.base_url)
 
     def identity(self) -> dict[str, Any]:
         """Return everything that determines an answer, for the cache's keys and for records."""
-        fields = ("model", "temperature", "max_tokens", "seed")
+        other = ("token_limit",) if self.token_limit != "max_tokens" else ()  # earlier identities stay as they are
+        fields = ("model", "temperature", "max_tokens", "seed", *other)
         return {"backend": "endpoint"} | {name: getattr(self, name) for name in fields}
 
     def answers(self, conversations: Sequence[Messages], keep: Keep | None = None) -> list[Answer]:
@@ -130,8 +135,8 @@ class Endpoint:
         import openai
 
         url = self.base_url or _OPENAI
-        how = {"temperature": self.temperature, "max_tokens": self.max_tokens}
-        how |= {} if self.seed is None else {"seed": self.seed}
+        how = {"temperature": self.temperature, self.token_limit: self.max_tokens, "seed": self.seed}
+        how = {name: value for name, value in how.items() if value is not None}
         gone = stops = False
         try:
             answer = _read(client.chat.completions.create(model=self.model, messages=[*map(dict, messages)], **how))
@@ -153,7 +158,8 @@ class Endpoint:
         text, detail = answer.text and without_key(answer.text, key), as_told(answer.detail, key, 200)
         if stops:  # raise outside the handlers: a chained error would carry the request, and with it the key
             raise EndpointError(
-                f"{url} refuses {self.model!r}: {detail}. Correct the model, the base_url, its settings or the "
+                f"{url} refuses {self.model!r}: {detail}. Correct the model, the base_url, its settings (a model "
+                "may need token_limit='max_completion_tokens' and temperature=None) or the "
                 f"key in {self.api_key_env}, or top up the account, and call again."
             )
         return replace(answer, text=text, detail=detail), gone

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from evoalign_lib.checks import nearest, require
+import yaml
+
+from evoalign_lib.checks import nearest, plain, require
 from evoalign_study import provenance, sweep
 
 if TYPE_CHECKING:
@@ -27,7 +31,8 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
 
     Args:
         namespace: the notebook's `globals()`, with the seven common parameters and whatever `papermill -p` injected.
-            It passes truth values as the texts "true" and "false", which are replaced here by the values.
+            It passes truth values, lists and dicts as texts, such as "true" and "[2, 4]", which are replaced here by
+            the values; so are NumPy's numbers, by Python's.
         presets: scale -> the notebook's settings at that scale. `papermill -p` can override them one by one.
 
     Returns:
@@ -53,9 +58,8 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
     hint = f"use one of {', '.join(presets)}.{nearest(scale, presets, 0.0)}"
     require(scale in list(presets), f"unknown scale={scale!r}: {hint}")
     settings = dict(presets[scale])
-    for name, default in (_COMMON | settings).items():  # papermill gives truth values as texts
-        if isinstance(default, bool) and namespace.get(name) in ("true", "false"):
-            namespace[name] = namespace[name] == "true"
+    for name in (_COMMON | settings).keys() & namespace.keys():
+        namespace[name] = _read(plain(namespace[name]), [own.get(name) for own in (_COMMON, *presets.values())])
     given = {name: namespace[name] for name in _given(namespace, presets)}
     _check(given, presets)
     settings |= {name: value for name, value in given.items() if name in settings}
@@ -68,6 +72,18 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
     aside |= settings != dict(presets[scale])
     namespace["_parameters_checked"] = check_parameters
     return SimpleNamespace(**{name: namespace[name] for name in PARAMETERS}, aside=aside, **settings)
+
+
+def _read(value: Any, examples: Sequence[Any]) -> Any:
+    """Return the truth value, list or dict that papermill gave as text, if one of the examples is one."""
+    kinds = tuple({type(example) for example in examples} & {bool, list, tuple, dict})
+    # YAML takes 1e-3 for a text and yes for a truth value; JSON takes neither .5 nor a name without quotes
+    for read in (json.loads,) if bool in kinds else (json.loads, yaml.safe_load):
+        if isinstance(value, str) and kinds:
+            with suppress(ValueError, yaml.YAMLError):
+                found = read(value)
+                return found if isinstance(found, (*kinds, list)) else value
+    return value
 
 
 def announce(run: SimpleNamespace, notebook: str) -> None:

@@ -205,6 +205,15 @@ def test_folders_of_adapters_that_are_refused(tmp_path, config, named):
         models.load(tmp_path, tokenizer(), adapters=True)
 
 
+@pytest.mark.parametrize("opens", [lambda folder: models.load(folder, adapters=True), weight_files.weights])
+def test_a_base_that_is_elsewhere_is_named_with_its_adapter(tmp_path, opens):
+    peft.get_peft_model(random_model(), lora()).save_pretrained(tmp_path)
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "./base"}))
+    with pytest.raises(ValueError, match=f"'./base'.*{tmp_path}"):
+        opens(tmp_path)
+
+
 # ---- a part of the weights, without PEFT
 
 

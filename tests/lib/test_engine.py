@@ -1,11 +1,13 @@
 """The local engine: prompts, decoding, the batch plan, and worker processes that come, work, fail and end."""
 
+import asyncio
 import gc
 import os
 import signal
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import psutil
@@ -18,7 +20,7 @@ from tqdm import tqdm
 from tqdm.std import TqdmDefaultWriteLock
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, RwkvConfig, RwkvForCausalLM
 
-from evoalign_lib import noise
+from evoalign_lib import _forks, noise
 from evoalign_lib.engines import agreement, decode, local, processes
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.judges import LocalChat
@@ -378,6 +380,34 @@ def test_a_killed_worker_is_an_error_with_a_remedy_and_not_the_end(when):
             evaluate(e, 4)
     # new workers take over
     assert (evaluate(e, 3) == evaluate(engine(rewards=token_sum), 3)).all()
+
+
+@pytest.mark.parametrize("kind", ["executor", "event loop"])
+def test_executors_and_event_loops_that_were_used_before_work_in_workers(kind):
+    loop, pool = asyncio.new_event_loop(), ThreadPoolExecutor(1)
+
+    async def lengths(completions):
+        return [float(await loop.run_in_executor(pool, len, c)) for c in completions]
+
+    def judge(completions, **columns):
+        return pool.map(len, completions) if kind == "executor" else loop.run_until_complete(lengths(completions))
+
+    alone = evaluate(engine(rewards=judge), 9)  # in this process
+    assert (evaluate(engine(workers=2, rewards=judge), 9) == alone).all()
+    loop.close()
+    pool.shutdown()
+
+
+def test_a_worker_that_waits_for_ever_is_named(monkeypatch):
+    lock = threading.Lock()
+
+    def judge(completions, **columns):
+        with lock:  # nobody opens it in a worker, where the thread that holds it does not exist
+            return [0.0] * len(completions)
+
+    monkeypatch.setattr(_forks, "_LOOK", 0.05)
+    with lock, pytest.raises(RuntimeError, match=r"\(judge\).*workers=1"):
+        evaluate(engine(workers=2, rewards=judge))
 
 
 class Bar(tqdm):

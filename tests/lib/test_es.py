@@ -12,14 +12,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from es_runs import ROWS, Ending, config, constant, digest, model_bytes, never, read, token_sum, trained, trainer
-from helpers import PROMPTS, fails_later, ran, random_model, refused, saved, tokenizer
+from helpers import PROMPTS, fails_later, lora, ran, random_model, refused, saved, tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.pre_tokenizers import PreTokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
-from evoalign_lib import ledger, models
+from evoalign_lib import cli, ledger, models
 from evoalign_lib.es import ESConfig, ESTrainer, step_indices
+from evoalign_lib.essa import ESSAConfig
 from evoalign_lib.rewards import RewardError
 
 # ---- ESConfig
@@ -35,6 +39,7 @@ BAD_VALUES = {
     "learning_rate": [1e-6], "optim": ["sgd"], "bf16": [True], "push_to_hub": [True], "eval_on_start": [True],
     "load_best_model_at_end": [True], "save_strategy": ["best"], "engine_kwargs": [{"max_loras": 2}],
     "generation_kwargs": [3, {"max_new_tokens": 3}, {"bad_words_ids": {3}}, {"min_p": 0.1}, {"repetition_penlty": 2.0}],
+    "model_init_kwargs": ["dtype=bfloat16", 3, "[1]"], "chat_template_kwargs": ["enable_thinking=false", " {}"],
     **{name: [0] for name in ("prompts_per_step", "max_completion_length", "chunk_rows", "workers")},
     "fitness": ["rewards"], "decoder": ["generat"], "fitness_shaping": ["zscor"], "sigma_schedule": ["cosin"],
     "sampling": ["comon"], "noise": ["gaussan"], "precision": ["mster"], "perturbation": ["lowrank"],
@@ -74,6 +79,23 @@ def test_a_config_can_be_copied():
     written = {name: value for name, value in json.loads(config.to_json_string()).items() if name in known}
     for other in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), ESConfig(**written)):
         assert other.to_dict() == config.to_dict()
+
+
+NUMPY = {
+    "seed": (np.int64(3), 3), "sigma": (np.float32(0.5), 0.5), "alpha": (np.array([0.25]), 0.25),
+    "population_size": (np.array(4), 4), "antithetic": (np.bool_(True), True), "max_steps": (np.int32(1), 1),
+    "prompts_per_step": (np.int64(2), 2), "save_steps": (np.int64(1), 1), "reward_weights": (np.ones(1), [1.0]),
+    "generation_kwargs": ({"repetition_penalty": np.float32(1.5)}, {"repetition_penalty": 1.5}),
+}  # fmt: skip
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    both = [{name: pair[i] for name, pair in NUMPY.items()} | {"save_strategy": "steps"} for i in (0, 1)]
+    assert len({config(tmp_path, **given).to_json_string() for given in both}) == 1
+    assert ESSAConfig(leading_share=np.float32(0.5), shared_batch=np.bool_(True)).shared_batch is True
+    runs = [trained(tmp_path / str(i), **given) for i, given in enumerate(both)]
+    assert digest(runs[0]) == digest(runs[1]) and read(tmp_path / "0").header == read(tmp_path / "1").header
+    assert trainer(tmp_path / "0", **both[1] | {"max_steps": 2}).train("True").global_step == 2  # goes on with ours
 
 
 COMMAND = "--output_dir out --sigma 0.01 --population_size 8 --fitness random --workers 2 --reward_weights 1 0.5"
@@ -391,6 +413,50 @@ def test_the_saved_model_and_a_checkpoint_are_the_master(tmp_path):
     assert json.loads((tmp_path / "checkpoint-1/trainer_state.json").read_text())["log_history"]
 
 
+def test_nothing_that_a_run_has_keeps_it_from_being_saved(tmp_path):
+    """Numbers of NumPy in its log, and a generation_config that transformers reads and does not write."""
+
+    class Logging(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            tested.log({"a": np.float32(0.5), "b": torch.tensor([1, 2]), "c": Path("x")})
+
+    config_file = Path(saved(tmp_path / "base"), "generation_config.json")
+    config_file.write_text('{"temperature": 0.6, "do_sample": false}')
+    args = config(tmp_path / "run", max_steps=1, **SAVING)
+    tested = ESTrainer(str(tmp_path / "base"), token_sum, args, ROWS, callbacks=[Logging()])
+    tested.train("False")
+    tested.save_model()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="`evoalign .*/file") as caught:
+        tested.save_model(tmp_path / "file" / "model")
+    command = re.search("`evoalign (.*?)`", str(caught.value))[1].replace("FOLDER", str(tmp_path / "out"))
+    cli.app(command.split(), standalone_mode=False)
+    assert model_bytes(models.load(str(tmp_path / "out"))[0]) == model_bytes(tested.model)
+    for folder in ("run", "run/checkpoint-1", "out"):
+        assert json.loads((tmp_path / folder / config_file.name).read_text())["temperature"] == 0.6
+    state = json.loads((tmp_path / "run/checkpoint-1/trainer_state.json").read_text())
+    assert state["log_history"][0].items() >= {"a": 0.5, "b": [1, 2], "c": "x"}.items()
+
+
+class Unsaved(TrainerCallback, ExportableState):
+    def state(self):
+        return {"args": {}, "attributes": {"seen": {1}}}
+
+
+@pytest.mark.parametrize("part", ["Qwen2Config", "Tokenizer", "Unsaved", "LoraConfig"])
+def test_what_cannot_be_saved_is_refused_before_the_first_step(tmp_path, part):
+    tested = trainer(tmp_path, never, rest={"peft_config": lora(r=np.int64(2))} if part == "LoraConfig" else {})
+    tested.processing_class = copy.deepcopy(tokenizer())
+    if part == "Qwen2Config":
+        tested.model.config.seen = {1}
+    elif part == "Unsaved":
+        tested.add_callback(Unsaved)
+    elif part == "Tokenizer":
+        tested.processing_class.backend_tokenizer.pre_tokenizer = PreTokenizer.custom(object())
+    with pytest.raises(ValueError, match=part):
+        tested.train()
+
+
 def test_rotation_never_removes_the_checkpoint_just_written(tmp_path):
     for name in ("checkpoint-100", "checkpoint-best"):  # of an older and longer run, and one that a user named
         (tmp_path / name).mkdir()
@@ -428,6 +494,6 @@ def test_resuming_with_other_settings_is_refused(tmp_path):
 
 
 test_nothing_to_resume_from = refused(
-    *((True, "run"), ("/no/such", "'/no/such'")),
+    *((True, "run"), ("True", "run"), ("last", "run"), ("/no/such", "'/no/such'"), ("", "=''")),
     call=lambda resume, tmp_path: trainer(tmp_path / "run").train(resume_from_checkpoint=resume),
 )

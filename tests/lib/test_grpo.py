@@ -106,6 +106,13 @@ def test_settings_that_are_refused(arm, name, value):
         grpo.config("ppo", output_dir="x", **SETTINGS)
 
 
+def test_numbers_of_numpy_and_the_older_name_of_dtype():
+    numpy = {"seed": np.int64(3), "learning_rate": np.float32(0.5), "model_init_kwargs": {"torch_dtype": "bfloat16"}}
+    same = {"seed": 3, "learning_rate": 0.5, "model_init_kwargs": {"dtype": "bfloat16"}}
+    texts = {grpo.config("grpo", output_dir="x", **SETTINGS | given).to_json_string() for given in (numpy, same)}
+    assert len(texts) == 1
+
+
 def test_processes_share_a_step(monkeypatch):
     assert [grpo.shared(64, None, 1), grpo.shared(64, 16, 8), grpo.shared(12, 3, 2)] == [(64, 64), (8, 8), (6, 3)]
     for rollouts, micro_batch in ((8, None), (9, 2)):
@@ -354,6 +361,14 @@ def test_random_rewards_are_those_of_seed_and_step():
     many = [r for step in range(50) for r in draws(7, step)]
     assert set(many) == {0.0, 1.0} and abs(np.mean(many) - 0.5) < 5 * 0.5 / 20_000**0.5
     assert grpo.random_reward(3)(prompts=["p"], completions=["x"]) in ([0.0], [1.0])
+
+
+def test_a_model_that_cannot_be_written_is_in_a_checkpoint(tmp_path):
+    trainer, _ = built(tmp_path, **SAVING)
+    trainer.train()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="checkpoint-2.*/file"):
+        trainer.save_model(str(tmp_path / "file/model"))
 
 
 def test_fine_tuning_learns_completions_with_their_end_and_no_prompt(tmp_path):

@@ -12,6 +12,7 @@ from collections import Counter
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from helpers import fork, refused, wait
 from hypothesis import given
@@ -320,6 +321,17 @@ FATAL = [
 ]
 
 
+def test_a_model_that_takes_other_names_and_no_temperature_can_be_asked():
+    with serving() as server:
+        judge = chat(server, token_limit="max_completion_tokens", temperature=None, max_tokens=np.int64(9), seed=None)
+        assert judge_pairs(judge, some_pairs(1)).counts["a"] == 1
+    assert all(body.keys() == {"model", "messages", "max_completion_tokens"} for body in server.requests)
+    other = {"temperature": None, "max_tokens": 9, "seed": None, "token_limit": "max_completion_tokens"}
+    assert json.loads(json.dumps(judge.backend.identity())) == {"backend": "endpoint", "model": "m"} | other
+    usual = {"temperature": 0.0, "max_tokens": 1024, "seed": 0}  # that of earlier records
+    assert Endpoint("m").identity() == {"backend": "endpoint", "model": "m"} | usual
+
+
 @pytest.mark.parametrize(("status", "error", "named"), FATAL)
 def test_what_will_always_fail_stops_at_once(status, error, named):
     with serving(lambda messages, call: (status, {"error": error})) as server:
@@ -376,6 +388,7 @@ test_what_makes_no_sense_is_refused = refused(
     (lambda: Endpoint("m", concurrency=0), ValueError, "concurrency"),
     (lambda: Endpoint("m", timeout=0), ValueError, "timeout"),
     (lambda: Endpoint("m", temperature=3.0), ValueError, "temperature"),
+    (lambda: Endpoint("m", token_limit="tokens"), ValueError, "token_limit='tokens'"),
 )
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from helpers import random_model
+from helpers import random_model, saved
 
 from evoalign_lib import _adapters, _singular, models, precision, tiny
 from evoalign_lib.quantisation import quantise
@@ -33,6 +33,21 @@ def test_names_and_places(tmp_path, monkeypatch):
     assert models.place("someone/model") == "someone/model"
     monkeypatch.chdir(tmp_path)
     assert models.place("own") == str(tmp_path / "own")
+
+
+def test_what_the_arguments_of_from_pretrained_mean(tmp_path, monkeypatch):
+    folder = saved(tmp_path / "own")
+    for given in ({"torch_dtype": "bfloat16"}, {"torch_dtype": "bfloat16", "dtype": torch.bfloat16}):
+        assert models.load(folder, None, given)[0].dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="torch_dtype=float16.* dtype=bfloat16"):
+        models.load(folder, None, {"torch_dtype": torch.float16, "dtype": "bfloat16"})
+    (tmp_path / "m.gguf").write_bytes(b"GGUF\x03\0\0\0" + bytes(16))
+    for model, given in ((str(tmp_path), {"gguf_file": "m.gguf"}), (tmp_path / "m.gguf", {})):
+        with pytest.raises((ValueError, ImportError), match="(?i)m.gguf|install.*gguf"):
+            models.load(model, None, given)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"'./other'.*'{tmp_path}/other'"):
+        models.load("./other")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,12 +2,15 @@
 
 import asyncio
 import concurrent.futures
+import ctypes
 import functools
 import itertools
 import math
+import os
 import pickle
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -21,9 +24,6 @@ from helpers import in_child, refused
 
 from evoalign_lib import tasks
 from evoalign_lib.rewards import METHODS, RewardError, Rewards, state_metrics
-
-# the limits under test have the timer that would cut off a test that hangs
-pytestmark = pytest.mark.timeout(method="thread")
 
 
 def score(rewards, completions, columns=None, prompts=None, ids=None, state=None):
@@ -79,7 +79,7 @@ def test_an_asynchronous_function_is_awaited_in_one_loop_that_lasts():
     assert in_child(child) == 0
 
 
-def test_what_fails_in_an_asynchronous_function_scores_the_floor(alarms):
+def test_what_fails_in_an_asynchronous_function_scores_the_floor():
     async def sometimes(completions, **columns):
         if "exit" in completions:
             sys.exit(3)
@@ -310,8 +310,9 @@ def test_the_state_moves_with_one_value_a_batch():
 
 def test_a_call_takes_over_the_state_that_comes_with_it():
     state = types.SimpleNamespace(reward_state={"Multiplied": {"scale": 8.0}})
-    # also in a copy that was sent elsewhere before the state moved
-    for rewards in (Rewards(Multiplied()), pickle.loads(pickle.dumps(Rewards(Multiplied())))):
+    # also in a copy that was sent elsewhere before the state moved, and in the process of a limit
+    limited = Rewards(Multiplied(), timeout=60)
+    for rewards in (Rewards(Multiplied()), pickle.loads(pickle.dumps(Rewards(Multiplied()))), limited):
         assert score(rewards, ["ab", "abcd"], state=state).rewards.tolist() == [-4.0, -2.0]
         assert score(rewards, ["ab"]).rewards.tolist() == [-4.0]  # where none comes, that of before stays
     assert state.reward_state == {"Multiplied": {"scale": 8.0}}
@@ -349,14 +350,15 @@ test_states_that_are_refused = refused(
 )  # fmt: skip
 
 
-def test_a_state_stays_while_completions_are_scored():
+@pytest.mark.parametrize("timeout", [None, 60])
+def test_a_state_stays_while_completions_are_scored(timeout):
     class Adapts(Multiplied):
         def __call__(self, **arguments):
             self.scale *= 2
             return super().__call__(**arguments)
 
     with pytest.raises(RuntimeError, match="'Adapts' changed its state from {'scale': 1.0} to {'scale': 2.0} while it"):
-        score(Rewards(Adapts()), ["ab"])
+        score(Rewards(Adapts(), timeout=timeout), ["ab"])
 
 
 # ---- mistakes of a function's author stop the run, floor or no floor
@@ -416,31 +418,18 @@ def hangs_on_x(completions, log_metric, **columns):
     return [float(len(c)) for c in completions]
 
 
-@pytest.fixture
-def alarms():
-    """The signal's handler and timer, which a limit has to leave as they were."""
-    heard = []
-    previous = signal.signal(signal.SIGALRM, lambda number, frame: heard.append(number))
-    yield heard
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, previous)
-
-
-def test_a_time_out_costs_only_the_completion_that_hangs(alarms):
-    handler = signal.getsignal(signal.SIGALRM)
+def test_a_time_out_costs_only_the_completion_that_hangs():
     started = time.monotonic()
     scored = score(Rewards(hangs_on_x, floor=-1.0, timeout=1.0), ["a", "x", "bbb"])
     assert time.monotonic() - started >= 2.0  # the batch, then the culprit alone
     assert scored.rewards.tolist() == [1.0, -1.0, 3.0]
     assert scored.counts == {"none": 0, "nan": 0, "exception": 0, "timeout": 1}
     assert scored.metrics == {"scored": [1.0, 1.0]}
-    assert signal.getsignal(signal.SIGALRM) is handler and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-    assert alarms == []
     with pytest.raises(RewardError, match="'hangs_on_x' gave RewardTimeout.*0.05 s.*'prompt 0'"):
         score(Rewards(hangs_on_x, timeout=0.05), ["x", "a"])
 
 
-def test_a_time_out_that_the_function_swallows_counts(alarms):
+def test_a_time_out_that_the_function_swallows_counts():
     def swallows(completions, **columns):
         values = []
         for c in completions:
@@ -455,7 +444,6 @@ def test_a_time_out_that_the_function_swallows_counts(alarms):
     scored = score(Rewards(swallows, floor=-1.0, timeout=0.1), ["x", "xx"])
     assert scored.rewards.tolist() == [-1.0, -1.0]
     assert scored.counts == {"none": 0, "nan": 0, "exception": 0, "timeout": 2}
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0) and alarms == []
 
 
 def test_a_batch_that_is_slow_though_no_completion_is():
@@ -469,26 +457,50 @@ def test_a_batch_that_is_slow_though_no_completion_is():
         score(Rewards(slow, timeout=1.0), ["a"] * 4)
 
 
-def test_the_timer_of_somebody_else_goes_on(alarms):
-    signal.setitimer(signal.ITIMER_REAL, 300, 400)
-    score(Rewards(hangs_on_x, floor=0.0, timeout=0.1), ["x"])
-    left, interval = signal.getitimer(signal.ITIMER_REAL)
-    assert alarms == [] and 0 < left < 300 - 0.15 and interval == 400  # twice 0.1 s have passed
-    # one that falls due meanwhile comes late, not never, and once
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
-    score(Rewards(hangs_on_x, floor=0.0, timeout=0.3), ["x"])
-    deadline = time.monotonic() + 60
-    while not alarms and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert alarms == [signal.SIGALRM] and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-
-
-def test_a_time_out_outside_the_main_thread_or_without_signals_is_refused(monkeypatch):
-    rewards = Rewards(hangs_on_x, floor=-1.0, timeout=0.05)
-    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="side") as pool:
-        with pytest.raises(RuntimeError, match="reward_timeout=0.05 .*'side_0'"):
-            pool.submit(score, rewards, ["a"]).result()
-        assert pool.submit(score, Rewards(hangs_on_x), ["a"]).result().rewards.tolist() == [1.0]
-    monkeypatch.delattr(signal, "setitimer")
+def test_a_time_out_works_in_any_thread_and_needs_forks(monkeypatch):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        scored = pool.submit(score, Rewards(hangs_on_x, floor=-1.0, timeout=0.1), ["x", "a"]).result()
+    assert scored.rewards.tolist() == [-1.0, 1.0] and scored.counts["timeout"] == 1
+    monkeypatch.delattr(os, "fork")
     with pytest.raises(ValueError, match="reward_timeout=3"):
         Rewards(length, timeout=3)
+
+
+def catches_all():
+    while True:
+        try:
+            time.sleep(60)
+        except BaseException:
+            pass
+
+
+@pytest.mark.parametrize(
+    "hang",
+    [
+        lambda: (signal.alarm(5), signal.alarm(0), signal.signal(signal.SIGALRM, signal.SIG_IGN), time.sleep(60)),
+        lambda: (signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()), time.sleep(60)),
+        lambda: ctypes.CDLL(None).sleep(60),
+        catches_all,
+    ],
+    ids=["an alarm of its own", "no signals", "C", "every exception"],
+)
+def test_no_call_outlives_its_limit_and_the_next_one_begins_anew(hang):
+    kept, started = [], time.monotonic()
+
+    def counts(completions, **columns):
+        kept.append(completions)
+        return hang() if completions == ["x"] else [float(len(kept))]
+
+    rewards = Rewards(counts, floor=-1.0, timeout=0.1)
+    scored = [score(rewards, [completion]) for completion in ("a", "b", "x")]
+    assert [each.rewards[0] for each in scored] == [1.0, 2.0, -1.0] and scored[2].counts["timeout"] == 1
+    assert time.monotonic() - started < 30 and kept == []  # in a process of its own
+
+
+def test_a_failure_that_no_process_can_send_is_named_and_counted():
+    def fails(completions, **columns):
+        raise subprocess.CalledProcessError(3, "x")
+
+    assert score(Rewards(fails, floor=-1.0, timeout=60), ["a"]).counts["exception"] == 1
+    with pytest.raises(RewardError, match=r"'fails' gave .*CalledProcessError\(3, 'x'\).*'prompt 0'"):
+        score(Rewards(fails, timeout=60), ["a"])

@@ -8,8 +8,6 @@ import torch
 from evoalign_study import sweep
 from grpo_runs import weights
 from helpers import PROMPTS, lora, random_model, refused, same_bits, tokenizer
-from hypothesis import given
-from hypothesis import strategies as st
 from test_runs import spec_of
 from transformers import GenerationConfig
 

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
 from evoalign_study import paths
 from evoalign_study.parameters import PARAMETERS, check_parameters
@@ -38,7 +39,7 @@ def test_settings_of_the_scale_with_overrides():
         *({"scale": value} for value in ("tinny", "", None, "full", [])),
         *({"steps": value} for value in ("5", 5.0, True, 0, -1, 10**9, 10**400, None)),
         *({"sigma": value} for value in ("1e-2", 0.0, float("nan"), float("-inf"), float("inf"), 1e30)),
-        *({"bases": value} for value in ("A0", [], ["A0", 5], [None], [""])),
+        *({"bases": value} for value in ("A0", "[A0", [], ["A0", 5], [None], [""])),
         *({"seeds": value} for value in (-1, "2", True, [0, 1], 10**9)),
         *({"gpus": value} for value in (-1, 10**9, 1)),
         *({"n_seeds": value} for value in (10**5, 0)),
@@ -59,6 +60,21 @@ def test_mistakes_are_named(changed):
             check_parameters(namespace, PRESETS)
         if not isinstance(value, (list, dict)) and name in {*PARAMETERS, *PRESETS["tiny"]}:
             assert f"{value!r:.30}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "value"),
+    [
+        ("rates", "[1e-3, 3]", [1e-3, 3]),
+        ("rates", "[.5]", [0.5]),
+        ("bases", "[A2, A1]", ["A2", "A1"]),
+        ("ends", "[]", []),
+    ]
+    + [("factors", "{alpha: .2}", {"alpha": 0.2}), ("steps", np.int64(3), 3), ("rates", np.float32([0.5]), [0.5])],
+)
+def test_lists_as_papermill_gives_them_and_numbers_of_numpy(name, given, value):
+    run = check_parameters(GIVEN | {name: given}, PRESETS)
+    assert repr(getattr(run, name)) == repr(value)  # of the same types: it is hashed
 
 
 @pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False)])

@@ -22,9 +22,9 @@ import numpy as np
 
 from evoalign_lib import arms, files, grpo, noise, precision, quantisation, tiny
 from evoalign_lib._anchor import check_decay
+from evoalign_lib._forks import end_with
 from evoalign_lib.arms import SWEEP, SWEEP_SEED
 from evoalign_lib.checks import choose, require, whole_number
-from evoalign_lib.engines.processes import end_with
 from evoalign_study import base_models, measures, specs, trainers, training, weight_cache
 from evoalign_study.measures.base import temperatures
 from evoalign_study.records import MAX_CURVE, Record, Settings, Spec
