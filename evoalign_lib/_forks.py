@@ -18,9 +18,6 @@ from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-from tqdm import tqdm
-
 from evoalign_lib._interrupts import interrupts_wait
 
 _FUTEX = {"x86_64": "202", "aarch64": "98"}.get(platform.machine())  # Linux's number of the call that waits for a lock
@@ -122,6 +119,8 @@ def start_worker(parent: int) -> None:
     Args:
         parent: process id of the parent.
     """
+    import torch
+
     torch.set_num_threads(1)
     own_progress_bars()
     end_with(parent)
@@ -133,6 +132,8 @@ def own_progress_bars() -> None:
     tqdm's lock is a semaphore that forked processes share: a process that dies while holding it would block all others.
     Subclasses are set as well: one used before its base class (transformers uses tqdm.auto) has a lock of its own.
     """
+    from tqdm import tqdm
+
     lock, bars = threading.RLock(), [tqdm]
     for bar in bars:  # the list grows in the loop
         bar.set_lock(lock)

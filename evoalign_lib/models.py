@@ -127,6 +127,8 @@ def check_saving(model: Any, tokenizer: Any, callbacks: Iterable[Any] = ()) -> N
             try:
                 part.save_pretrained(folder) if hasattr(part, "save_pretrained") else json.dumps(plain(part.state()))
             except Exception as error:  # of any kind: tokenizers raises no other
+                if isinstance(error, OSError) or "os error" in str(error):
+                    continue  # of the disk, which the run meets where it writes
                 what = f"the {type(part).__name__} cannot be saved ({error!r})"
                 raise ValueError(f"{what}: correct it, or there would be no checkpoint and no model.") from error
 

@@ -463,7 +463,7 @@ def _taken(result: Any, most: int) -> Any:
 
     The rewards of a lazy iterable are computed only here, which may fail, hang or never end.
     """
-    known = isinstance(result, (Sequence, Mapping, Set)) or hasattr(result, "tolist")
+    known = isinstance(result, (Sequence, Mapping, Set)) or hasattr(result, "tolist") or hasattr(result, "columns")
     lazy = hasattr(result, "__iter__") and not known
     return list(itertools.islice(result, most)) if lazy else result
 

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.utils import logging
 
 from evoalign_lib import noise
 from evoalign_lib._adapters import dense, not_dense, quantisation_of
@@ -39,7 +38,6 @@ from evoalign_lib.precision import copy_to
 
 __all__ = ["DECODERS", "LocalEngine", "Prompts"]
 
-logger = logging.get_logger(__name__)
 
 DECODERS = ("auto", "loop", "generate")
 LEAST_MEMBERS = 4
@@ -90,6 +88,9 @@ class LocalEngine(Engine):
             with one_thread():
                 reason = agreement.loop_differs(model, first, tokenizer.pad_token_id, self.max_completion_length)
             if reason and decoder == "auto":
+                from transformers.utils import logging
+
+                logger = logging.get_logger(__name__)
                 logger.warning("transformers decodes, because the decoding loop does not cover this model: %s.", reason)
         if decoder == "loop" and reason:
             raise ValueError(f"decoder='loop' does not cover this model: {reason}. Use decoder='generate'.")

@@ -55,7 +55,7 @@ SAID = {
     "not evidence": "E1 C9 C20 C22 C23b C24b C26 C33 C37",
     "supported": "E1b E5 E6b E7 E8 E9 E10 E11 E14 C16b C21b C33b C37b",
     "contradicted": "E6 C15c C19b C28b",
-    "superseded": "C2 C3b",
+    "superseded": "C2b C3b",
     "depends on decoding": "C3",
     "undecided": "C7",
     "underpowered": "C3d C5b C5c C6b C8c C12b C13b C14b C18c C25 C27b C32b C35b",
