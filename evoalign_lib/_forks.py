@@ -47,6 +47,8 @@ class Forks(ProcessPoolExecutor):
     def __init__(self, workers: int, owner: Any, watch: bool = False):
         self.parent = os.getpid()
         super().__init__(workers, multiprocessing.get_context("fork"), _start, (self.parent, weakref.ref(owner)))
+        # if this process is such a fork itself, it would wait for them before it ends them
+        multiprocessing.util.Finalize(self, _end, (weakref.ref(self),), exitpriority=100)
         others = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
         self.why = f"forked processes lack the threads that ran before ({', '.join(others) or 'of libraries'})"
         if watch:
@@ -57,10 +59,7 @@ class Forks(ProcessPoolExecutor):
         with warnings.catch_warnings(), interrupts_wait():
             # Python 3.12 warns about forking a process with threads
             warnings.simplefilter("ignore", DeprecationWarning)
-            future = super().submit(_call, method, *arguments)
-        # a worker process waits for its own children before it ends their pool, which ends them
-        multiprocessing.process._children.difference_update(self._processes.values())
-        return future
+            return super().submit(_call, method, *arguments)
 
     def end(self, at_once: bool = False) -> None:
         """End the processes, killing them if `at_once`."""
@@ -81,6 +80,11 @@ def _start(parent: int, owner: Any) -> None:
         elif type(found) is asyncio.SelectorEventLoop and not found.is_closed():
             found._selector = selectors.DefaultSelector()
             found._make_self_pipe()
+
+
+def _end(reference: weakref.ref) -> None:
+    if (pool := reference()) is not None:
+        pool.end(at_once=True)
 
 
 def _call(method: str, *arguments: Any) -> Any:
