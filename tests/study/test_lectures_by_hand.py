@@ -189,19 +189,6 @@ def test_pass_at_k_of_a_few_problems():
 # ---- 08
 
 
-def test_the_share_that_stays_is_that_of_all_weights():
-    """Of a layer's counts as the records have them, summed by hand; what stays in float32 stays rounded, too."""
-    _, records = loaded(nb08)
-    digests = [run["digest"] for run in records["grpo_sgd"]]
-    pairs = {(str(r["spec"]["a"]["digests"]), str(r["spec"]["b"]["digests"])): r for r in records["products"]}
-    record = pairs[str(digests), str(digests)]
-    stay = {d: nb08.quantities.unmoved(nb08.displacements(records, "grpo_sgd"), d) for d in ("float32", "bfloat16")}
-    for dtype, share in stay.items():
-        moved = sum(np.array(layer["moved"][dtype]) for layer in record["layers"].values())
-        assert share == pytest.approx(1 - moved / record["d"])
-    assert (stay["float32"] <= stay["bfloat16"]).all()
-
-
 def test_ends_to_compare_are_two():
     run, records = loaded(nb08)
     base, first, second = nb08.ends(run, records)
