@@ -130,9 +130,9 @@ def loop_differs(model: Any, prompts: Prompts, pad: int, new: int) -> str | None
         return reason
     with shaken(model, torch.float32):
         decoder = Decoder(model.config, dense(model), (), pad, torch.from_numpy(prompts.prefix))
-        tried = trial(model, prompts.ids, prompts.mask, pad, new, longest=True)
-        error = difference(model, tried, decoder.generate)
-    return None if error <= TOLERANCE[torch.float32] else f"its logits are others, by {error:.3g} of the model's norm"
+        error = difference(model, trial(model, prompts.ids, prompts.mask, pad, new, longest=True), decoder.generate)
+    what = f"its logits differ from the model's by {error:.3g} of their norm"
+    return None if error <= TOLERANCE[torch.float32] else what
 
 
 def check_padding(model: Any, ids: np.ndarray, mask: np.ndarray, pad: int, new: int = STEPS) -> None:
