@@ -47,12 +47,13 @@ class Forks(ProcessPoolExecutor):
     def __init__(self, workers: int, owner: Any, watch: bool = False):
         self.parent = os.getpid()
         super().__init__(workers, multiprocessing.get_context("fork"), _start, (self.parent, weakref.ref(owner)))
+        own = weakref.ref(self)
         # if this process is such a fork itself, it would wait for them before it ends them
-        multiprocessing.util.Finalize(self, _end, (weakref.ref(self),), exitpriority=100)
+        multiprocessing.util.Finalize(self, lambda: (pool := own()) and pool.end(at_once=True), exitpriority=100)
         others = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
         self.why = f"forked processes lack the threads that ran before ({', '.join(others) or 'of libraries'})"
         if watch:
-            threading.Thread(target=_watch, args=(weakref.ref(self),), name="evoalign-forks", daemon=True).start()
+            threading.Thread(target=_watch, args=(own,), name="evoalign-forks", daemon=True).start()
 
     def submit(self, method: str, *arguments: Any) -> Future:
         """Call a method in one of the processes; the first call forks all of them, without an interrupt in between."""
@@ -80,11 +81,6 @@ def _start(parent: int, owner: Any) -> None:
         elif type(found) is asyncio.SelectorEventLoop and not found.is_closed():
             found._selector = selectors.DefaultSelector()
             found._make_self_pipe()
-
-
-def _end(reference: weakref.ref) -> None:
-    if (pool := reference()) is not None:
-        pool.end(at_once=True)
 
 
 def _call(method: str, *arguments: Any) -> Any:

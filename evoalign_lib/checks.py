@@ -103,8 +103,7 @@ def positive(name: str, value: Any, most: float = sys.float_info.max) -> None:
     ValueError: top_p=1.5 must be a number above 0 and at most 1.
     """
     number = plain(value)
-    real = isinstance(number, int | float) and not isinstance(number, bool)
-    if not (real and 0 < number <= most):  # NaN fails every comparison
+    if isinstance(number, bool) or not (isinstance(number, int | float) and 0 < number <= most):  # nor is NaN
         bounds = "a positive number" if most == sys.float_info.max else f"a number above 0 and at most {most}"
         raise ValueError(f"{name}={value!r} must be {bounds}.")
 

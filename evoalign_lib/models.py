@@ -63,7 +63,7 @@ def load(
         if folder.suffix == ".gguf" and folder.is_file():
             model, keywords = folder.parent, {"gguf_file": folder.name} | keywords
         if adapters and (folder / "adapter_config.json").is_file():
-            of = f", the base that {str(folder / 'adapter_config.json')!r} names,"
+            of = f", though {str(folder / 'adapter_config.json')!r} names it as the base"
             base = _from_pretrained(_adapters.base_name(folder), keywords, quantised=True, of=of)
             model = _adapters.open_adapter(base, folder)
             beside = str(folder) if (folder / "tokenizer_config.json").is_file() else None
@@ -126,11 +126,9 @@ def check_saving(model: Any, tokenizer: Any, callbacks: Iterable[Any] = ()) -> N
         for part in parts:
             try:
                 part.save_pretrained(folder) if hasattr(part, "save_pretrained") else json.dumps(plain(part.state()))
-            except Exception as error:  # of any kind: tokenizers raises no other
-                if isinstance(error, OSError) or "os error" in str(error):
-                    continue  # of the disk, which the run meets where it writes
-                what = f"the {type(part).__name__} cannot be saved ({error!r})"
-                raise ValueError(f"{what}: correct it, or there would be no checkpoint and no model.") from error
+            except Exception as error:  # tokenizers raises no other kind
+                disk = isinstance(error, OSError) or "os error" in str(error)  # that of the temporary folder
+                require(disk, f"the {type(part).__name__} cannot be saved ({error!r}): correct it before the run.")
 
 
 @contextmanager
@@ -197,8 +195,8 @@ def _named(name: str, of: str = "") -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         remedy = "Pass a folder, a model object, or a name on the Hub, which is fetched once, with a network"
-        where = "" if os.path.isabs(name) else f", sought as {os.path.abspath(name)!r},"
-        what = f"model {name!r}{of}{where} is neither a folder with a model nor could it be loaded from the Hub"
+        where = "" if os.path.isabs(name) else f" in {os.getcwd()!r}"
+        what = f"model {name!r} is neither a folder with a model{where} nor could it be loaded from the Hub{of}"
         raise ValueError(f"{what}: {str(error).splitlines()[0]} {remedy}.") from error
 
 

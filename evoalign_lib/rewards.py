@@ -319,8 +319,7 @@ class Rewards:
         arguments = {name: [_own(value) for value in values[items]] for name, values in given.items()}
         if self.timeout is None:
             return items, *_called(function, arguments, trainer_state)
-        i, states = self.functions.index(function), self.state()
-        *found, after = self._limited(i, states, arguments, trainer_state)
+        *found, after = self._limited(self.functions.index(function), self.state(), arguments, trainer_state)
         self.load_state(after)  # `__call__` compares it with that before
         return items, *found
 
@@ -333,8 +332,9 @@ class Rewards:
         if (forks := _LIMITED.get(self)) is None or forks.parent != os.getpid():
             forks = _LIMITED[self] = Forks(1, self)
             forks.submit("state").result()  # what starts the process does not count
-        future, why = forks.submit("_answer", *task), ""
+        future, why = None, ""
         try:
+            future = forks.submit("_answer", *task)
             if wait([future], self.timeout).done:
                 return future.result()
             for process in list(forks._processes.values()):
@@ -343,7 +343,7 @@ class Rewards:
             wait([future], _GRACE)
             raise RewardTimeout(f"no result within reward_timeout={self.timeout} s{why}")
         finally:
-            if not future.done() or isinstance(future.exception(), BrokenProcessPool):
+            if future is None or not future.done() or isinstance(future.exception(), BrokenProcessPool):
                 del _LIMITED[self]
                 forks.end(at_once=True)
 

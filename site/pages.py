@@ -234,7 +234,7 @@ def _counts(_: str) -> str:
 
 def _claim_table(_: str) -> str:
     rows = [
-        (_claim_link(c), c["title"], _badge(c["verdict"]), _plain(_key(c)), _plain(c["placebo"]), c["n"])
+        (_claim_link(c), _plain(c["title"]), _badge(c["verdict"]), _plain(_key(c)), _plain(c["placebo"]), c["n"])
         for c in claims()
         if c["rule"]["kind"] != "open"
     ]
@@ -252,7 +252,7 @@ def _findings(claim: Mapping[str, Any]) -> list[str]:
 
 def _open_claims(_: str) -> str:
     rows = [
-        (_claim_link(c), c["title"], _badge(c["verdict"]), ", ".join(c["notebooks"]))
+        (_claim_link(c), _plain(c["title"]), _badge(c["verdict"]), _plain(", ".join(c["notebooks"])))
         for c in claims()
         if c["rule"]["kind"] == "open"
     ]
@@ -267,11 +267,17 @@ def _claim_entry(claim: Mapping[str, Any]) -> str:
     import yaml
 
     pages = {notebook.number: notebook.name for notebook in notebooks()}
-    numbers = [f"[{n}](notebooks/{pages[n]}.ipynb)" if n in pages else n for n in claim["notebooks"]]
+    numbers = [f"[{n}](notebooks/{pages[n]}.ipynb)" if n in pages else _plain(n) for n in claim["notebooks"]]
     facts = [_badge(claim["verdict"])]
     facts += [f"n = {claim['n']}"] if claim["n"] else []
     facts += [f"{'notebooks' if len(numbers) > 1 else 'notebook'} {', '.join(numbers)}"]
-    lines = [f"({_anchor(claim['id'])})=", "", f"### {claim['id']} · {_plain(claim['title'])}", "", " · ".join(facts)]
+    lines = [
+        f"({_anchor(claim['id'])})=",
+        "",
+        f"### {_plain(claim['id'])} · {_plain(claim['title'])}",
+        "",
+        " · ".join(facts),
+    ]
     lines += ["", _plain(claim["statement"])]
     by_id = {c["id"]: c for c in claims()}
     if "superseded" in claim:
@@ -285,7 +291,8 @@ def _claim_entry(claim: Mapping[str, Any]) -> str:
     lines += [f"\n**{name.capitalize()}** {_plain(claim[name])}" for name in named if claim.get(name)]
     rule = {name: claim[name] for name in _DECIDING if name in claim}
     declared = yaml.safe_dump(rule, sort_keys=False, allow_unicode=True, width=100, default_flow_style=None)
-    lines += ["", f"**Rule**, SHA-256 `{claim['hash'][:12]}`", "", "```yaml", declared.rstrip(), "```"]
+    fence = "`" * max(3, *(len(found) + 1 for found in re.findall("`+", declared)), 3)
+    lines += ["", f"**Rule**, SHA-256 `{claim['hash'][:12]}`", "", f"{fence}yaml", declared.rstrip(), fence]
     return "\n".join(lines)
 
 
@@ -401,15 +408,15 @@ def _plain(text: Any) -> str:
 
 
 def _badge(verdict: str) -> str:
-    return f"[{verdict}]{{.verdict .{verdict.replace(' ', '-')}}}"
+    return f"[{_plain(verdict)}]{{.verdict .{re.sub(r'[^a-z]+', '-', verdict)}}}"
 
 
 def _anchor(claim: str) -> str:
-    return f"claim-{claim.lower()}"
+    return "claim-" + re.sub(r"\W", "-", claim.lower())
 
 
 def _claim_link(claim: Mapping[str, Any]) -> str:
-    return f"[{claim['id']}](#{_anchor(claim['id'])})"
+    return f"[{_plain(claim['id'])}](#{_anchor(claim['id'])})"
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:

@@ -15,7 +15,6 @@ Low-rank members with few prompts share a chunk, as many as fit, each as factors
 import itertools
 import sys
 import time
-import weakref
 from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -162,7 +161,6 @@ class LocalEngine(Engine):
                 return [getattr(self, method)(*arguments) for method, *arguments in tasks]
         if self._pool is None:
             self._pool = Forks(self.workers, self, watch=True)
-            weakref.finalize(self, self._pool.shutdown, wait=False)  # when the interpreter exits at the latest
         try:
             futures = [self._pool.submit(*task) for task in tasks]
             for future in as_completed(futures):

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib._interrupts import interrupts_wait
-from evoalign_lib.checks import plain, require
+from evoalign_lib.checks import require
 from evoalign_lib.files import canonical_json, locked, replace_bytes
 from evoalign_study import paths
 
@@ -82,7 +82,7 @@ class Record(TypedDict, total=False):
 
 def spec_hash(spec: Spec) -> str:
     """Return the first 16 hexadecimal digits of the SHA-256 of a spec's canonical JSON."""
-    return _sha256(canonical_json(plain(spec)).encode())[:16]
+    return _sha256(canonical_json(spec).encode())[:16]
 
 
 def _sha256(data: bytes) -> str:

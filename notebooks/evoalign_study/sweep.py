@@ -23,7 +23,7 @@ from typing import Any
 
 from evoalign_lib import ledger, tasks
 from evoalign_lib._forks import start_worker
-from evoalign_lib.checks import plain, require
+from evoalign_lib.checks import require
 from evoalign_lib.engines.processes import default_workers
 from evoalign_lib.files import locked
 from evoalign_study import base_models, kinds, paths, preflight, progress_bar, provenance, records, trainers, training
@@ -83,7 +83,6 @@ def load_or_run(
     been finished and stored; an interrupt ends them at once. In either case, and after a kill, another call runs what
     is missing.
     """
-    specs = plain(list(specs))
     hashes = [spec_hash(s) for s in specs]
     require(len(set(hashes)) == len(hashes), "two of the specs are equal: every run must differ in at least its seed.")
     others = {spec["scale"] for spec in specs} - {scale}

@@ -23,7 +23,6 @@ from transformers.trainer_callback import ExportableState
 
 from evoalign_lib import cli, ledger, models
 from evoalign_lib.es import ESConfig, ESTrainer, step_indices
-from evoalign_lib.essa import ESSAConfig
 from evoalign_lib.rewards import RewardError
 
 # ---- ESConfig
@@ -92,7 +91,6 @@ NUMPY = {
 def test_numbers_of_numpy_are_numbers(tmp_path):
     both = [{name: pair[i] for name, pair in NUMPY.items()} | {"save_strategy": "steps"} for i in (0, 1)]
     assert len({config(tmp_path, **given).to_json_string() for given in both}) == 1
-    assert ESSAConfig(leading_share=np.float32(0.5), shared_batch=np.bool_(True)).shared_batch is True
     runs = [trained(tmp_path / str(i), **given) for i, given in enumerate(both)]
     assert digest(runs[0]) == digest(runs[1]) and read(tmp_path / "0").header == read(tmp_path / "1").header
     assert trainer(tmp_path / "0", **both[1] | {"max_steps": 2}).train("True").global_step == 2  # goes on with ours
@@ -415,15 +413,10 @@ def test_the_saved_model_and_a_checkpoint_are_the_master(tmp_path):
 
 def test_nothing_that_a_run_has_keeps_it_from_being_saved(tmp_path):
     """Numbers of NumPy in its log, and a generation_config that transformers reads and does not write."""
-
-    class Logging(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            tested.log({"a": np.float32(0.5), "b": torch.tensor([1, 2]), "c": Path("x")})
-
     config_file = Path(saved(tmp_path / "base"), "generation_config.json")
     config_file.write_text('{"temperature": 0.6, "do_sample": false}')
-    args = config(tmp_path / "run", max_steps=1, **SAVING)
-    tested = ESTrainer(str(tmp_path / "base"), token_sum, args, ROWS, callbacks=[Logging()])
+    tested = ESTrainer(str(tmp_path / "base"), token_sum, config(tmp_path / "run", max_steps=1, **SAVING), ROWS)
+    tested.log({"a": np.float32(0.5), "b": torch.tensor([1, 2]), "c": Path("x")})
     tested.train("False")
     tested.save_model()
     (tmp_path / "file").write_text("")

@@ -23,7 +23,7 @@ import torch
 from helpers import in_child, refused
 
 from evoalign_lib import tasks
-from evoalign_lib.rewards import METHODS, RewardError, Rewards, state_metrics
+from evoalign_lib.rewards import _LIMITED, METHODS, RewardError, Rewards, state_metrics
 
 
 def score(rewards, completions, columns=None, prompts=None, ids=None, state=None):
@@ -495,6 +495,11 @@ def test_no_call_outlives_its_limit_and_the_next_one_begins_anew(hang):
     scored = [score(rewards, [completion]) for completion in ("a", "b", "x")]
     assert [each.rewards[0] for each in scored] == [1.0, 2.0, -1.0] and scored[2].counts["timeout"] == 1
     assert time.monotonic() - started < 30 and kept == []  # in a process of its own
+    score(rewards, ["a"])
+    for process in _LIMITED[rewards]._processes.values():
+        process.kill()
+        process.join()
+    assert score(rewards, ["a"]).rewards.tolist() == [1.0]
 
 
 def test_a_failure_that_no_process_can_send_is_named_and_counted():

@@ -1,5 +1,8 @@
 """Claims as they are declared: what is refused, what is hashed, and the committed verdicts to the byte."""
 
+import copy
+import functools
+import random
 import re
 from pathlib import Path
 
@@ -117,13 +120,62 @@ def test_the_ledger_is_data(tmp_path: Path) -> None:
         (yaml.safe_dump([DECLARED["E1"] | {"superseded": "E9"}]), "'E9'"),
         (yaml.safe_dump(fifth), "notebook 02 has 5 primary claims"),
         ("id: E1", "dict"),
+        ("- id: E1\n\trule: {}", r"(?s)claims\.yaml.*line 2"),
+        ("- x", "'x' in the place of a claim"),
+        ("- !!python/object/apply:os.getcwd []", "getcwd"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=names):
             claims.load_claims(path)
-    path.write_text("- !!python/object/apply:os.getcwd []")
-    with pytest.raises(yaml.YAMLError):
-        claims.load_claims(path)
+
+
+VALUES = [
+    None,
+    True,
+    -1,
+    10**30,
+    np.inf,
+    np.nan,
+    "x",
+    "",
+    [],
+    {},
+    ["x"],
+    {"a": 1},
+    [None],
+    {None: 1},
+    {1: 2},
+    b"x",
+    [[1]],
+]
+
+
+def places(declared, own: tuple = ()):
+    """The path of every value in a declaration."""
+    yield own
+    inside = (
+        declared.items() if isinstance(declared, dict) else enumerate(declared if isinstance(declared, list) else ())
+    )
+    for key, value in list(inside):
+        yield from places(value, (*own, key))
+
+
+def test_any_edit_of_a_declaration_is_accepted_or_refused_by_its_name() -> None:
+    rng, refused = random.Random(0), 0
+    for name, claim in [*DECLARED.items()] * 12:
+        edited = copy.deepcopy(claim)
+        *path, last = rng.choice([place for place in places(edited) if place])
+        holder = functools.reduce(lambda value, key: value[key], path, edited)
+        if rng.random() < 0.8:
+            holder[last] = copy.deepcopy(rng.choice(VALUES))
+        else:
+            del holder[last]
+        try:
+            claims.check_claim(edited)
+        except ValueError as error:
+            refused += 1
+            assert str(error).startswith("claim ") and (name in str(error) or [*path, last] == ["id"]), (path, last)
+    assert refused > 300
 
 
 def test_rule_hash_follows_the_rule_and_not_the_remarks() -> None:

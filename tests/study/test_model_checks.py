@@ -147,8 +147,8 @@ test_arguments_of_load_that_are_refused = refused(
     (("A0", None, {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}), "bits"),
     (("A0", None, {"trust_remote_code": True}), "trust_remote_code=True"),
     ((random_model(), None, {"dtype": "float32"}), "model_init_kwargs"),
-    (("./nowhere",), "'./nowhere', sought as .*nowhere', is neither"),
-    (("no/such-model",), "'no/such-model', sought as .* is neither"),
+    (("./nowhere",), "'./nowhere' is neither"),
+    (("no/such-model",), "'no/such-model' is neither"),
     call=lambda given: models.load(*given),
 )
 

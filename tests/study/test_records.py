@@ -51,13 +51,13 @@ PLAIN = st.recursive(
 def test_the_hash_of_a_spec_survives_order_and_json(spec):
     reordered = dict(reversed(list(spec.items())))
     assert spec_hash(spec) == spec_hash(reordered) == spec_hash(json.loads(json.dumps(spec)))
-    assert spec_hash(spec | {"seed": -7}) == spec_hash(spec | {"seed": np.int64(-7)}) != spec_hash(spec | {"seed": -8})
+    assert spec_hash(spec | {"seed": -7}) != spec_hash(spec | {"seed": -8})
     # records are found by it for years: it must never change
     known = {"kind": "train", "seed": 3, "sigma": 0.01, "bases": ["A0"], "name": "é", "model": None}
     assert spec_hash(known) == "fdf16530714f308e"
 
 
-NO_JSON = ((bad, "JSON") for bad in (float("nan"), {1, 2}))
+NO_JSON = ((bad, "JSON") for bad in (float("nan"), np.int64(3), {1, 2}))
 test_a_spec_holds_only_json = refused(*NO_JSON, call=lambda bad: spec_hash({"x": bad}), error=(ValueError, TypeError))
 
 

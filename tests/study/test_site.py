@@ -82,6 +82,17 @@ def test_every_claim_has_its_line_and_its_entry_with_the_generated_verdict(sourc
         assert yaml.safe_load(rule) == declares
 
 
+def test_the_words_of_a_claim_are_no_markup(monkeypatch):
+    hostile = "x | <script>y</script> [z](javascript:y) ```"
+    own = dict.fromkeys(("title", "verdict", "key", "statement", "result", "placebo"), hostile) | {"notebooks": ["<b>"]}
+    kinds = [{"rule": {"kind": kind, "favours": hostile}} for kind in ("compare", "open")]
+    claim = yaml.safe_load((paths.PAPER / "claims.yaml").read_text(encoding="utf-8"))[0] | {"hash": "0" * 64, "n": 8}
+    monkeypatch.setattr(pages, "claims", lambda: tuple(claim | own | kind for kind in kinds))
+    for page in (pages._claim_table(""), pages._open_claims(""), pages._claim_entries("")):
+        fenced = re.sub(r"(?ms)^(`{3,})yaml\n.*?^\1$", "", page)
+        assert not re.search(r"(?<!\\)(<[a-z/]|\]\(javascript|```)", fenced)
+
+
 def test_every_figure_and_public_module_is_on_a_page(sources):
     page = shown(text_of(sources, "figures.md"))
     pictures = sorted(path.stem for path in paths.FIGURES.glob("*.png"))

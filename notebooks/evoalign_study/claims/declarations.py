@@ -40,8 +40,11 @@ def load_claims(path: Path | None = None) -> list[Claim]:
     """
     import yaml
 
-    text = (path or paths.PAPER / "claims.yaml").read_text(encoding="utf-8")
-    claims = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the C loader, if there: 8 times faster
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader, if there: 8 times faster
+    try:
+        claims = yaml.load((path or paths.PAPER / "claims.yaml").read_text(encoding="utf-8"), loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"claims.yaml cannot be read: {error}") from error
     require(isinstance(claims, list), f"claims.yaml holds a {type(claims).__name__}: it must hold a list of claims")
     for claim in claims:
         check_claim(claim)
@@ -59,12 +62,24 @@ def load_claims(path: Path | None = None) -> list[Claim]:
 
 def check_claim(claim: Claim) -> None:
     """Raise ValueError, naming the claim and the field, if the declaration of a claim is malformed."""
+    require(isinstance(claim, dict), f"claims.yaml has {claim!r:.80} in the place of a claim")
     name = f"claim {claim.get('id', '(without id)')}"
+    try:
+        _check(name, claim)
+        rule_hash(claim)  # what is no JSON
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        if str(error).startswith(name):
+            raise
+        raise ValueError(f"{name} is malformed ({type(error).__name__}: {error}): compare it with another") from error
+
+
+def _check(name: str, claim: Claim) -> None:
     is_open = claim.get("rule", {}).get("kind") == "open"
     check(name, claim, _SCHEMA | ({f"{key}?": each for key, each in _JUDGED.items()} if is_open else _JUDGED))
     least = _FEWEST_REAL if claim["scales"] == ["real"] else _FEWEST_SEEDS
     cells, margin, seeds = claim.get("cells", {}), claim.get("margin", 0), claim.get("min_seeds", least)
     primary = claim.get("primary", claim["notebooks"][0])
+    check(f"{name}, cells", list(cells.values()), [list])
     require(len(cells) < 2, f"{name}: cells vary {', '.join(cells)}: declare one field of the spec")
     require(margin >= 0, f"{name}: margin {margin} is negative: declare 0 for no margin")
     require(seeds >= least, f"{name}: min_seeds {seeds}: declare at least {least}, which a verdict needs in each cell")
