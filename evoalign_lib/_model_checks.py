@@ -80,7 +80,7 @@ def check_prompts(model: Any, name: str, prompts: Any, max_completion_length: in
     if most.max() >= rows:
         what = f"the {name} prompt of row {int(most.argmax())} has a token with the id {most.max()}"
         raise ValueError(f"{what}, but the model has {rows} embeddings: pass the tokenizer that belongs to the model.")
-    context = _context(model.config)
+    context = context_of(model.config)
     if context is not None and prompts.width + max_completion_length > context:
         longest = f"the longest {name} prompt, {prompts.width} tokens in row {int(prompts.lengths.argmax())}"
         what = f"the model's context of {context} tokens is too short for {longest}, and {max_completion_length=}"
@@ -91,7 +91,7 @@ def _embeddings(model: Any) -> int:
     return model.get_input_embeddings().weight.shape[0]
 
 
-def _context(config: Any) -> int | None:
+def context_of(config: Any) -> int | None:
     """Return the most tokens that a model reads, with its scaling of rotary positions; None if its config is silent."""
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)

@@ -110,7 +110,7 @@ def positive(name: str, value: Any, most: float = sys.float_info.max) -> None:
 
 def single(name: str, value: Any) -> None:
     """Raise ValueError unless a setting is a positive number that float32, the dtype of noise and weights, can hold."""
-    positive(name, value, 2.0**127)
+    positive(name, value, (2 - 2**-23) * 2.0**127)
     require(value >= 2.0**-126, f"{name}={value!r} is below the smallest number of float32.")
 
 

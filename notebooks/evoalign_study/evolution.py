@@ -70,20 +70,15 @@ def trainer(
         **changed: changes to the trainer's configuration.
     """
     measure, (model, tokenizer, sets) = measures.of(spec), world
-    general = {"report_to": "none", "save_strategy": "no"} | changed
-    progress = training.Progress(None if general["save_strategy"] == "no" else folder)
-    curve = training.curve_callback(spec, sets, progress, lambda: (made.engine, spent(made)))
     local, essa = base_models.is_local(spec), issubclass(kind, ESSATrainer)
-    where = {"workers": 1} if local else {k: spec[k] for k in base_models.ENGINE_FIELDS if k in spec}
-    if "warm_rows" in spec and not (local or essa):  # fine-tuned here, before the trainer exists
+    warmed = "warm_rows" in spec and not (local or essa)  # fine-tuned here, before the trainer exists
+    if warmed:
         model, _ = models.load(model, tokenizer, base_models.loaded_as(spec))
     elif not local:
-        where["model_init_kwargs"] = {"dtype": "bfloat16"}
-    named = ("seed", "population_size", "sigma", "prompts_per_step", "max_completion_length")
-    named += ("leading_share",) if essa else ("alpha", "rank", "anchor_decay")
-    settings = {"max_steps": spec["steps"], "disable_tqdm": True} | where | general
-    settings |= {name: spec[name] for name in named if name in spec}
-    config = (ESSAConfig if essa else ESConfig)(output_dir=str(folder), **settings)
+        changed["model_init_kwargs"] = {"dtype": "bfloat16"}
+    config = configuration(spec, folder, **changed)
+    progress = training.Progress(None if config.save_strategy == "no" else folder)
+    curve = training.curve_callback(spec, sets, progress, lambda: (made.engine, spent(made)))
     asked = measure.rows(spec, tokenizer, sets["train"])
     if "base_precision" in spec:
         model = quantisation.quantise(model, spec["base_precision"])
@@ -101,6 +96,21 @@ def trainer(
     for name in sets.keys() - {"train"}:
         made.engine.add_prompts(name, measure.rows(spec, tokenizer, sets[name]))
     return made, progress
+
+
+def configuration(spec: Spec, folder: Path = Path("run"), **changed: Any) -> Any:
+    """Return the configuration of a spec's trainer. Raises ValueError for settings that it refuses; names them.
+
+    folder, changed: as for `trainer`.
+    """
+    essa = arms.get(spec.get("arm", "es")).family == "cma"
+    local = base_models.is_local(spec)
+    where = {"workers": 1} if local else {k: spec[k] for k in base_models.ENGINE_FIELDS if k in spec}
+    named = ("seed", "population_size", "sigma", "prompts_per_step", "max_completion_length")
+    named += ("leading_share",) if essa else ("alpha", "rank", "anchor_decay")
+    settings = {"max_steps": spec["steps"], "disable_tqdm": True, "report_to": "none", "save_strategy": "no"} | where
+    settings |= changed | {name: spec[name] for name in named if name in spec}
+    return (ESSAConfig if essa else ESConfig)(output_dir=str(folder), **settings)
 
 
 def _over_loaded_base(spec: Spec, found: Any) -> dict[str, Any]:

@@ -69,8 +69,7 @@ def _train(
     local, arm = base_models.is_local(spec), arms.get(spec["arm"])
     progress = training.Progress(place if lasting else None)
     curve = training.curve_callback(spec, sets, progress, look)
-    names = ("seed", "steps", "prompts_per_step", "num_generations", "max_completion_length", "learning_rate", "beta")
-    settings = {name: spec[name] for name in (*names, "scale_rewards", "micro_batch", "decoder") if name in spec}
+    settings: dict[str, Any] = {}
     rows = training.rows(spec, tokenizer, sets["train"])
     # with an adapter TRL's vLLM would round the base (`grpo.trainer`): the model itself generates, vLLM only measures
     colocated = not local and "lora_rank" not in spec
@@ -81,8 +80,7 @@ def _train(
         settings["vllm"]["gpu_memory"] = preflight.colocated_share(spec)
     elif not local:
         engine.settings["gpu_memory_utilization"] = preflight.colocated_share(spec)
-    settings |= training.reports(spec, lasting) | {"disable_tqdm": True, "logging_steps": 1} | _device(spec)
-    args = grpo.config(spec["arm"], output_dir=str(place), **settings)
+    args = configuration(spec, place, **settings | training.reports(spec, lasting) | _device(spec))
     reward = grpo.random_reward(spec["seed"]) if arm.reward == "random" else measures.of(spec).reward(spec)
     written = None  # who writes the completions instead of the model itself
     if arm.rollouts != "own":
@@ -106,6 +104,17 @@ def _train(
     if written is not None:
         result |= {"decoder": engine.decoder, "rollouts": written.summary()}
     return result | base_models.plan(spec, engine), progress.diverged
+
+
+def configuration(spec: Spec, folder: Path = Path("run"), **changed: Any) -> Any:
+    """Return the configuration of a spec's trainer (`grpo.config`, which refuses what it cannot train with).
+
+    folder: of the run. changed: further settings.
+    """
+    names = ("seed", "steps", "prompts_per_step", "num_generations", "max_completion_length", "learning_rate", "beta")
+    settings = {name: spec[name] for name in (*names, "scale_rewards", "micro_batch", "decoder") if name in spec}
+    general = {"report_to": "none", "disable_tqdm": True, "logging_steps": 1}
+    return grpo.config(spec["arm"], output_dir=str(folder), **settings | general | changed)
 
 
 def _last_checkpoint(place: Path, n: int) -> str | None:

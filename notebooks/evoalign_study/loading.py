@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evoalign_lib import arms, tiny
-from evoalign_lib.checks import nearest, require
+from evoalign_lib.checks import choose, nearest, require
+from evoalign_study import preflight
 from evoalign_study.kinds.decode import decoding_specs
 from evoalign_study.kinds.train import train_specs
 from evoalign_study.records import Record, Spec, spec_hash
@@ -79,9 +80,14 @@ class Loader:
         """
         self._notebook, self._run, self._groups = notebook, run, groups
         self.records: dict[str, list[Record]] = {}
+        known = {name for choices in arms.SWEEP.values() for choice in choices for name in choice}
+        for name in vars(run).get("sweep_factors") or ():
+            choose("a name in sweep_factors", name, sorted(known))
         alone = run.retrain and not run.force
         require(not alone, f"retrain={run.retrain!r} does nothing by itself: set force=True, too.")
-        self.names = tuple(self.specs())
+        self.names = tuple(specs := self.specs())
+        if run.aside:  # the settings of a plain scale have run
+            preflight.check_settings([spec for group in specs.values() for spec in group])
         for name in run.retrain:
             _check_name(f"retrain={run.retrain!r}", name, self.names)
 

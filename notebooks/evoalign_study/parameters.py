@@ -22,6 +22,7 @@ _COMMON = {"model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False
 PARAMETERS = ("scale", *_COMMON)
 _MOST = 1_000_000
 _MOST_SEEDS = 10_000  # also for GPUs
+_MOST_LISTED = 100  # entries of a list, except of seeds
 _PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
 _MAY_BE_EMPTY = ("prompt_counts",)  # though no scale leaves it empty: notebook 05 then skips a section
 
@@ -167,6 +168,10 @@ def _check(given: Mapping[str, Any], presets: Mapping[str, Mapping[str, Any]]) -
         example = next((e for e in examples.get(name, ()) if e is not None), _COMMON.get(name))
         value = f"{first['input']!r:.80}" if isinstance(first["input"], _PLAIN) else type(first["input"]).__name__
         raise ValueError(f"parameter {name}={value}: {first['msg']}; use for example {example!r:.80}.") from None
+    for name in given.keys() & examples.keys():
+        value = given[name] if isinstance(given[name], (list, tuple)) else ()
+        if repeated := [x for i, x in enumerate(value) if isinstance(x, (int, float)) and x in value[:i]]:
+            raise ValueError(f"parameter {name}={value!r:.80} repeats {repeated[0]!r}: give each value once.")
 
 
 def _type(examples: Sequence[Any], most: int = _MOST, name: str = "") -> Any:
@@ -193,5 +198,6 @@ def _type(examples: Sequence[Any], most: int = _MOST, name: str = "") -> Any:
         found = Annotated[dict[str, _type(parts, most)], Field(min_length=least)]
     else:
         parts = [part for example in some for part in example]
-        found = Annotated[Sequence[_type(parts, most, f"{name}[")], Field(min_length=least)]  # the first seed is 0
+        longest = most if "seeds" in name else _MOST_LISTED
+        found = Annotated[Sequence[_type(parts, most, f"{name}[")], Field(min_length=least, max_length=longest)]
     return found | None if None in examples else found

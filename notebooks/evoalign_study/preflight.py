@@ -27,14 +27,16 @@ from pathlib import Path
 from typing import Any
 
 from evoalign_lib import arms, footprint, tiny
+from evoalign_lib.checks import require
 from evoalign_lib.engines import memory
 from evoalign_lib.engines.memory import CannotCount, Shape
 from evoalign_study import base_models, measures, trainers
-from evoalign_study.records import Spec
+from evoalign_study.records import MAX_RECORD, Spec
 
 GIB = 2**30
 GPU_GIB = 80.0
 """Assumed memory of a GPU where none is visible, GiB."""
+_PROBLEMS = ("steps", "prompts_per_step", "prompts")
 RESERVE_GIB = 4.0
 """Assumed GiB per GPU for CUDA's context, NCCL, CUDA graphs and the activations of vLLM's prefill. (vLLM's logs show
 0.4 to 2.5 GiB of graphs; a batch of 16,384 tokens of a 72 B model on 8 GPUs has about 2 GiB in its MLP.)"""
@@ -248,7 +250,31 @@ def _place_gradients(
     return split | {"gpu_memory": needs(rows, micro), "host_memory": host}
 
 
-# ---- the check before runs are made
+# ---- the checks before runs are made
+
+
+def check_settings(specs: Sequence[Spec]) -> None:
+    """Raise ValueError for the first training run that would be refused only once it runs, or never end.
+
+    Each run's trainer configuration is made, without its model; and the run must not need a million problems or more,
+    completions longer than the model's context, or a record that is longer than allowed.
+    """
+    from evoalign_lib._model_checks import context_of  # imported here: it brings torch, which no plan needs
+
+    for spec in {str(sorted((k, v) for k, v in spec.items() if k != "seed")): spec for spec in specs}.values():
+        if spec["kind"] != "train":
+            continue
+        names = trainers.of(spec["arm"]).completions
+        for drawn, most, what in ((_PROBLEMS, 10**6, "problems"), (names, 10**8, "completions")):
+            sizes = {name: spec[name] for name in names if name in drawn}
+            require(prod(sizes.values()) < most, f"{sizes}: a run takes fewer than {most:,} {what}, lower one of them.")
+        trainers.check(spec)
+        n, further = spec.get("test_problems") or 0, len(spec.get("sampled_at", ()))
+        what = f"test_problems={n} at {further + 2} decodings do not fit into a record"
+        require(n // 4 + n * (1 + further) <= MAX_RECORD, f"{what}: take fewer problems or temperatures.")
+        if spec["base"] in tiny.SHIPPED:  # a trainer refuses what is too long for another model before its first step
+            context, new = context_of(_config(spec["base"])), spec["max_completion_length"]
+            require(new < context, f"max_completion_length={new}: {spec['base']!r} reads {context} tokens.")
 
 
 def check(specs: Sequence[Spec], *, workers: int | None = None) -> None:

@@ -47,6 +47,14 @@ def of(arm: str) -> Family:
     return FAMILIES[arms.get(arm).family]
 
 
+def check(spec: Spec) -> None:
+    """Raise ValueError for settings of a training run that its trainer would refuse, by making its configuration."""
+    module, _, name = of(spec["arm"]).trainer.partition(":")
+    if not name:  # fine-tuning has no configuration without its samples
+        options = arms.get(spec["arm"]).options if of(spec["arm"]).has_members else {}
+        import_module(module).configuration(spec, **options)
+
+
 def train(spec: Spec, place: Path, lasting: bool = False, keep: Path | None = None) -> AbstractContextManager[Trained]:
     """Return a context that trains as a spec says and holds the trained model while it lasts.
 

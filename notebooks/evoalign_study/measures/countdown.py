@@ -32,7 +32,8 @@ class _Countdown(Measures):
             ValueError: more test problems than there are; filler_steps that are missing, are for another base, have a
                 length that the base has not learned, or leave no room for an answer in a completion.
         """
-        whole_number("test_problems", settings.get("test_problems", 0), 0, tiny.FIXED, "the test set has no more")
+        for name in ("validation_problems", "test_problems"):
+            whole_number(name, settings.get(name, 0), 0, tiny.FIXED, "its set has no more")
         return {"grader": "strict"} | _filler(base, settings)
 
     def check(self, arm: str, base: str, settings: Settings) -> None:
