@@ -74,7 +74,7 @@ class Effects(NamedTuple):
     measured: np.ndarray
     """(pairs,) squares of the odd parts on the prompts of a step, mean over steps: with the error of few prompts"""
     spread: np.ndarray
-    """(pairs,) squared deviations from the population's mean on the prompts of a step, mean over members and steps"""
+    """(pairs,) those of odd and even parts: in the mean the variance of the fitness on the prompts of a step"""
     single: float
     """variance over members of the reward on one prompt, mean over prompts"""
 
@@ -92,11 +92,13 @@ def effects(rewards: np.ndarray) -> Effects:
     def squares(part: np.ndarray) -> np.ndarray:  # products of different prompts
         return (np.square(part.sum(1)) - np.square(part).sum(1)) / (n * (n - 1))
 
-    mean, fitness = (known[::2] + known[1::2]) / 2, np.nanmean(rewards, 2)
-    even = squares(mean - mean.mean(0)) * pairs / (pairs - 1)
-    measured = np.square((fitness[::2] - fitness[1::2]) / 2).mean(1)
-    spread = np.square(fitness - fitness.mean(0)).mean(1).reshape(pairs, 2).mean(1) * 2 * pairs / (2 * pairs - 1)
-    return Effects(squares((known[::2] - known[1::2]) / 2), even, measured, spread, float(known.var(0, ddof=1).mean()))
+    scale = math.sqrt(pairs / (pairs - 1))  # of the even parts, whose mean is taken off; that of the odd ones is 0
+
+    def halves(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # odd and even
+        return (values[::2] - values[1::2]) / 2, scale * ((mean := (values[::2] + values[1::2]) / 2) - mean.mean(0))
+
+    (odd, even), parts = halves(known), [np.square(part).mean(1) for part in halves(np.nanmean(rewards, 2))]
+    return Effects(squares(odd), squares(even), parts[0], sum(parts), 2 * float(np.square([odd, even]).mean()))
 
 
 def run_gain(slope: Any, room: float, above: float, kept: Any, steps: int, taken: Any = None) -> Any:

@@ -71,7 +71,7 @@ def make() -> None:
     stored = json.loads(FILE.read_text()) if FILE.is_file() else []
     wanted = {key: runs[0]["spec"] for key, runs in cells().items()}
     wanted[tuple(UNTRAINED.get(name) for name in NAMES)] = UNTRAINED
-    for key in wanted.keys() - {tuple(each["cell"]) for each in stored}:
+    for key in sorted(wanted.keys() - {tuple(each["cell"]) for each in stored}, key=str):
         made = {"cell": list(key), "probe": probed(wanted[key]), "commit": provenance.commit()}
         stored = sorted([*stored, made], key=lambda each: json.dumps(each["cell"]))
         files.replace_text(FILE, json.dumps(stored, indent=0) + "\n")
