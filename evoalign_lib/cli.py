@@ -112,7 +112,6 @@ def probe(
     out: Annotated[str | None, typer.Option(help="JSON file to write the record to.")] = None,
 ) -> None:
     """Say beforehand whether ES will learn a task, by forward passes alone."""
-    from evoalign_lib import files
     from evoalign_lib import probe as probes
 
     with refusals():
@@ -126,7 +125,7 @@ def probe(
             record = probes.probe(trainer, completions, right, target)
         typer.echo(probes.text(record))
         if out:
-            files.replace_text(out, json.dumps(record, indent=1) + "\n")
+            Path(out).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 @app.command("serve-scorer")

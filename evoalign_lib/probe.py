@@ -154,10 +154,11 @@ def probe(trainer: ESTrainer, completions: int = 72_000, right: float | None = 1
 
         def answered(members: list[Member], sigma: float, rows: np.ndarray, k: int) -> np.ndarray:
             sampling = (noise.sampling_key(run_key, k), samples) if args.sampling == "common" else None
-            found = engine.evaluate(members, sigma, "train", rows, state, sampling)
-            seen.append(np.array([e.scored.rewards for e in found]))
-            bar.update(seen[-1].size)
-            return seen[-1].reshape(len(members), -1, m, samples).mean(3)
+            for part in rows.reshape(-1, m):  # no more at once than in training, for which there is memory
+                found = engine.evaluate(members, sigma, "train", part, state, sampling)
+                seen.append(np.array([each.scored.rewards for each in found]))
+                bar.update(seen[-1].size)
+            return np.stack(seen[-len(rows) // m :], 1).reshape(len(members), -1, m, samples).mean(3)
 
         order, base = [rng.permutation(n)[: steps * m] for _ in range(populations)], {}
         for name, how in _DECODINGS.items():
