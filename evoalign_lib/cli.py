@@ -6,7 +6,7 @@ argument gives exit code 2.
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,6 +94,38 @@ def compare(
         typer.echo(found.text())
         written = comparison.write(found, out)
     typer.echo("\n" + "\n".join(f"{path}" for path in written))
+
+
+@app.command()
+def probe(
+    model: Annotated[str, typer.Argument(help="Folder, shipped base or name of the model to train.")],
+    task: Annotated[str, typer.Argument(help="Task: countdown, arithmetic, conciseness or safety.")],
+    sigma: Annotated[float, typer.Option(help="Standard deviation of the perturbation.")] = 1e-3,
+    alpha: Annotated[float | None, typer.Option(help="Step size.  [default: sigma / 2]")] = None,
+    population: Annotated[int, typer.Option(help="N, members per step.")] = 30,
+    prompts: Annotated[int | None, typer.Option(help="Prompts per step.  [default: 128 at most]")] = None,
+    steps: Annotated[int, typer.Option(help="Steps of the run that is asked about.")] = 200,
+    completions: Annotated[int, typer.Option(help="Most completions to generate.")] = 72_000,
+    max_completion_length: Annotated[int | None, typer.Option(help="Most new tokens.  [default: the task's]")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of members, walks, samples and problems.")] = 0,
+    engine: Annotated[str, typer.Option(help="local, cuda, vllm or ray.")] = "local",
+    out: Annotated[str | None, typer.Option(help="JSON file to write the record to.")] = None,
+) -> None:
+    """Say beforehand whether ES will learn a task, by forward passes alone."""
+    from evoalign_lib import probe as probes
+
+    with refusals():
+        if out and Path(out).exists():
+            raise ValueError(f"--out {out} exists: pass a new file.")
+        run = {"max_steps": steps, "seed": seed, "engine": engine, "max_completion_length": max_completion_length}
+        run |= {"sigma": sigma, "alpha": sigma / 2 if alpha is None else alpha, "population_size": population}
+        rows = max(prompts or 128, completions // max(population, 1))
+        trainer, right, target = probes.trainer_of(model, task, rows, prompts_per_step=prompts, **run)
+        with closing(trainer.engine):
+            record = probes.probe(trainer, completions, right, target)
+        typer.echo(probes.text(record))
+        if out:
+            Path(out).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 @app.command("serve-scorer")
