@@ -477,7 +477,8 @@ class ESTrainer(TrainerSurface):
 
     def _train(self, resume_from_checkpoint: bool | str | None) -> None:
         resume_from_checkpoint = _checkpoints.asked(resume_from_checkpoint)
-        models.check_saving(self.model, self.processing_class, self._stateful_callbacks())
+        if self.ledger is None:
+            models.check_saving(self.model, self.processing_class, self._stateful_callbacks())
         if resume_from_checkpoint and self.args.overwrite_output_dir and self.ledger is None:
             raise ValueError("overwrite_output_dir=True would delete the run to be resumed: leave out one of the two.")
         self._load_last()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from evoalign_lib import _adapters, precision, smollm2, tiny
+from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib._model_checks import check_decoder, check_quantisation
 from evoalign_lib.checks import plain, require
 from evoalign_lib.files import canonical_json
@@ -122,7 +123,7 @@ def check_saving(model: Any, tokenizer: Any, callbacks: Iterable[Any] = ()) -> N
     callbacks: those whose state() checkpoints hold.
     """
     parts = (_adapters.base_of(model).config, tokenizer, *getattr(model, "peft_config", {}).values(), *callbacks)
-    with tempfile.TemporaryDirectory() as folder:
+    with interrupts_wait(), tempfile.TemporaryDirectory() as folder:  # or one might leave the folder behind
         for part in parts:
             try:
                 part.save_pretrained(folder) if hasattr(part, "save_pretrained") else json.dumps(plain(part.state()))
