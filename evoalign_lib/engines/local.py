@@ -13,6 +13,7 @@ Low-rank members with few prompts share a chunk, as many as fit, each as factors
 """
 
 import itertools
+import logging
 import sys
 import time
 from concurrent.futures import as_completed
@@ -38,6 +39,7 @@ from evoalign_lib.precision import copy_to
 __all__ = ["DECODERS", "LocalEngine", "Prompts"]
 
 
+logger = logging.getLogger(__name__)
 DECODERS = ("auto", "loop", "generate")
 LEAST_MEMBERS = 4
 """low-rank members that must fit into a chunk; with less room each is decoded alone, with full matrices"""
@@ -87,9 +89,6 @@ class LocalEngine(Engine):
             with one_thread():
                 reason = agreement.loop_differs(model, first, tokenizer.pad_token_id, self.max_completion_length)
             if reason and decoder == "auto":
-                from transformers.utils import logging
-
-                logger = logging.get_logger(__name__)
                 logger.warning("transformers decodes, because the decoding loop does not cover this model: %s.", reason)
         if decoder == "loop" and reason:
             raise ValueError(f"decoder='loop' does not cover this model: {reason}. Use decoder='generate'.")
