@@ -262,17 +262,18 @@ def _read(of: Records, runs: Iterable[Record], *asked: Any) -> np.ndarray:
 
 
 def mean(of: Records, arm: str, *asked: Any) -> stats.Interval | None:
-    """Return the mean of a quantity over training judges and seeds; None if too few runs get to the place.
+    """Return the mean of a quantity over training judges, with its interval over judges and seeds.
 
-    At least 3/4 of the runs on each judge must get there. asked: arguments of `at`, from the quantity on.
+    None if too few runs get to the place: at least 3/4 of those on each judge must. One judge, or one run on each, has
+    no interval. asked: arguments of `at`, from the quantity on.
     """
     cells = by_judge(of[arm]).values()
     values = [_read(of, runs, *asked) for runs in cells]
     if not values or any(len(x) < max(1, 0.75 * len(runs)) for x, runs in zip(values, cells, strict=True)):
         return None
-    if (fewest := min(map(len, values))) < 2:
-        return stats.Interval(float(np.mean([x.mean() for x in values])), float("nan"), float("nan"), fewest)
-    return stats.stratified_bootstrap(values, n_resamples=2_000)
+    if len(values) < 2 or min(map(len, values)) < 2:
+        return stats.Interval(float(np.mean([x.mean() for x in values])), float("nan"), float("nan"), len(values))
+    return stats.nested_bootstrap(values, shared=True, n_resamples=2_000)
 
 
 def walked(of: Records, quantity: str, decoding: str, gain: float) -> float | None:
@@ -500,7 +501,7 @@ def along(of: Records, quantity: str, factor: float = 1.0) -> pd.DataFrame:
             if (value := mean(of, arm, quantity, decoding, gain)) is None:
                 break
             row = {"quantity": quantity, "arm": arm, "decoding": decoding, "gain": gain}
-            rows.append(row | plots.ends(value, factor) | {"seeds": value.n})
+            rows.append(row | plots.ends(value, factor) | {"judges": value.n})
     return pd.DataFrame(rows).round(4)
 
 
