@@ -1,4 +1,4 @@
-"""The README's example: the same data set and reward function train with GRPO, with ES, and with GRPO again."""
+"""The README's example: the same data set and reward function train with ES, and with GRPO from what ES trained."""
 
 import json
 import os
@@ -74,7 +74,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def test_each_run_trains_and_writes_a_model_that_loads(folder):
-    for start, end in (("base", "runs/grpo"), ("base", "runs/es"), ("runs/es", "runs/back")):
+    for start, end in (("base", "runs/es"), ("runs/es", "runs/grpo")):
         before, after = (load_file(folder / name / "model.safetensors") for name in (start, end))
         assert before.keys() == after.keys() and all(np.isfinite(after[name]).all() for name in after)
         assert any((before[name] != after[name]).any() for name in after), f"{end} did not move"
@@ -86,7 +86,7 @@ def test_each_run_trains_and_writes_a_model_that_loads(folder):
 
 def test_both_trainers_call_the_reward_function_alike(folder):
     calls = [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
-    assert len(calls) >= 2 + 30 and {call["trainer"] for call in calls} == {"GRPOTrainer", "ESTrainer"}
+    assert len(calls) >= 1 + 30 and {call["trainer"] for call in calls} == {"GRPOTrainer", "ESTrainer"}
     assert all(len(call["sizes"]) == 1 for call in calls)  # one list per column, one entry per completion
     assert all(call["columns"] == calls[0]["columns"] for call in calls)
     message = [json.dumps([json.dumps({"role": "str", "content": "str"})])]
