@@ -39,7 +39,7 @@ presets, TINY, SMOKE, FULL = scales(
         # factors on the settings of sweep and maps; at scale smoke they make weights move in so few steps
         "sweep_factors": ({}, {"sigma": 10, "alpha": 10, "learning_rate": 10}, FACTORS),
         # arm -> what changes in its best setting where it is tuned again at full length (claim C8c); empty: none
-        "again": {},
+        "again": ({"es": {"alpha": 0.0025, "prompts_per_step": 32, "steps": 832}, "grpo": {"beta": 0.04}}, {}, {}),
         "matched_mean": 0.26,  # mean accuracy at which section 3 compares spreads
         "other_means": [0.20, 0.23, 0.25, 0.265, 0.27, 0.275],
         "map_seeds": (3, 1),  # seeds of the maps in section 5, besides the sweep's own
@@ -198,17 +198,18 @@ def greedy_curves(runs: Sequence[Record], decoding: str = "greedy") -> np.ndarra
     return np.array([r["curve"][f"validation_{decoding}"] for r in runs])
 
 
-def scores(of: Records, arm: str, kind: str, at: str | float) -> np.ndarray | None:
-    """Return one score per tuned run, or None if their mean never reaches the accuracy.
+def scores(of: Records, group: str, kind: str, at: str | float) -> np.ndarray | None:
+    """Return one score per run of a group, or None if their mean never reaches the accuracy.
 
-    kind and at: "test" and a decoding, or "validation" and "greedy", for accuracy at the end; or "at mean" and an
-    accuracy, for validation accuracy at the point where the runs' mean first reaches it.
+    kind and at: "test" and a decoding, or "validation" and "greedy", for accuracy at the end; "best" and "greedy", for
+    the highest validation accuracy; or "at mean" and an accuracy, for validation accuracy at the point where the runs'
+    mean first reaches it.
     """
     if kind == "test":
-        return accuracy_matrix(of[arm], str(at)).mean(axis=1)
-    lines = greedy_curves(of[arm])
-    if kind == "validation":
-        return lines[:, -1]
+        return accuracy_matrix(of[group], str(at)).mean(axis=1)
+    lines = greedy_curves(of[group])
+    if kind in ("validation", "best"):
+        return lines[:, -1] if kind == "validation" else lines.max(axis=1)
     return curves.scores_at_mean(lines, float(at))[1] if lines.mean(axis=0).max() >= float(at) else None
 
 
@@ -350,9 +351,13 @@ def results(run: SimpleNamespace, of: Records) -> Results:
         for end, count in zip(("fewest", "most"), run.prompt_counts[:1] + run.prompt_counts[-1:], strict=False):
             right = 100 * accuracy_matrix(of[f"{arm} prompts={count}"]).mean()
             found |= {f"{end} prompts": count, f"{arm} {end} prompts": right}
-    for name, place in (("end", ("test", "greedy")), ("matched", ("at mean", run.matched_mean))):
+    places: dict[str, tuple] = {"end": ("test", "greedy"), "best": ("best", "greedy")}
+    for name, place in (places | {"matched": ("at mean", run.matched_mean)}).items():
         found[f"spread {name}"] = spread_ratio(*(scores(of, arm, *place) for arm in ARMS))
-    found["spread best"] = spread_ratio(*(greedy_curves(of[arm]).max(axis=1) for arm in ARMS))
+    for name, place in places.items() if run.again else ():
+        again = {arm: scores(of, f"{arm} again", *place) for arm in ARMS}
+        found |= {f"{arm} std again, {name}": 100 * of_arm.std(ddof=1) for arm, of_arm in again.items()}
+        found[f"spread {name} again"] = spread_ratio(*again.values())
     falls: dict[str, Any] = {f"drawdown {d}": partial(drawdowns, decoding=d) for d in DECODINGS}
     if min(map(len, high_points(of).values())) > 1:
         falls |= {"drawdown sets": thinned, "drawdown last": last_high}  # on equally many high points of both arms
