@@ -105,7 +105,7 @@ def probe(
     population: Annotated[int, typer.Option(help="N, members per step.")] = 30,
     prompts: Annotated[int | None, typer.Option(help="Prompts per step.  [default: 128 at most]")] = None,
     steps: Annotated[int, typer.Option(help="Steps of the run that is asked about.")] = 200,
-    completions: Annotated[int, typer.Option(help="Most completions to generate.")] = 72_000,
+    completions: Annotated[int, typer.Option(help="Most completions to generate.")] = 130_000,
     max_completion_length: Annotated[int | None, typer.Option(help="Most new tokens.  [default: the task's]")] = None,
     seed: Annotated[int, typer.Option(help="Seed of members, walks, samples and problems.")] = 0,
     engine: Annotated[str, typer.Option(help="local, cuda, vllm or ray.")] = "local",

@@ -1,40 +1,38 @@
 """Say beforehand whether ES will learn a task: forward passes alone, in minutes, without training (`evoalign probe`).
 
-A probe evaluates members as the first steps of a run would (here in pairs, with +noise and -noise), the model itself on
-the same prompts, and some random walks as long as the whole run.
+A probe evaluates members as the first steps of a run would (here in pairs, with +noise and -noise), each again with its
+noise scaled to the length that the run's random walk will have, and the model itself, all on the same prompts.
 
 What a step gains. Let F be the mean fitness over prompts, as a function of the weights; member n has the fitness
 f_n = F(theta + sigma eps_n) + error, since it is measured on m prompts; S is the standard deviation of f over a
 population, and z = (f - mean) / S. By Stein's lemma the mean of f eps is sigma g, with g the gradient of F smoothed by
-the noise. So the mean of a step, alpha/N sum z eps, is (alpha sigma / S) g, which moves rho alpha along g / |g| with
-rho = sigma |g| / S, the correlation in `analysis.attenuation.expected_share`; to first order it gains
+the noise. So the mean of a step, alpha/N sum z eps, is (alpha sigma / S) g, whatever N: it moves rho alpha along g,
+with rho = sigma |g| / S, the correlation in `analysis.attenuation.expected_share`. The rest of a step is noise with the
+variance alpha^2 / N in every weight. After T steps it is a random walk, with the standard deviation
+w = alpha sqrt(T / N) in every weight, and sqrt(d) w long (`analysis.geometry.es_norm`). The mean of F over walks is F
+smoothed by w, F_w. So a run ends, to first order, at F_w + T (alpha sigma / S) g . grad F_w. Call the odd part of the
+fitness o = (f(+eps) - f(-eps)) / 2, and o_w the same with w for sigma; then
 
-    (alpha / sigma) O / S,    O = sigma^2 |g|^2 = rho^2 S^2,
+    gain of a step = (alpha / w) C / S,    C = cov(o, o_w) = sigma w g . grad F_w.
 
-whatever N. O is the variance over members of the part of F that is linear in the noise. It is estimated by the odd
-part, o = (f(+eps) - f(-eps)) / 2, as the mean product of o on two different prompts, in which the errors of prompts
-cancel. In the same way the mean product of (f(+eps) + f(-eps)) / 2, less its mean over pairs, gives E, the variance of
-the even part. (O + E) / S^2 is the reliability of the fitness on m prompts: the mean over all ways to halve the prompts
-of the correlation of the halves, lengthened by Spearman and Brown's formula (Cronbach 1951). The correlation of
-members' effects on two prompts is O + E over the variance of members on a single prompt.
+C is estimated by the mean product of o and o_w on two different prompts, in which the errors of prompts cancel; that of
+o with itself is O = rho^2 S^2. Where w = sigma the gain is (alpha / sigma) rho^2 S. In the same way
+(f(+eps) + f(-eps)) / 2, less its mean over pairs, gives E, the variance of the even part. (O + E) / S^2 is the
+reliability of the fitness on m prompts: the mean over all ways to halve the prompts of the correlation of the halves,
+lengthened by Spearman and Brown's formula (Cronbach 1951). The correlation of members' effects on two prompts is O + E
+over the variance of members on a single prompt.
 
-What a step loses. The rest of a step is noise with the variance alpha^2 / N in every weight. To second order it costs
--tr(H) alpha^2 / (2 N), where H is the Hessian of F; members lose -tr(H) sigma^2 / 2 in the mean, the gap J between the
-model and its members; so a step loses (alpha / sigma)^2 J / N. Over T steps the noise is a random walk, with the
-standard deviation alpha sqrt(T / N) in every weight, and alpha sqrt(d T / N) long (`analysis.geometry.es_norm`). That
-is beyond sigma in many runs, so its cost is measured at that distance: q is the share of the fitness, above the lowest
-reward seen, that walks of this length leave to the model.
+What a step loses. F - F_w, to second order -tr(H) w^2 / 2 with H the Hessian of F: (alpha / sigma)^2 J / N for each
+step, where J = -tr(H) sigma^2 / 2 is the gap between the model and its members. It is measured at w, since w is beyond
+sigma in many runs, and divided evenly over the steps. Gain and loss are equal at `members_needed`.
 
-A run of t of the T steps. Two assumptions keep it within bounds, and vanish to first order: the slope falls in
-proportion to the room left below the highest reward seen, R = highest - F, and a walk takes the same share of what was
-learned as of what the model could do. The fitness, above the lowest reward, is then
-
-    (F - lowest + R (1 - exp(-t (alpha / sigma) O / (S R)))) q^(t / T).
+A run of t of the T steps is said to gain R (1 - exp(-t gain / R)) - t loss: the slope falls in proportion to the room
+left below the highest reward seen, R = highest - F, which keeps predictions within bounds and vanishes to first order.
 
 What this leaves out: slope and curvature change along a run (in notebook 08 rho falls from .5 to .1); selection repairs
-some of the walk's damage, so that long runs lose less; O also holds cubic and higher odd terms; g belongs to F smoothed
-by sigma, not to F; other prompts than these; greedy against sampled decoding. Intervals cover the draws of members and
-walks only. On committed runs of the tiny world it was tested as `LOG.md` says.
+some of the walk's damage, so that long runs lose less; C also holds cubic and higher odd terms; with antithetic pairs
+walks are up to 2^.5 longer; other prompts than these; greedy against sampled decoding. Intervals cover the draws of
+members only. How it fared on committed runs of the tiny world is in `LOG.md`.
 """
 
 import math
@@ -69,54 +67,48 @@ class Effects(NamedTuple):
 
     odd: np.ndarray
     """(pairs,) unbiased squares of the odd parts of the fitness on all prompts"""
+    walked: np.ndarray
+    """(pairs,) unbiased products of these with the odd parts at the walk's length"""
     even: np.ndarray
-    """(pairs,) those of the even parts, less their mean"""
-    measured: np.ndarray
-    """(pairs,) squares of the odd parts on the prompts of a step, mean over steps: with the error of few prompts"""
+    """(pairs,) as odd, of the even parts less their mean"""
     spread: np.ndarray
-    """(pairs,) those of odd and even parts: in the mean the variance of the fitness on the prompts of a step"""
+    """(pairs,) squares of both parts as measured on the prompts of a step, with their error: in the mean S^2"""
     single: float
     """variance over members of the reward on one prompt, mean over prompts"""
 
 
-def effects(rewards: np.ndarray) -> Effects:
+def effects(rewards: np.ndarray, walks: np.ndarray) -> Effects:
     """Return the effects of members on their fitness.
 
-    rewards: (members, steps, prompts of a step); members 2i and 2i + 1 have the same noise with opposite signs. NaN:
-    the reward functions do not apply. Raises ValueError if they apply to fewer than two prompts.
+    rewards, walks: (members, steps, prompts of a step), with noise of sigma and of the walk's length; members 2i and
+    2i + 1 have the same noise with opposite signs. NaN: the reward functions do not apply. Raises ValueError if they
+    apply to fewer than two prompts.
     """
-    pairs, known = len(rewards) // 2, rewards[:, ~np.isnan(rewards).any(0)]
-    n = known.shape[1]
+    pairs, known = len(rewards) // 2, ~np.isnan(rewards + walks).any(0)
+    n, scale = int(known.sum()), math.sqrt(pairs / (pairs - 1))  # of the even parts, whose mean is taken off
     require(n > 1, f"the reward functions apply to {n} prompt(s) for every member: at least 2 are needed.")
-
-    def squares(part: np.ndarray) -> np.ndarray:  # products of different prompts
-        return (np.square(part.sum(1)) - np.square(part).sum(1)) / (n * (n - 1))
-
-    scale = math.sqrt(pairs / (pairs - 1))  # of the even parts, whose mean is taken off; that of the odd ones is 0
 
     def halves(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # odd and even
         return (values[::2] - values[1::2]) / 2, scale * ((mean := (values[::2] + values[1::2]) / 2) - mean.mean(0))
 
-    (odd, even), parts = halves(known), [np.square(part).mean(1) for part in halves(np.nanmean(rewards, 2))]
-    return Effects(squares(odd), squares(even), parts[0], sum(parts), 2 * float(np.square([odd, even]).mean()))
+    def products(a: np.ndarray, b: np.ndarray) -> np.ndarray:  # of different prompts
+        return (a.sum(1) * b.sum(1) - (a * b).sum(1)) / (n * (n - 1))
+
+    (odd, even), (odd_w, _) = halves(rewards[:, known]), halves(walks[:, known])
+    spread = np.square(halves(np.nanmean(rewards, 2))).sum(0).mean(1)
+    single = 2 * float(np.square([odd, even]).mean())
+    return Effects(products(odd, odd), products(odd, odd_w), products(even, even), spread, single)
 
 
-def run_gain(slope: Any, room: float, above: float, kept: Any, steps: int, taken: Any = None) -> Any:
-    """Return what a run gains, reward units (see the module's docstring); arrays are broadcast.
+def run_gain(gain: Any, loss: Any, room: float, steps: Any) -> Any:
+    """Return what steps gain, reward units; arrays are broadcast.
 
-    Args:
-        slope: first-order gain of a step, reward units.
-        room, above: distance of the model's fitness from the highest and the lowest reward.
-        kept: share of `above` that a walk of `steps` steps leaves.
-        steps: T.
-        taken: steps that the run takes of these, or beyond them; None: all.
+    gain, loss: of a step. room: how far the fitness is from the highest reward.
     """
-    t = steps if taken is None else taken
-    gained = -room * np.expm1(-np.maximum(slope, 0) * t / room) if room > 0 else 0.0
-    return (above + gained) * kept ** (t / steps) - above
+    return (-room * np.expm1(-np.maximum(gain, 0) * steps / room) if room > 0 else 0.0) - loss * steps
 
 
-def probe(trainer: ESTrainer, completions: int = 72_000, right: float | None = 1.0, target: float = 0.05) -> dict:
+def probe(trainer: ESTrainer, completions: int = 130_000, right: float | None = 1.0, target: float = 0.05) -> dict:
     """Measure a run's model, members and walks before it trains, and predict whether it will learn.
 
     Args:
@@ -140,7 +132,7 @@ def probe(trainer: ESTrainer, completions: int = 72_000, right: float | None = 1
         given = getattr(args, name)
         require(given == _DEFAULTS[name], f"{name}={given!r}: the prediction does not apply to it. Leave it out.")
     samples, pairs, n = args.num_generations, max(2, math.ceil(N / 2)), len(trainer.train_prompts)
-    own, each = (1 + GROUP * 2) * m, (2 * pairs + 3) * m * samples
+    own, each = (1 + GROUP * 2) * m, (4 * pairs + 1) * m * samples
     affordable = (whole_number("completions", completions) - own) // each
     least = f"the model takes {own}, a population {each}: pass at least {own + each}, or set fewer prompts or members."
     require(affordable > 0, f"completions={completions} are too few: {least}")
@@ -148,7 +140,7 @@ def probe(trainer: ESTrainer, completions: int = 72_000, right: float | None = 1
     populations = affordable // steps
     from tqdm import tqdm
 
-    T, state, seen = trainer.max_steps, trainer._light_state(), []
+    T, state, seen, walked = trainer.max_steps, trainer._light_state(), [], []
     run_key, rng = noise.run_key("probe", args.seed), np.random.default_rng(args.seed)
     with tqdm(total=own + populations * steps * each, unit=" answers", disable=args.disable_tqdm, desc="probe") as bar:
 
@@ -166,39 +158,29 @@ def probe(trainer: ESTrainer, completions: int = 72_000, right: float | None = 1
             asked = np.resize(order[0][:m], len(written))
             base[name] = score(trainer.rewards, engine.prompts["train"], asked, written, state).rewards.reshape(-1, m)
             bar.update(len(written))
-        found, differ, means = [], [], []
+        found, differ, means, walk = [], [], [], args.alpha * math.sqrt(T / N)
         for k, rows in enumerate(order):
-            own_answers = answered([Member(0)], _UNMOVED, rows, k)
-            answers = answered(population(run_key, k, 2 * pairs, antithetic=True), args.sigma, rows, k)
-            found.append(effects(answers))
-            differ += [bool(standardise(fitness).any()) for fitness in np.nanmean(answers[:N], 2).T]
-            means += zip(np.nanmean(own_answers, 2)[0], np.nanmean(answers, 2).mean(0), strict=True)
-        odd, even, measured, spread = (np.concatenate(part) for part in list(zip(*found, strict=True))[:4])
-        untied, S2 = float(np.mean(differ)), float(spread.mean())
-        # the z-scores of a pair are not independent: their difference multiplies its noise
-        longer = 2 * float(measured.mean()) / S2 if args.antithetic and untied else 1.0
-        walk, walks = args.alpha * math.sqrt(longer * T / N), []
-        for i, rows in enumerate(np.concatenate(order).reshape(-1, m)):
-            key = noise.member_key(run_key, i // steps, pairs + i % steps)
-            walks.append(np.nanmean(answered([Member(key), Member(key, -1)], walk, rows, i // steps)))
-    F, of_members = np.mean(means, 0).tolist()
-    lost = np.array(walks) - np.array(means)[:, 0]
+            members = population(run_key, k, 2 * pairs, antithetic=True)
+            answers = answered(members, args.sigma, rows, k), answered(members, walk, rows, k)
+            found.append(effects(*answers))
+            differ += [bool(standardise(fitness).any()) for fitness in np.nanmean(answers[0][:N], 2).T]
+            means.append([np.nanmean(each) for each in (answered([Member(0)], _UNMOVED, rows, k), *answers)])
+            walked.append(np.nanmean(answers[1], (1, 2)).reshape(pairs, 2).mean(1) - means[-1][0])
+    odd, products, even, spread = (np.concatenate(part) for part in list(zip(*found, strict=True))[:4])
+    F, of_members, of_walks = np.mean(means, 0).tolist()
+    untied, S2, lost = float(np.mean(differ)), float(spread.mean()), -np.concatenate(walked) / T
     everything = np.concatenate([np.ravel(part) for part in (*base.values(), *seen)])
     low, high = float(np.nanmin(everything)), float(np.nanmax(everything))
-    above, room = F - low, high - F
 
-    def rates(odd: Any, spread: Any, lost: Any) -> tuple[Any, Any]:  # S is that of populations that are not tied
-        slope = untied**1.5 * args.alpha / args.sigma * odd / np.sqrt(np.maximum(spread, 1e-300))
-        return slope, np.clip(1 + lost / above, 0, None) if above > 0 else 1.0
+    def gain_of(products: Any, spread: Any) -> Any:  # S is that of populations that are not tied
+        return untied**1.5 * args.alpha / walk * products / np.sqrt(np.maximum(spread, 1e-300))
 
-    slope, kept = map(float, rates(odd.mean(), S2, lost.mean()))
-    pair, walker = (rng.integers(len(units), size=(2000, len(units))) for units in (odd, lost))
-    slopes, all_kept = rates(odd[pair].mean(1), spread[pair].mean(1), lost[walker].mean(1))
-    low_end, high_end = np.quantile(run_gain(slopes, room, above, all_kept, T), (0.025, 0.975)).tolist()
-    loss, signal = -above * math.log(max(kept, 1e-9)) / T, float(odd.mean() + even.mean())
-    rho = math.sqrt(untied * max(odd.mean(), 0.0) / S2) if untied else 0.0
-    times = np.arange(1, 10 * T + 1)
-    reach = np.flatnonzero(run_gain(slope, room, above, kept, T, times) >= target)
+    gain, loss = float(gain_of(products.mean(), S2)), float(lost.mean())
+    drawn = rng.integers(len(odd), size=(2000, len(odd)))
+    gains = gain_of(products[drawn].mean(1), spread[drawn].mean(1))
+    low_end, high_end = np.quantile(run_gain(gains, lost[drawn].mean(1), high - F, T), (0.025, 0.975)).tolist()
+    rho, signal = math.sqrt(untied * max(odd.mean(), 0.0) / S2) if untied else 0.0, float(odd.mean() + even.mean())
+    reach = np.flatnonzero(run_gain(gain, loss, high - F, times := np.arange(1, T + 1)) >= target)
     names = ("sigma", "alpha", "population_size", "antithetic", "sampling", "num_generations", "seed", "engine")
     record: dict[str, Any] = {
         "model": models.name_of(trainer.model),
@@ -209,17 +191,17 @@ def probe(trainer: ESTrainer, completions: int = 72_000, right: float | None = 1
         "right": None if right is None else {name: float((given >= right).mean()) for name, given in base.items()},
         "mixed_groups": None if right is None else float(np.ptp(1.0 * (base["t1"] >= right), axis=0).mean()),
         "unequal_groups": float((np.ptp(base["t1"], axis=0) > 0).mean()),
-        "fitness": {"model": F, "members": of_members, "sd": math.sqrt(S2), "tied": 1 - untied},
+        "fitness": {"model": F, "members": of_members, "walks": of_walks, "sd": math.sqrt(S2), "tied": 1 - untied},
         "reliability": min(max(signal / S2, 0.0), 1.0) if untied else 0.0,
         "prompt_correlation": signal / float(np.mean([each.single for each in found])) if untied else 0.0,
         "rho": rho,
         "common_share": expected_share(rho, T, N, engine.layout.d),
-        "walk": {"sd": walk, "kept": kept},
-        "step": {"gain": slope, "loss": loss},
-        "run": {"gain": float(run_gain(slope, room, above, kept, T)), "low": low_end, "high": high_end},
+        "walk": walk,
+        "step": {"gain": gain, "loss": loss},
+        "run": {"gain": float(run_gain(gain, loss, high - F, T)), "low": low_end, "high": high_end},
         "target": target,
         "completions_to_target": int(times[reach[0]]) * m * N * samples if len(reach) else None,
-        "members_needed": max(2, math.ceil(N * loss / slope)) if slope > 0 else None,
+        "members_needed": max(2, math.ceil(N * loss / gain)) if gain > 0 else None,
     }
     record["recommendation"], record["advice"] = _advised(record, right)
     return record
@@ -231,22 +213,20 @@ def _advised(record: dict[str, Any], right: float | None) -> tuple[str, str]:
     (learns, little, none, saturated), sigma, alpha = RECOMMENDATIONS, set_["sigma"], set_["alpha"]
     if right is not None and record["right"]["greedy"] > 1 - record["target"]:
         return saturated, "greedy completions are right already: use harder problems."
-    if rewards["low"] == rewards["high"] or right is not None and rewards["high"] < right and run["low"] <= 0:
-        wrong = "every completion is wrong" if right is not None else f"every completion has reward {rewards['low']:g}"
-        return none, f"{wrong}: use a stronger model, easier problems, or a reward for parts of an answer."
     if run["low"] > 0 and run["gain"] >= record["target"]:
         return learns, "train with these settings."
+    if rewards["low"] == rewards["high"] or right is not None and rewards["high"] < right:
+        wrong = "every completion is wrong" if right is not None else f"every completion has reward {rewards['low']:g}"
+        return none, f"{wrong}: use a stronger model, easier problems, or a reward for parts of an answer."
     if fitness["members"] < (fitness["model"] + rewards["low"]) / 2:
         return little, f"members lose most of what the model can do: try sigma={sigma / 3:.2g}."
     if fitness["tied"] > 0.5 or record["reliability"] < 0.1:
-        return (
-            little,
-            f"members differ by chance: try sigma={sigma * 3:.2g}, or {4 * set_['prompts']} prompts per step.",
-        )
+        more = 4 * set_["prompts"]
+        return little, f"members differ by chance: try sigma={sigma * 3:.2g}, or {more} prompts per step."
     if 0 < step["gain"] < 2 * step["loss"]:
         best, more = alpha * step["gain"] / step["loss"] / 2, 2 * record["members_needed"]
         return little, f"the random walk costs too much: try alpha={best:.2g}, or {more} members."
-    if record["completions_to_target"] and run["low"] > 0:
+    if run["low"] > 0:
         return little, f"gains come slowly: take more steps, or try alpha={alpha * 2:.2g}."
     return little, f"no gain can be told from none: try sigma={sigma * 3:.2g}, or probe with more completions."
 
@@ -260,14 +240,14 @@ def text(record: dict[str, Any]) -> str:
         what: ", ".join(f"{name} {shown[name]:{form}}" for name in _DECODINGS),
         "GRPO": f"{record['unequal_groups']:.0%} of groups of {GROUP} at temperature 1 have unequal rewards, others no "
         f"gradient; a step of {GROUP} groups is {GROUP * GROUP} completions. How fast it learns is not predicted",
-        "ES": f"fitness {fitness['model']:.4g}, of members {fitness['members']:.4g}, s.d. {fitness['sd']:.2g}; "
+        "ES": f"fitness {fitness['model']:.4g}, members {fitness['members']:.4g}, walks {fitness['walks']:.4g}; "
         f"{fitness['tied']:.0%} of {record['populations']} populations tied",
         "signal": f"reliability {record['reliability']:.2f}, between prompts {record['prompt_correlation']:.3f}, "
         f"rho {record['rho']:.2f}; runs will share {record['common_share']:.2g} of their squared length",
         "step": f"{per_step * set_['num_generations']} completions gain {step['gain']:.2g} and lose {step['loss']:.2g} "
         f"to the random walk; members needed for a gain: {record['members_needed'] or 'none suffice'}",
         "run": f"{set_['steps']} steps gain {run['gain']:.2g} [{run['low']:.2g}, {run['high']:.2g}]; to gain "
-        f"{record['target']:g} takes {f'{reached:,} completions' if reached else 'over ten such runs, if it comes'}",
+        f"{record['target']:g} takes {f'{reached:,} completions' if reached else 'more steps, or other settings'}",
         record["recommendation"]: record["advice"],
     }
     return "\n".join(f"{name}: {said}" for name, said in lines.items())

@@ -63,7 +63,7 @@ def probed(spec: Mapping[str, Any]) -> dict[str, Any]:
         quiet = {"report_to": "none", "save_strategy": "no", "max_steps": spec["steps"]}
         es, _ = evolution.trainer(drawn, (model, tokenizer, {"train": sets["train"]}), Path(folder), **quiet)
         with closing(es.engine):
-            return probe(es, 72_000, *TARGETS[spec["task"]])
+            return probe(es, 130_000, *TARGETS[spec["task"]])
 
 
 def make() -> None:
@@ -91,7 +91,7 @@ def table() -> DataFrame:
         curves = [run["curve"][GAINED[each["cell"][0]]] for run in runs]
         row = dict(zip(NAMES, each["cell"], strict=True)) | told["fitness"]
         row |= {name: told[name] for name in ("mixed_groups", "reliability", "prompt_correlation", "rho")}
-        row |= {"kept": told["walk"]["kept"], "step": scale * told["step"]["gain"]}
+        row |= {"walk": told["walk"]} | {f"step {what}": scale * x for what, x in told["step"].items()}
         row |= {"predicted": scale * told["run"]["gain"]} | {end: scale * told["run"][end] for end in ("low", "high")}
         gained = scale * float(np.mean([curve[-1] - curve[0] for curve in curves])) if curves else 0.0  # never moved
         rows.append(row | {"gained": gained, "runs": len(runs), "recommendation": told["recommendation"]})
