@@ -78,7 +78,7 @@ def make() -> None:
 
 
 def table() -> DataFrame:
-    """Return a row per cell: its setting, what the probe found and foretold, and what its runs gained (in mean).
+    """Return a row per cell: its setting, rho, what the probe foretold and advised, and what its runs gained (in mean).
 
     predicted, low, high and gained are in points of accuracy, for conciseness in characters; runs: their number.
     """
@@ -89,20 +89,36 @@ def table() -> DataFrame:
         told, runs = each["probe"], cells().get(tuple(each["cell"]), [])
         scale = 100 if told["right"] else 1
         curves = [run["curve"][GAINED[each["cell"][0]]] for run in runs]
-        row = dict(zip(NAMES, each["cell"], strict=True)) | told["fitness"]
-        row |= {name: told[name] for name in ("mixed_groups", "reliability", "prompt_correlation", "rho")}
-        row |= {"walk": told["walk"]} | {f"step {what}": scale * x for what, x in told["step"].items()}
+        row = dict(zip(NAMES, each["cell"], strict=True)) | {"rho": told["rho"]}
         row |= {"predicted": scale * told["run"]["gain"]} | {end: scale * told["run"][end] for end in ("low", "high")}
         gained = scale * float(np.mean([curve[-1] - curve[0] for curve in curves])) if curves else 0.0  # never moved
         rows.append(row | {"gained": gained, "runs": len(runs), "recommendation": told["recommendation"]})
     return DataFrame(rows)
 
 
-def agreement(cells: DataFrame, predicted: str = "predicted", resamples: int = 10_000) -> Interval:
-    """Return Spearman's correlation of a column with what the runs gained, with its bootstrap interval over cells."""
+def in_words(cells: DataFrame) -> DataFrame:
+    """Return the rows of `table` as text: base and setting, prediction with its interval, what came, and the advice."""
+    from pandas import DataFrame
+
+    rows = []
+    for cell in cells.sort_values(["base", "filler_steps", *NAMES[3:]]).to_dict("records"):
+        fillers = "" if np.isnan(cell["filler_steps"]) else f", {cell['filler_steps']:g} fillers"
+        row = {"base": cell["base"] + fillers} | {name.replace("_", " "): f"{cell[name]:g}" for name in NAMES[3:]}
+        row |= {
+            "rho": f"{cell['rho']:.2f}",
+            "predicted [95 %]": "{predicted:z.1f} [{low:z.1f}, {high:z.1f}]".format(**cell),
+        }
+        rows.append(
+            row | {"gained": f"{cell['gained']:.1f}", "runs": f"{cell['runs']}", "said": cell["recommendation"]}
+        )
+    return DataFrame(rows)
+
+
+def agreement(cells: DataFrame, resamples: int = 10_000) -> Interval:
+    """Return Spearman's correlation of predictions with what runs gained, with its bootstrap interval over cells."""
     from scipy.stats import spearmanr
 
-    pairs, rng = cells[[predicted, "gained"]].to_numpy(), np.random.default_rng(0)
+    pairs, rng = cells[["predicted", "gained"]].to_numpy(), np.random.default_rng(0)
     draws = [spearmanr(pairs[rng.integers(len(pairs), size=len(pairs))]).statistic for _ in range(resamples)]
     return interval_of(spearmanr(pairs).statistic, draws, len(pairs))
 
