@@ -108,9 +108,7 @@ def in_words(cells: DataFrame) -> DataFrame:
             "rho": f"{cell['rho']:.2f}",
             "predicted [95 %]": "{predicted:z.1f} [{low:z.1f}, {high:z.1f}]".format(**cell),
         }
-        rows.append(
-            row | {"gained": f"{cell['gained']:.1f}", "runs": f"{cell['runs']}", "said": cell["recommendation"]}
-        )
+        rows.append(row | {"gained": f"{cell['gained']:.1f}", "runs": cell["runs"], "said": cell["recommendation"]})
     return DataFrame(rows)
 
 
