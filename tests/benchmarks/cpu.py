@@ -47,7 +47,7 @@ from evoalign_lib.precision import layout_of, open_weights
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.tasks import countdown
 from evoalign_lib.update_rules import Member
-from tests.benchmarks.shared import measure, merge, population, public_perturb, public_update, run_sections, show
+from tests.benchmarks.shared import measure, merge, population, public_perturb, public_update, run_sections
 
 SIGMA = 1e-2  # about the value in the tiny runs; the cost does not depend on it
 # Sizes of A0's architecture: the settings that differ from its configuration; the study measures the memory of three.
@@ -150,12 +150,9 @@ def device_section(plan: Plan) -> dict:
     }
 
 
-def cpu_name() -> str:
-    return provenance.environment()["device"].partition(" (CPU")[0]
-
-
 def device_name() -> str:
-    return f"{cpu_name()}, {default_workers()} cores, {torch.backends.cpu.get_cpu_capability()}"
+    name = provenance.environment()["device"].partition(" (CPU")[0]
+    return f"{name}, {default_workers()} cores, {torch.backends.cpu.get_cpu_capability()}"
 
 
 @lru_cache(maxsize=1)
@@ -423,7 +420,6 @@ def main(argv: list[str] | None = None) -> int:
     with threads(1):
         return run_sections(
             {name: partial(SECTIONS[name], plan) for name in options.sections},
-            show,
             lambda results: out and merge(out, device_name(), "cpu", results, replace=whole),
         )
 

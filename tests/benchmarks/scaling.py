@@ -37,7 +37,7 @@ from evoalign_lib.engines.ray import RayEngine
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.tasks import countdown
 from tests.benchmarks.cpu import SIGMA, base, build, device_name
-from tests.benchmarks.shared import merge, population, run_sections, show
+from tests.benchmarks.shared import merge, population, run_sections
 
 
 def measure_step(engine: RayEngine, actors: int, options: argparse.Namespace) -> dict[str, float]:
@@ -115,7 +115,6 @@ def main(argv: list[str] | None = None) -> int:
     with threads(1):
         return run_sections(
             {name: partial(model_section, name, options) for name in names},
-            show,
             lambda results: merge(options.out, device_name(), kind, results),
         )
 
