@@ -417,11 +417,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     plan, whole = QUICK if options.quick else Plan(), set(options.sections) == set(SECTIONS)
     out = options.out or (None if options.quick else paths.RESULTS / "bench.json")
+    sections = {name: partial(SECTIONS[name], plan) for name in options.sections}
     with threads(1):
-        return run_sections(
-            {name: partial(SECTIONS[name], plan) for name in options.sections},
-            lambda results: out and merge(out, device_name(), "cpu", results, replace=whole),
-        )
+        return run_sections(sections, lambda found: out and merge(out, device_name(), "cpu", found, replace=whole))
 
 
 if __name__ == "__main__":

@@ -49,6 +49,20 @@ def kib(*numbers: int) -> torch.Tensor:
     return torch.zeros(*numbers, 256)
 
 
+def test_the_peak_is_what_was_alive_at_once_and_forgotten_when_a_step_begins():
+    with Allocations() as seen:
+        first = kib(3)
+        del first  # gone before the others come
+        second = kib(2)
+        third = second + 1
+        view = third[0]
+        del second, third
+        assert seen.at_peak == {"temporaries": 4 * KIB} and sum(seen.now.values()) == 2 * KIB and view.shape == (256,)
+        seen.begin()
+        view + view
+    assert seen.at_peak == {"temporaries": 3 * KIB}
+
+
 def test_what_autograd_keeps_and_gradients_have_their_components():
     layer = torch.nn.Linear(256, 256, bias=False)
     with Allocations() as seen:
