@@ -14,23 +14,19 @@ that released codes share (randn in the parameter's dtype, a multiplication, an 
 restore, the same with a subtraction).
 
 Sections: `device`; `noise`, the passes over the weights; `iteration`, evaluating a population and moving the weights;
-`low_rank`, the same with members of low rank; `account`, where an iteration's core-seconds go; `step`, a decoding step
-against its matrix products alone; `memory`, peak bytes per parameter in each precision mode.
+`low_rank`, the same with members of low rank; `memory`, peak bytes per parameter in each precision mode.
 """
 
 import argparse
 import contextlib
 import datetime
-import functools
 import gc
 import itertools
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -40,20 +36,18 @@ from unittest import mock
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from evoalign_study import paths, provenance
 from evoalign_study.kinds import memory
 from evoalign_study.memory_profile import resident
 
 from evoalign_lib import noise, tiny
-from evoalign_lib.engines.decode import Decoder
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.engines.processes import default_workers, threads
 from evoalign_lib.precision import layout_of, open_weights
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.tasks import countdown
 from evoalign_lib.update_rules import Member
-from tests.benchmarks.shared import measure, merge, now, population, public_perturb, public_update, run_sections, show
+from tests.benchmarks.shared import measure, merge, population, public_perturb, public_update, run_sections
 
 SIGMA = 1e-2  # about the value in the tiny runs; the cost does not depend on it
 # Sizes of A0's architecture: the settings that differ from its configuration; the study measures the memory of three.
@@ -71,7 +65,6 @@ class Plan:
     new: int = 20  # most tokens per completion
     repeats: int = 5
     quick_repeats: int = 15  # for cases that take milliseconds
-    accounted: tuple[str, int] = ("1M", 200)  # the cell whose share of generation has a target
     memory: str = "20M"  # large enough for its weights to stand out
     # precision mode and the model's dtype
     modes: tuple[str, ...] = ("master float32", "master bfloat16", "kahan bfloat16", "inplace bfloat16")
@@ -86,7 +79,7 @@ class Plan:
         return min(3, self.repeats) if (model, rows) == ("4M", 200) else self.repeats
 
 
-_SMALL: dict[str, Any] = {"models": ("0.14M",), "rows": (9,), "accounted": ("0.14M", 9), "memory": "4M"}
+_SMALL: dict[str, Any] = {"models": ("0.14M",), "rows": (9,), "memory": "4M"}
 _SMALL |= {"repeats": 1, "quick_repeats": 1, "members": 2, "new": 4, "default_threads": False}
 _SMALL |= {"low_rank": ((1, 6), (2, 6)), "low_rank_models": ("0.14M",), "ranks": (2,), "modes": ("master float32",)}
 QUICK = Plan(**_SMALL)
@@ -157,12 +150,9 @@ def device_section(plan: Plan) -> dict:
     }
 
 
-def cpu_name() -> str:
-    return provenance.environment()["device"].partition(" (CPU")[0]
-
-
 def device_name() -> str:
-    return f"{cpu_name()}, {default_workers()} cores, {torch.backends.cpu.get_cpu_capability()}"
+    name = provenance.environment()["device"].partition(" (CPU")[0]
+    return f"{name}, {default_workers()} cores, {torch.backends.cpu.get_cpu_capability()}"
 
 
 @lru_cache(maxsize=1)
@@ -368,167 +358,6 @@ def same_members(name: str, rows: int, n: int, plan: Plan) -> float:
     return float(np.mean([a == b for a, b in zip(*seen, strict=True)]))
 
 
-# The parts of an iteration in a worker that `accounted` times, in the order of its shared arrays.
-PARTS = ("perturb", "generate", "reward")
-
-
-@contextlib.contextmanager
-def accounted(reward: Callable) -> Iterator[tuple[Callable, Any, Any]]:
-    """Count CPU seconds and calls of PARTS, in this process and in those that it forks.
-
-    Yields:
-        The reward function to use instead, the seconds and the calls, shared arrays in the order of PARTS.
-    """
-    context = multiprocessing.get_context("fork")
-    spent, calls = context.Array("d", len(PARTS)), context.Array("q", len(PARTS))
-
-    def counting(part: str, function: Callable) -> Callable:
-        i = PARTS.index(part)
-
-        @functools.wraps(function)
-        def timed(*arguments: Any, **named: Any) -> Any:
-            start = time.process_time()
-            result = function(*arguments, **named)
-            with spent.get_lock():
-                spent[i] += time.process_time() - start
-                calls[i] += 1
-            return result
-
-        return timed
-
-    with (
-        mock.patch.object(noise, "perturb", counting("perturb", noise.perturb)),
-        mock.patch.object(Decoder, "generate", counting("generate", Decoder.generate)),
-    ):
-        yield counting("reward", reward), spent, calls
-
-
-def account_section(plan: Plan) -> dict:
-    """Break an iteration's core-seconds down by part; prompts are tokenised once per run, before it."""
-    cells, targets = {}, []
-    members, keys, coefficients = population(plan.members)
-    for name, rows in itertools.product(plan.models, plan.rows):
-        with accounted(countdown.reward) as (reward, spent, calls):
-            engine = engine_of(build(name), rows, plan, reward, workers=default_workers())
-            rounds = []
-            for _ in range(plan.repeats_of(name, rows) + 1):
-                spent[:], calls[:] = [0.0] * len(PARTS), [0] * len(PARTS)
-                start = now()
-                evaluations = engine.evaluate(members, SIGMA, "train", np.arange(rows))
-                between = now()
-                engine.update(keys, coefficients)
-                (evaluated, parent), (_, update) = between - start, now() - between
-                wall = time.perf_counter() - start[0]
-                if min(calls[:]) < plan.members:
-                    raise RuntimeError(f"the parts were called {calls[:]} times for {plan.members} members")
-                inside = sum(evaluation.core_seconds for evaluation in evaluations)
-                parts = dict(zip(PARTS, spent[:], strict=True))
-                parts["detokenise and the rest"] = inside - sum(parts.values())
-                # with one worker, the parent does the members' work
-                parts["pool"] = max(0.0, parent - (inside if engine.workers == 1 else 0.0))
-                parts["update"] = update
-                waiting = engine.workers * evaluated - inside + (engine.workers - 1) * (wall - evaluated)
-                rounds.append((sum(parts.values()), parts, waiting / (engine.workers * wall)))
-            engine.close()
-        total, parts, _ = min(rounds[1:], key=lambda r: r[0])
-        share, cell = 1 - parts["generate"] / total, f"{name}, {rows} prompts"
-        cells[cell] = {
-            "core_seconds": total,
-            "not_generation": share,
-            "not_generation_median": float(np.median([1 - r[1]["generate"] / r[0] for r in rounds[1:]])),
-            **{part: value / total for part, value in parts.items()},
-            "cores_waiting": min(r[2] for r in rounds[1:]),
-        }
-        if (name, rows) == plan.accounted:
-            targets.append(target(f"iteration, {cell}: share that is not generation", share, most=0.03))
-    return {
-        "about": "shares of the CPU time of parent and workers; 'pool' is the parent's share of an evaluation; "
-        "'cores_waiting' is the share of cores x wall time in which a worker computes nothing",
-        "cells": cells,
-        "targets": targets,
-    }
-
-
-def step_section(plan: Plan) -> dict:
-    """Compare a decoding step of the loop with the fastest matrix products of its shapes."""
-    cells, account, targets = {}, {}, []
-    for name, rows in itertools.product(plan.models, plan.rows):
-        model, chosen = build(name), prompts(rows)
-        weights = {n: p.detach() for n, p in model.named_parameters()}
-        nobody = [model.config.vocab_size]  # no token ends a completion, so every step decodes all rows
-        decoder = Decoder(model.config, weights, nobody, model.config.pad_token_id)
-        plain, cases = Plain(model, rows, plan), {}
-        for n in (1, plan.new):
-            cases[f"{n}"] = partial(decoder.generate, plain.ids, plain.mask, n)
-            cases[f"plain {n}"] = partial(plain.generate, max_new_tokens=n, eos_token_id=nobody)
-        products = products_of(model, rows, chosen.width + plan.new // 2)
-        flat = {f"{kind}: {how}": call for kind, ways in products.items() for how, call in ways.items()}
-        with torch.inference_mode():
-            rare = {f"plain {n}": plan.repeats_of(name, rows) for n in (1, plan.new)}
-            times = measure(plan.quick_repeats, cases | flat, fewer=rare)
-        ms = {case: 1e3 * seconds(times, case) for case in times}
-        step, plain_step = ((ms[f"{who}{plan.new}"] - ms[f"{who}1"]) / (plan.new - 1) for who in ("", "plain "))
-        cost = {kind: min((ms[f"{kind}: {how}"][0], how) for how in ways) for kind, ways in products.items()}
-        floor = sum(ms[f"{kind}: {how}"] for kind, (_, how) in cost.items())
-        cell = f"{name}, {rows} rows"
-        cells[cell] = pairs(step_ms=step, floor_ms=floor, ratio=step / floor) | {
-            "prompt_and_first_token_ms": float(ms["1"][0]),
-            "plain_step_ms": float(plain_step[0]),
-            "plain_prompt_and_first_token_ms": float(ms["plain 1"][0]),
-        }
-        account[cell] = {f"floor: {kind} ({how}), ms": float(least) for kind, (least, how) in cost.items()}
-        targets.append(target(f"decoding step, {cell}: times its floor", cells[cell]["ratio"], most=2))
-    return {
-        "about": f"mean step of {plan.new} tokens after {prompts(plan.rows[-1]).width} of the prompt",
-        "cells": cells,
-        "targets": targets,
-        "account": account,
-    }
-
-
-def products_of(model: Any, rows: int, length: int) -> dict[str, dict[str, Callable[[], Any]]]:
-    """Return the matrix products of a decoding step, each in several equivalent forms, with operands for every layer.
-
-    Args:
-        model: gives the shapes.
-        rows: of the batch.
-        length: keys and values per row, including this step's.
-    """
-    config, numbers = model.config, partial(torch.randn, generator=torch.Generator().manual_seed(0))
-    h, f, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
-    kv_heads = config.num_key_value_heads
-    group, head = config.num_attention_heads // kv_heads, h // config.num_attention_heads
-    found: dict[str, dict[str, Callable]] = {}
-    for kind, out, into, n in (
-        ("qkv", h + 2 * kv_heads * head, h, layers),
-        ("attention output", h, h, layers),
-        ("gate and up", 2 * f, h, layers),
-        ("down", h, f, layers),
-        ("head", config.vocab_size, h, 1),
-    ):
-        x, x_columns, matrices = numbers(rows, into), numbers(into, rows), [numbers(out, into) for _ in range(n)]
-        transposed = [matrix.t().contiguous() for matrix in matrices]
-        found[kind] = {
-            "x W'": lambda x=x, matrices=matrices: [F.linear(x, m) for m in matrices],
-            "x W, transposed once": lambda x=x, matrices=transposed: [x @ m for m in matrices],
-            "W x": lambda x=x_columns, matrices=matrices: [m @ x for m in matrices],
-        }
-    q, p = numbers(rows, kv_heads, group, head), numbers(rows, kv_heads, group, length)
-    keys, values = ([numbers(rows, kv_heads, length, head) for _ in range(layers)] for _ in range(2))
-    keys_columns = [k.transpose(2, 3).contiguous() for k in keys]
-
-    def both(products: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [p @ v for v in values] + products
-
-    found["attention products"] = {
-        "q k'": lambda: both([q @ k.transpose(2, 3) for k in keys]),
-        "q k, transposed once": lambda: both([q @ k for k in keys_columns]),
-        "k q'": lambda: both([k @ q.transpose(2, 3) for k in keys]),
-        "fused": lambda: [F.scaled_dot_product_attention(q, k, v) for k, v in zip(keys, values, strict=True)],
-    }
-    return found
-
-
 def memory_section(plan: Plan) -> dict:
     """Measure the peak bytes per parameter of each precision mode, each in its own process."""
     cells, errors = {}, []
@@ -576,8 +405,6 @@ SECTIONS: dict[str, Callable[[Plan], dict]] = {
     "noise": noise_section,
     "iteration": iteration_section,
     "low_rank": low_rank_section,
-    "account": account_section,
-    "step": step_section,
     "memory": memory_section,
 }
 
@@ -590,12 +417,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     plan, whole = QUICK if options.quick else Plan(), set(options.sections) == set(SECTIONS)
     out = options.out or (None if options.quick else paths.RESULTS / "bench.json")
+    sections = {name: partial(SECTIONS[name], plan) for name in options.sections}
     with threads(1):
-        return run_sections(
-            {name: partial(SECTIONS[name], plan) for name in options.sections},
-            show,
-            lambda results: out and merge(out, device_name(), "cpu", results, replace=whole),
-        )
+        return run_sections(sections, lambda found: out and merge(out, device_name(), "cpu", found, replace=whole))
 
 
 if __name__ == "__main__":

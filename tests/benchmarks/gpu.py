@@ -23,7 +23,7 @@ import torch
 from evoalign_study import paths, provenance
 
 from evoalign_lib import noise
-from tests.benchmarks.shared import measure, merge, population, public_perturb, public_update, run_sections, show
+from tests.benchmarks.shared import measure, merge, population, public_perturb, public_update, run_sections
 from tests.helpers import qwen
 
 SIGMA = 1e-3
@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     sections = {"device": partial(device_section, device)}
     sections |= {model: partial(model_section, model, device, *how) for model in models}
-    return run_sections(sections, show, lambda results: out and merge(out, name, "gpu", results))
+    return run_sections(sections, lambda results: out and merge(out, name, "gpu", results))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ import torch
 
 from evoalign_lib.tasks import countdown
 from tests.benchmarks import cpu
-from tests.benchmarks.shared import ALPHA, now, run_sections, show
+from tests.benchmarks.shared import ALPHA, now, run_sections
 
 TIMES = ("wall", "core")
 
@@ -276,7 +276,7 @@ def main(argv: list[str] | None = None) -> int:
             options.out.write_text(json.dumps(sizes | results, indent=1) + "\n")
 
     with cpu.threads(1):
-        return run_sections(sections, show, store)
+        return run_sections(sections, store)
 
 
 if __name__ == "__main__":

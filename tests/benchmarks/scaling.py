@@ -37,7 +37,7 @@ from evoalign_lib.engines.ray import RayEngine
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.tasks import countdown
 from tests.benchmarks.cpu import SIGMA, base, build, device_name
-from tests.benchmarks.shared import merge, population, run_sections, show
+from tests.benchmarks.shared import merge, population, run_sections
 
 
 def measure_step(engine: RayEngine, actors: int, options: argparse.Namespace) -> dict[str, float]:
@@ -112,12 +112,9 @@ def main(argv: list[str] | None = None) -> int:
     check_gpus(options.gpus, options.tensor_parallel)
     names = options.models if options.model is None else [options.model]
     kind = f"scaling over {options.gpus} GPUs" if options.gpus else "scaling over CPU actors"
+    sections = {name: partial(model_section, name, options) for name in names}
     with threads(1):
-        return run_sections(
-            {name: partial(model_section, name, options) for name in names},
-            show,
-            lambda results: merge(options.out, device_name(), kind, results),
-        )
+        return run_sections(sections, lambda results: merge(options.out, device_name(), kind, results))
 
 
 if __name__ == "__main__":

@@ -81,14 +81,11 @@ def population(n: int) -> tuple[list[Member], np.ndarray, np.ndarray]:
     return [Member(int(key)) for key in keys], keys, (ALPHA / n * z).astype(np.float32)
 
 
-def run_sections(
-    sections: Mapping[str, Callable[[], dict]], show: Callable[[str, dict], Any], store: Callable[[dict], Any]
-) -> int:
-    """Run the sections one after the other; if one fails, record its error and run the others.
+def run_sections(sections: Mapping[str, Callable[[], dict]], store: Callable[[dict], Any]) -> int:
+    """Run the sections one after the other and print them; if one fails, record its error and run the others.
 
     Args:
         sections: name -> a call that measures.
-        show: called with the name and result of each section.
         store: called with all results so far, after each section.
 
     Returns:

@@ -1,5 +1,6 @@
-"""The notebooks: parameters, cells that run again, code that they write out, and prose that says what outputs hold.
+"""The notebooks: parameters, cells that run again, and prose that says what outputs hold.
 
+That code which they write out is the library's, they show themselves, in outputs that are compared.
 Each rule on numbers and links is a function that returns what breaks it, and is itself tested on what does.
 """
 
@@ -9,18 +10,10 @@ from html import unescape
 from importlib import import_module
 
 import nbformat
-import numpy as np
 import pytest
-import torch
 from evoalign_study import execution, parameters, paths
 from evoalign_study.records import read_records, record_files
-from helpers import written_out
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
-from noise_by_numpy import filled
-
-from evoalign_lib import noise
-from evoalign_lib.analysis import kl, stats
-from evoalign_lib.update_rules import Member, standardise
 
 NOTEBOOKS = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
 UNITS = (
@@ -114,47 +107,6 @@ def test_every_cell_runs_twice(name, tmp_path):
     first, *others = code_of(content)
     content.cells = [new_code_cell(source) for source in [first, "dry_run = True", *others] * 2]
     assert execution._run(name, content, tmp_path, [], timeout=300) is None
-
-
-def test_the_step_written_out_in_notebook_01_is_the_librarys():
-    (es_step,) = written_out("01_es_countdown", "es_step")
-    rng = np.random.default_rng(0)
-    theta = {"a.weight": rng.standard_normal((7, 13)).astype(np.float32), "b.bias": np.ones(5, np.float32)}
-    layout, master = filled(theta)
-
-    def reward(weights):
-        return float(sum(np.square(w - 0.5).sum(dtype=np.float64) for w in weights.values()))
-
-    moved = es_step(theta, reward, noise.run_key("es", 3), step=2, N=6, sigma=0.1, alpha=0.3)
-
-    members = [Member(noise.member_key(noise.run_key("es", 3), 2, n)) for n in range(6)]
-    fitness = []
-    for member in members:
-        working = np.empty_like(master)
-        noise.perturb(working, master, layout, member.key, 0.1)
-        fitness.append(reward(layout.views(working)))
-    coefficients = (0.3 * standardise(np.array(fitness)) / 6).astype(np.float32)
-    noise.update(master, layout, np.array([m.key for m in members], np.uint64), coefficients)
-    for name, view in layout.views(master).items():
-        assert np.array_equal(moved[name], view)
-        assert not np.array_equal(moved[name], theta[name])
-
-
-def test_the_kl_estimators_written_out_in_notebook_02_are_the_librarys():
-    (kl_estimates,) = written_out("02_grpo_countdown", "kl_estimates")
-    log_policy, log_ref = -np.random.default_rng(0).exponential(size=(2, 50))
-    library = kl.kl_policy_ref_tokens(log_policy, log_ref)
-    for name, values in kl_estimates(log_policy, log_ref).items():
-        torch.testing.assert_close(torch.from_numpy(values), getattr(library, name), rtol=1e-12, atol=1e-12)
-
-
-def test_the_jackknife_written_out_in_notebook_05_is_the_librarys():
-    (log_std_ratio,) = written_out("05_stability", "log_std_ratio")
-    rng = np.random.default_rng(0)
-    values, baseline = rng.exponential(size=16), rng.standard_normal(8)
-    library = stats.log_std_ratio(values, baseline)
-    assert log_std_ratio(values, baseline) == pytest.approx((library.value, library.low, library.high), rel=1e-12)
-    assert library.low < library.value < library.high
 
 
 # ---- rules on numbers and links

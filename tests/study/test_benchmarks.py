@@ -8,7 +8,6 @@ import pytest
 import torch
 from evoalign_study import paths
 from helpers import python
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.benchmarks import cpu, peers, shared
 
@@ -27,22 +26,16 @@ def test_all_sections_at_the_smallest_sizes_over_what_an_older_run_left(tmp_path
     device = quick.pop("device")
     assert device["device"] == ours and device["commit"]
     cells = {name: found["cells"] for name, found in quick.items()}
-    for name in ("noise", "iteration", "low_rank", "step"):
+    for name in ("noise", "iteration", "low_rank"):
         for entry in quick[name]["targets"]:
             bound, number = entry["target"].rsplit(" ", 1)
             least = bound == "at least"
             assert entry["met"] == (entry["value"] >= float(number) if least else entry["value"] <= float(number))
         for cell, row in cells[name].items():
-            # a step is the difference of two times, of either sign where a busy machine stretches one of them
-            rest = {k: v for k, v in row.items() if name != "step" or "floor" in k or "prompt" in k}
-            assert np.isfinite(list(row.values())).all() and min(rest.values()) > 0, (name, cell, row)
-    (iterated,), (stepped,) = cells["iteration"].values(), cells["step"].values()
+            assert np.isfinite(list(row.values())).all() and min(row.values()) > 0, (name, cell, row)
+    (iterated,) = cells["iteration"].values()
     assert iterated["ratio"] == pytest.approx(iterated["plain_s"] / iterated["ours_s"]) and iterated["same_tokens"] == 1
-    assert stepped["ratio"] == pytest.approx(stepped["step_ms"] / stepped["floor_ms"])
     assert [row["same_tokens"] for row in cells["low_rank"].values()] == [1.0, 1.0]
-    (account,) = cells["account"].values()
-    parts = [account[part] for part in (*cpu.PARTS, "detokenise and the rest", "pool", "update")]
-    assert min(parts) >= 0 and sum(parts) == pytest.approx(1)
     # a float32 model, a float32 master, a float32 working copy; joined projections and little else come on top
     (memory,) = cells["memory"].values()
     assert memory["parameters"] > 1e6 and 3.5 < memory["model"] < 5
@@ -58,23 +51,6 @@ def test_different_tokens_are_noticed(monkeypatch):
     monkeypatch.setattr(plain, "generate", lambda: generate() + one_other)
     assert cpu.same_tokens(plain, cpu.QUICK) == pytest.approx(8 / 9)
     assert all((a == b).all() for a, b in zip(plain.tensors, before, strict=True)), "the weights came back to the bit"
-
-
-def test_every_formulation_of_a_product_has_its_operations():
-    """All formulations of one kind do the same number of multiplications, so that the cheapest is a fair floor."""
-    model = cpu.build("1M")
-    config, products = model.config, cpu.products_of(model, rows=3, length=11)
-    h, f, n, v = config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.vocab_size
-    kv = config.num_key_value_heads * h // config.num_attention_heads
-    expected = {"qkv": n * h * (h + 2 * kv), "attention output": n * h * h, "gate and up": n * h * 2 * f}
-    expected |= {"down": n * f * h, "head": v * h, "attention products": 2 * n * h * 11}
-    assert model.num_parameters() == 987_136 and products.keys() == expected.keys()
-    for kind, ways in products.items():
-        for how, call in ways.items():
-            with FlopCounterMode(display=False) as counter:
-                call()
-            if how != "fused":  # torch does not count this operation on a CPU
-                assert counter.get_total_flops() == 2 * 3 * expected[kind], (kind, how)
 
 
 def test_measuring_discards_the_first_round_and_alternates():

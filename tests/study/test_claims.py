@@ -267,16 +267,3 @@ def test_claims_are_judged_by_name_with_their_families() -> None:
     assert named == [*claims.evaluate_named(["E2"], records), *claims.evaluate_named(["E1"], records)]
     with pytest.raises(ValueError, match=r"no claim 'E1c' in claims.yaml. Did you mean 'E1"):
         claims.evaluate_named(["E1", "E1c"], records)
-
-
-def test_verdicts_as_tables() -> None:
-    verdicts = claims.evaluate_named(["E1b", "E2", "C17"], _world("A0", "A1", "A2"))
-    assert list(claims.table_of_verdicts(verdicts)["closest comparison"]) == [v.key for v in verdicts]
-    rows = claims.table_of_comparisons(verdicts)
-    first = rows[rows["claim"] == "E1b"]
-    assert not rows.duplicated(["claim", "comparison", "decoding"]).any() and "C17" not in set(rows["claim"])
-    assert list(first["decoding"]) == ["greedy"] * 3 and list(first["n"]) == [8] * 3
-    assert list(first["estimate [95 %]"]) == [f.value for f in verdicts[0].findings if f.decisive]
-    sampled = {f.compared: f.value for f in verdicts[0].findings if f.decoding == "t1"}
-    beside = [f"temperature 0.6: not measured; temperature 1: {value}" for value in sampled.values()]
-    assert list(first["other decodings"]) == beside  # they have no rows of their own

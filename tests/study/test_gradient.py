@@ -125,19 +125,6 @@ def test_gradient_equals_finite_differences(model, full, rewards):
         assert slope == pytest.approx((4 * near - far) / 3, abs=3e-4)
 
 
-# ---- one step
-
-LAYOUT = noise.Layout.from_shapes([("a", (17, 11)), ("b", (9,)), ("c", (5, 41))])
-
-
-def test_a_step_is_the_weighted_sum_of_the_noise():
-    keys, z = keys_of(0, 5), np.array([1.0, -2.0, 0.0, 0.5, 0.25])
-    direct = sum(0.3 * c / 5 * noise.noise_vector(LAYOUT, int(k)).astype(float) for k, c in zip(keys, z, strict=True))
-    found = exact.step(LAYOUT, keys, z, 0.3)
-    assert found.dtype == np.float32 and found == pytest.approx(direct, abs=1e-6)
-    assert not found[LAYOUT.padding].any()
-
-
 # ---- Countdown
 
 

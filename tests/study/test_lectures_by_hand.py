@@ -127,21 +127,6 @@ def test_slopes_spreads_and_contenders():
 # ---- 06
 
 
-NAMED = {
-    "ES, full rank": {"arm": "es"},
-    "ES, random fitness": {"arm": "es_random"},
-    "ES, rank 4, random fitness": {"arm": "es_low_rank_random", "rank": 4},
-    "ES, adapter of rank 8, warm, random fitness": {"arm": "es_lora_random", "lora_rank": 8, "warm_rows": 64},
-    "ES, adapter of rank 8, cold": {"arm": "es_lora", "lora_rank": 8},
-    "ESSA, adapter of rank 8": {"arm": "essa", "lora_rank": 8, "warm_rows": 64},
-    "GRPO": {"arm": "grpo"},
-}
-
-
-def test_a_name_says_what_is_searched_from_where_and_by_what():
-    assert [nb06.name({"runs": [{"spec": spec}]}, "runs") for spec in NAMED.values()] == list(NAMED)
-
-
 def test_arms_are_compared_after_what_the_cheapest_run_spent():
     def searched(start, end, *flops):
         curve = {"completions": [0, 100, 10_000], "core_seconds": [1.0, 2.0, 8.0], "forward_flops": flops}

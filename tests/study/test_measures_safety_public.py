@@ -278,8 +278,5 @@ def test_the_notebooks_groups_at_scale_full(files):
     there = {name: len(own) for name, own in specs.items() if own}
     assert there == {"base": 1, "es": 2, "grpo": 2, "es_random": 2, "judgments": 8}
     assert {"es_sweep", "grpo_noise", "tournaments"} < specs.keys() - there.keys()  # of the tiny world's judges alone
-    es, grpo = specs["es"][0], specs["grpo"][0]
-    assert (es["population_size"], es["sigma"], es["alpha"], es["steps"]) == (30, 1e-3, 5e-4, 500)
-    assert (grpo["learning_rate"], grpo["beta"], grpo["num_generations"]) == (5e-6, 0.01, 30)
-    assert es["held_out_names"] == grpo["held_out_names"] == [files["other"]] and "judge_tokens" not in es
-    assert study.presets()["full"]["prompt_template"] == "alpaca"
+    assert all(specs[arm][0]["held_out_names"] == [files["other"]] for arm in ("es", "grpo"))
+    assert "judge_tokens" not in specs["es"][0]

@@ -50,17 +50,8 @@ def test_what_a_walk_has_lost_by_the_same_step_is_given_back():
         collapse.right_at(run, "greedy", at_proxy=-4, walk=walk | {"curve": curve | {"step": [0, 2, 4]}})
 
 
-def test_tables_count_runs(world):
-    run, records, found = world
-    rows = study.end_rows(records, "es", "grpo").set_index("arm")
-    assert rows.loc["ES", "hacked"] == found["es greedy hacked"] and rows.loc["ES", "seeds"] == found["es runs"]
-    assert rows.loc["GRPO", "hacked, t1"] == found["grpo t1 hacked"]
-    matched = study.matched_rows(found).set_index(["decoding", "level"])
-    assert matched.loc[("temperature 1", "reward -5"), ["ES, %", "ES - GRPO"]].tolist() == ["- (0 runs)", "-"]
-    assert ("temperature 1", "reward -2") not in matched.index and ("temperature 1", "KL 1") in matched.index
-    assert not study.gaps(records).duplicated(["arm", "setting", "seed"]).any()
+def test_a_group_without_runs_has_no_rows():
     assert study.ends({"none": []}, "none").empty
-    assert study.example_rows(run, records).shape == (1 + run.questions_shown, 8)
 
 
 def test_figures_name_what_stands_out(world, drawn):

@@ -100,9 +100,6 @@ def test_laws_are_fitted_to_even_seeds_and_asked_of_odd_ones(of):
 
 def test_sentences_tables_and_figures_are_made_of_results(of, drawn):
     found = study.results(of)
-    truth, judges, replies, *_ = answered(study.NOTEBOOK, found).values()
-    assert "0.35 with ES and 0.14 with GRPO there, and 0.20 of the base; ES - GRPO is 0.21 [" in truth
-    assert "30 % with ES, 30 % with GRPO, 10 % of the base (ES - GRPO 0.0 [0.0, 0.0])" in replies
     reached = study.reached_rows(of, "greedy", (0.75, 3, None))["true reward"]
     assert " ".join(reached) == "0.35 0.14 - - -0.50 -0.50"
     ends = study.end_rows(of)

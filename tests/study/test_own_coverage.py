@@ -63,17 +63,6 @@ def test_support_is_read_against_two_halves_of_the_models_own_samples():
     assert same["NSCR [95 %]"][1].startswith("0.000")
 
 
-def test_chances_and_tokens_are_counted():
-    table = own_coverage.cover_table(MODELS, 0.6, [0.1])
-    for row, right in enumerate(RIGHT.values()):
-        assert table["cover@0.1, %"][row] == f"{100 * (right / N >= 0.1).mean():.1f}"
-        assert table["none right"][row] == (right == 0).sum() > 0
-        assert table["then below, %"][row] == f"{100 * -np.log(0.05) / N:.2f}"
-    tokens = own_coverage.token_table(MODELS)
-    assert len(tokens) == 4 and set(tokens["tokens"]) == {f"{10 * N * 40:,}"} and set(tokens["mean length"]) == {"10.0"}
-    assert set(tokens["cut off, %"]) == {f"{100 / N:.2f}"}
-
-
 def test_the_figure_plots_what_is_estimated():
     fig, data = own_coverage.figure_pass_at_k(MODELS | {f"end {i}": MODELS["an end"] for i in range(2)})
     looks = {(line.get_color(), line.get_linestyle()) for line in fig.axes[0].lines}

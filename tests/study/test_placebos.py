@@ -30,12 +30,6 @@ def test_steadier_curves_are_won_by_arms_that_never_move() -> None:
     assert alone.placebo == f"passed by the untrained base; no runs of {nulls}"
     verdict = judge("C33", [*records, *falling("es_random", about(0.01, 8), 22)])
     assert asked(verdict) == "passed by ES with random fitness (n = 8), the untrained base"
-    assert verdict.text.startswith(
-        "the rule holds as well for ES with random fitness (n = 8), the untrained base "
-        "(GRPO - ES with random fitness, largest drawdown of validation greedy 5.5 ["
-    )
-    assert "; GRPO - base, largest drawdown of validation greedy 6.6 [" in verdict.text
-    assert "); by itself supported. GRPO - ES, largest drawdown of validation greedy 4.4 [" in verdict.text
     # what was found of the claim itself is what it would be without nulls
     bare = judge("C33", [r for r in records if r["spec"]["kind"] != "base"])
     assert (bare.verdict, asked(bare)) == ("supported", "no null runs")
@@ -51,10 +45,6 @@ def test_a_contradiction_that_a_null_gives_as_well_is_no_evidence() -> None:
     worse = [*world, *falling("es", about(0.06), 60), *falling("grpo", about(0.02), 80)]
     verdict = judge("C33", worse)
     assert (verdict.verdict, asked(verdict)) == ("not evidence", "passed by ES with random fitness (n = 8)")
-    told = (
-        "it is contradicted as well for ES with random fitness (n = 8) (ES with random fitness - ES, largest drawdown"
-    )
-    assert verdict.text.startswith(told) and "; by itself contradicted. " in verdict.text
     restless = [*SWEEPS, *falling("es_random", about(0.09, 8), 22)]
     verdict = judge("C33", restless + worse[len(world) :])
     assert (verdict.verdict, asked(verdict)) == ("contradicted", "failed by ES with random fitness (n = 8)")

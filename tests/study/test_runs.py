@@ -221,7 +221,6 @@ test_settings_that_are_refused_before_any_run = refused(  # maker, settings (...
     (lambda s: sweep_specs("grpo", "A0", s, "smoke"), {"enigne": 1}, "'engine'"),
     (lambda s: sweep_specs("es", "B0", s, "smoke"), {"task": "conciseness"}, "conciseness"),
     (lambda s: base_specs(["A0"], s, "smoke"), {"xyz": 1}, "'xyz'"),
-    (lambda s: base_specs(["H0"], s, "smoke"), FILLED | {"filler_steps": 5}, "filler_steps.* 5"),
     (lambda s: best_of_n_specs("A0", [0], 2, s, "smoke"), {"xyz": 1}, "'xyz'"),
     (lambda s: best_of_n_specs("A0", [0], 0, s, "smoke"), {}, "samples=0"),
     (lambda s: best_of_n_specs("B0", [0], 2, s, "smoke"), {"task": "conciseness"}, "conciseness"),

@@ -68,16 +68,6 @@ def test_equal_specs_and_foreign_scales_are_refused(folders):
             load_or_run(specs, "nb", scale)
 
 
-def test_records_of_every_notebook_are_found(folders, capsys):
-    append_record(folders / "results/01_a/tiny.jsonl", record(1))
-    append_record(folders / "results/02_b/tiny.jsonl", record(2))
-    append_record(folders / "results/02_b/full.jsonl", record(3))
-    specs = [record(seed)["spec"] for seed in (2, 1)]
-    assert load_or_run(specs, "03_c", "tiny") == [record(2), record(1)]
-    assert capsys.readouterr().out == "loaded 2 records, ran 0\n"
-    assert load_or_run([], "03_c", "tiny") == []
-
-
 def test_a_dry_run_names_what_is_missing(folders, capsys):
     append_record(folders / "results/01_a/tiny.jsonl", record(1))
     specs = [record(1)["spec"]]
@@ -535,13 +525,3 @@ def test_a_replayed_model_answers_as_its_record_says(path):
         engine.master[:] = ledger.replay(path, spec["base"])
         found = measures.get(spec["task"]).tested(engine, sets["test"])
     assert found == {name: record["test"][name] for name in found}
-
-
-def test_committed_ledgers_are_those_of_their_records_and_whole():
-    for path in LEDGERS:
-        record = record_of(path)
-        assert ledger_file(record) == path  # by the SHA-256 of the file
-        run, spec = ledger.read(path), record["spec"]
-        assert run.ended and len(run.steps) == spec["steps"] and run.header["model"]["name"] == spec["base"]
-        told = ("arm", "seed", "population_size", "sigma", "alpha")
-        assert all(run.header["settings"][name] == spec[name] for name in told)
