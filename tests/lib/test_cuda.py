@@ -7,7 +7,7 @@ import pytest
 import torch
 from es_runs import cut, digest, model_bytes, outcome, read, trained, trainer
 from helpers import PROMPTS, ROWS, greedy, lora, random_model, refused, token_sum, tokenizer, with_another_head
-from test_engine import BESIDES, gpt2, members
+from test_engine import BESIDES, members
 
 from evoalign_lib import _adapters, grpo, ledger
 from evoalign_lib.engines import cuda
@@ -44,24 +44,20 @@ ROPE = {"kind": "llama", "tie_word_embeddings": False, "rope_parameters": {"rope
 HEADS = {"kind": "llama", "attention_bias": True, "head_dim": 12, "num_key_value_heads": 4}
 
 
-@pytest.mark.parametrize("last", [lambda model: model, with_another_head])
-@pytest.mark.parametrize("config", [{"kind": "qwen2"}, ROPE, HEADS])
-def test_completions_are_those_of_transformers(config, last):
-    found = engine(model=last(random_model(**config))).generate("train")[0]
-    assert [ids for _, ids in found] == greedy(last(random_model(**config)), 12)
-
-
 @pytest.mark.parametrize("rows", [ROWS, SHARED])
 @pytest.mark.parametrize("options", [Options(), Options(top_k=30, top_p=0.8), Options(stop_strings=("a", "0"))])
-def test_greedy_and_drawn_completions_are_those_of_the_local_engine(rows, options):
+@pytest.mark.parametrize(("config", "last"), [({}, id), (ROPE, id), (HEADS, id), (ROPE, with_another_head)])
+def test_greedy_and_drawn_completions_are_those_of_the_local_engine(rows, options, config, last):
     """In chunks of three rows, rows that end early among them."""
     settings = {"rows": rows, "chunk_rows": 3, "options": options}
-    ours, local = (engine(kind, ended_early(), **settings) for kind in (CudaEngine, LocalEngine))
+    model = ended_early(**config)
+    last(model)
+    ours, local = (engine(kind, model, **settings) for kind in (CudaEngine, LocalEngine))
     assert ours.generate("train") == local.generate("train")
     samples = ours.generate("train", samples=2, seed=1, temperature=0.7)
     assert samples == local.generate("train", samples=2, seed=1, temperature=0.7) != ours.generate("train", samples=2)
     with ours.perturbed(5, 0.05), local.perturbed(5, 0.05):
-        assert ours.generate("train") == local.generate("train") != engine(model=ended_early()).generate("train")
+        assert ours.generate("train") == local.generate("train") != engine(model=model).generate("train")
 
 
 @pytest.mark.parametrize("stop", ["<|im_start|>", "<|im_st", "{}<|im_start|>"])
@@ -177,7 +173,7 @@ test_what_it_cannot_do_is_refused = refused(
     (random_model, {"members": 0}, "members=0"),
     (lambda: random_model("llama", hidden_act="gelu"), {}, "hidden_act 'gelu'"),
     (lambda: random_model(use_sliding_window=True, sliding_window=4, max_window_layers=0), {}, "sliding-window"),
-    (gpt2, {}, "model_type 'gpt2'"),
+    (lambda: random_model("gpt2"), {}, "model_type 'gpt2'"),
     (lambda: _adapters.attach(random_model(), lora(), 0), {}, "adapter"),
     *((make, {}, "Use engine='local'") for make in BESIDES),
     call=lambda make, settings: engine(model=make(), **settings),

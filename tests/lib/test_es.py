@@ -263,13 +263,6 @@ def test_random_fitness_generates_nothing(tmp_path):
     assert "completions/mean_length" not in tested.state.log_history[0]
 
 
-@pytest.mark.parametrize("fitness", ["reward", "shuffled", "random"])
-def test_the_seed_decides(tmp_path, fitness):
-    settings = {"fitness": fitness, "max_steps": 1}
-    one, same, other = (digest(trained(tmp_path / str(i), seed=i // 2, **settings)) for i in range(3))
-    assert one == same != other
-
-
 @given(
     st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))),
     st.integers(0, 2**32),
@@ -462,11 +455,7 @@ def test_a_users_own_folder_is_neither_rotated_nor_replaced(tmp_path):
         (tmp_path / name).mkdir(), (tmp_path / name / "notes.txt").write_text("mine")
     with pytest.raises(OSError, match="checkpoint-2") as error:
         trained(tmp_path, save_total_limit=1, max_steps=2, **SAVING)
-    assert "other files" in str(error.value) and checkpoints(tmp_path) == [
-        "checkpoint-0",
-        "checkpoint-1",
-        "checkpoint-2",
-    ]
+    assert "other files" in str(error.value) and checkpoints(tmp_path) == [f"checkpoint-{i}" for i in range(3)]
     (tmp_path / "checkpoint-2").rename(tmp_path / "mine")
     ran(trainer(tmp_path, max_steps=2, **SAVING), True)
     trained(tmp_path, overwrite_output_dir=True, max_steps=1)

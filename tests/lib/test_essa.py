@@ -335,28 +335,6 @@ def test_killed_resumed_and_replayed(tmp_path, settings):
     assert shorter.tobytes() != whole.engine.master.tobytes()
 
 
-@pytest.mark.slow
-def test_killed_after_a_warm_start(tmp_path):
-    """What goes on begins with the adapter that was fine-tuned, and knows what it cost."""
-    folder = tmp_path / "run"
-    assert in_child(lambda: begun(folder, kind=Dying, sft=SFT_ROWS, workers=2).train()) == -signal.SIGKILL
-    again = begun(folder, adapter_seed=2, sft=SFT_ROWS, workers=2)
-    again.evaluate()  # workers that know the other adapter only
-    again._fine_tune = None
-    again.train(resume_from_checkpoint=True)
-    start = peft.PeftModel.from_pretrained(random_model(), folder / ledger.START, is_trainable=True)
-    run = ledger.read(folder / ledger.NAME)
-    assert ledger.replay(run, start).tobytes() == again.engine.master.tobytes()
-    assert again.budget["sft_tokens"] == run.header["warm_start"]["tokens"] > 0
-    # serial, from the same start: the same rewards of every member
-    serial = begun(tmp_path / "serial", adapter_seed=3, sft=SFT_ROWS)
-    parameters = dict(start.named_parameters())
-    serial.engine.weights.begin({entry.name: parameters[entry.name].detach() for entry in serial.engine.layout.entries})
-    serial._account(run.header["warm_start"])
-    serial.train()
-    assert [step.rewards.tobytes() for step in serial.ledger.steps] == [step.rewards.tobytes() for step in run.steps]
-
-
 def test_the_same_trainer_goes_on_after_an_interrupt(tmp_path):
     whole = ran(begun(tmp_path / "whole"))
     tested = begun(tmp_path / "run")

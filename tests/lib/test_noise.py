@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from noise_by_numpy import bits, reference_perturb, reference_update, window
 from noise_by_numpy import keys_and_coefficients as members
 from numba import njit
-from scipy import stats
 
 from evoalign_lib import _noise_cpu, _noise_host, noise
 from evoalign_lib.noise import DISTRIBUTIONS, Layout, member_key, normals, parameter_id, run_key
@@ -185,20 +184,6 @@ def test_no_fused_multiply_add_in_the_machine_code(inner):
 
 
 # Independence and distribution. The keys are fixed: a bound that holds once holds always.
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_moments_and_tails_are_those_of_a_normal(seed):
-    n = 2**20
-    z = normals(member_key(run_key("es", seed), 0, 0), 1, (1024, 1024)).ravel().astype(np.float64)
-    assert abs(z.mean()) < 5 / math.sqrt(n)
-    assert abs(z.var() - 1) < 5 * math.sqrt(2 / n)
-    assert abs(stats.skew(z)) < 5 * math.sqrt(6 / n)
-    assert abs(stats.kurtosis(z)) < 5 * math.sqrt(24 / n)
-    for limit in (2.0, 3.0, 4.0):
-        expected = n * 2 * stats.norm.sf(limit)
-        assert abs((np.abs(z) > limit).sum() - expected) < 5 * math.sqrt(expected)
-    assert stats.kstest(z, "norm").pvalue > 0.01
 
 
 @pytest.mark.parametrize("distribution", ["gaussian", "byte_sum"])
