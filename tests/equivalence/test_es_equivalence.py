@@ -146,9 +146,7 @@ def test_dropping_rows_changes_no_bit_of_those_that_go_on(sampled):
 # ---- the step and its formula
 
 
-def by_hand(
-    model, steps: int, rows_of, decay: float = 0, antithetic: bool = False, law: str = "gaussian"
-) -> np.ndarray:
+def by_hand(model, steps: int, rows_of, decay: float = 0, antithetic: bool = False, law: tuple = ()) -> np.ndarray:
     """The run in NumPy and transformers: nothing of the trainer, the engine or the noise's fast path."""
     n, sigma, alpha, arm, seed = 6, 0.05, 0.05, b"es", 5
     layout, master = filled({name: p.detach() for name, p in model.named_parameters()})
@@ -161,7 +159,7 @@ def by_hand(
             message = b"v1" + run + step.to_bytes(4, "little") + i.to_bytes(4, "little")
             keys.append(int.from_bytes(blake2b(message, digest_size=8).digest(), "little"))
             for sign in (1, -1) if antithetic else (1,):
-                member = reference_perturb(master, layout, keys[-1], sigma, sign, law)
+                member = reference_perturb(master, layout, keys[-1], sigma, sign, *law)
                 with torch.no_grad():
                     for name, view in layout.views(member).items():
                         model.get_parameter(name).copy_(torch.from_numpy(view))
@@ -177,16 +175,16 @@ def by_hand(
         if decay:
             master = master - np.float32(decay) * (master - origin)
         c = np.array([np.float32(alpha * term / n) for term in terms], np.float32)
-        master = reference_update(master, layout, np.array(keys, np.uint64), c, law)
+        master = reference_update(master, layout, np.array(keys, np.uint64), c, *law)
     return master
 
 
 BY_HAND = [
     ({}, {"decoder": "loop"}),
-    ({}, {"decoder": "generate"}),
-    ({"decay": 0.3}, {"anchor_decay": 0.3, "workers": 2}),
-    ({"antithetic": True, "law": "byte_sum"}, {"antithetic": True, "noise": "byte_sum"}),
-    ({"law": "tied"}, {"noise": "tied"}),
+    ({}, {"decoder": "generate", "chunk_rows": 1}),
+    ({"decay": 0.3}, {"anchor_decay": 0.3, "workers": 2, "chunk_rows": 2}),
+    ({"antithetic": True, "law": ("byte_sum",)}, {"antithetic": True, "noise": "byte_sum"}),
+    ({"law": ("tied", 3)}, {"noise": "tied", "perturbation": "low_rank", "rank": 3}),
 ]
 
 

@@ -4,13 +4,12 @@ interpreter on any machine, and by numba on a CPU."""
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers import python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from noise_by_numpy import bits, filled, reference_perturb, reference_update, window
@@ -72,10 +71,8 @@ def test_all_of_this_in_the_interpreter(which):
         pytest.skip("this is the interpreter")
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
         pytest.skip(f"the interpreter of Triton {triton.__version__} converts arrays in a way that NumPy deprecates")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "-k", which, __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "-k", which, __file__
+    done = python(*command, env=os.environ | {"TRITON_INTERPRET": "1"})
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= (3 if which == FAST else 30)
 
 

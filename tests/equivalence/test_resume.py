@@ -173,6 +173,14 @@ def test_weights_that_come_out_otherwise_stop_the_resumed_run(tmp_path):
     assert path.read_bytes() == forged
 
 
+def test_a_torn_line_is_reported_and_computed_again(tmp_path, whole, caplog):
+    cut(tmp_path, 7, reward, **SETTINGS)
+    path = tmp_path / ledger.NAME
+    path.write_bytes(path.read_bytes()[:-40])
+    resumed = run(tmp_path, resume=True)
+    assert "a torn last line" in caplog.text and outcome(resumed) == outcome(whole)
+
+
 # ---- a chat template that states the date
 
 

@@ -331,20 +331,12 @@ def test_a_failed_reward_names_member_and_prompt():
             evaluate(e)
 
 
-@pytest.mark.parametrize("when", ["during", "between"])
-def test_a_killed_worker_is_an_error_with_a_remedy_and_not_the_end(when):
-    def slow(completion_ids, **columns):
-        time.sleep(0.05)
-        return token_sum(completion_ids)
-
-    e = engine(workers=2, rewards=slow)
+def test_a_killed_worker_is_an_error_with_a_remedy_and_not_the_end():
+    e = engine(workers=2, rewards=token_sum)
     evaluate(e, 2)
     victim = next(iter(e._pool._processes.values()))
-    if when == "during":
-        threading.Timer(0.1, os.kill, (victim.pid, signal.SIGKILL)).start()
-    else:
-        os.kill(victim.pid, signal.SIGKILL)
-        victim.join()
+    victim.kill()
+    victim.join()
     with pytest.raises(RuntimeError, match="resume_from_checkpoint=True"):
         for _ in range(20):
             evaluate(e, 4)

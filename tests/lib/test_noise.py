@@ -1,4 +1,4 @@
-"""The noise law gives the same bits on every backend, window and share, and behaves like independent normals."""
+"""The noise law: its known answers and its text, and the same bits on every backend, window and share."""
 
 import json
 import math
@@ -129,16 +129,6 @@ def test_edge_words_are_accurate_finite_and_equal_on_both_backends():
     assert (bits(pairs(w, v)) == bits(reference)).all()
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_backends_agree_bit_for_bit_on_four_million_numbers(distribution):
-    shapes = [(1024, 1024), (684, 2050), (2**20 + 3,), (3, 7, 36, 101), (128001, 5), (1, 1), ()]
-    assert sum(math.prod(shape) for shape in shapes) > 2**22
-    for i, shape in enumerate(shapes):
-        fast, reference = (normals(KEY + i, i, shape, distribution=distribution, backend=b) for b in BACKENDS)
-        assert fast.shape == reference.shape == shape
-        assert (bits(fast) == bits(reference)).all()
-
-
 @given(
     shape=st.lists(st.integers(1, 23), min_size=0, max_size=3).map(tuple) | st.tuples(st.just(3), st.integers(1, 1200)),
     key=st.integers(0, 2**64 - 1),
@@ -181,24 +171,6 @@ def test_no_fused_multiply_add_in_the_machine_code(inner):
         loop(four, two, 16, one, one, one, one, np.float32(1e-3))
     assembly = "".join(loop.inspect_asm().values())
     assert "mul" in assembly and not fused.findall(assembly)
-
-
-# Independence and distribution. The keys are fixed: a bound that holds once holds always.
-
-
-@pytest.mark.parametrize("distribution", ["gaussian", "byte_sum"])
-def test_no_correlation(distribution):
-    run, draw = run_key("es", 0), partial(normals, shape=(256, 256), distribution=distribution)
-    one = draw(member_key(run, 0, 0), 1)
-    others = [draw(member_key(run, 0, 0), 2), draw(member_key(run, 0, 0), 1, stream=1)]  # tensor, stream
-    keys = [member_key(run, 0, 1), member_key(run, 1, 0)]  # member, step
-    keys += [member_key(run_key(arm, seed), 0, 0) for arm, seed in (("es", 1), ("null", 0))]
-    pairs = [(one, other) for other in (*others, *(draw(key, 1) for key in keys), one.T)]
-    pairs += [(one[lag:], one[:-lag]) for lag in (1, 2, 8)] + [(one[:, lag:], one[:, :-lag]) for lag in (1, 2, 3, 4, 8)]
-    for x, y in ((x.ravel().astype(np.float64), y.ravel().astype(np.float64)) for x, y in pairs):
-        assert abs(np.corrcoef(x, y)[0, 1]) < 5 / math.sqrt(x.size)
-        # r cos a and r sin a share a radius and must not show it
-        assert abs(np.corrcoef(x**2, y**2)[0, 1]) < 5 / math.sqrt(x.size)
 
 
 # ---- numbers for sampling

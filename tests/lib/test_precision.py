@@ -192,9 +192,7 @@ def test_drift_by_hand(dtype):
 
 def test_agreement_by_hand():
     intended = np.float32([1, 2, -2])
-    assert precision.agreement(intended, 0.5 * intended) == pytest.approx((1, 0.5))
-    assert precision.agreement(intended, -intended) == pytest.approx((-1, 1))
-    assert precision.agreement(intended, np.float32([2, 1, 2])) == pytest.approx((0, 1))
+    assert precision.agreement(intended, -0.5 * intended) == pytest.approx((-1, 0.5))
     assert precision.agreement(intended, np.zeros(3, np.float32)) == (0, 0)
     # in float32 the small entries of a long update would be lost
     long = np.full(2**22, 1e-4, np.float32)
