@@ -18,7 +18,7 @@ from helpers import PROMPTS, fails_later, lora, ran, random_model, refused, save
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import PreTokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, TrainerCallback
+from transformers import HfArgumentParser, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from evoalign_lib import cli, ledger, models
@@ -231,7 +231,7 @@ def test_a_tied_population_decays_toward_the_start(tmp_path):
     )
     tested.train()
     assert [log["tied"] for log in tested.state.log_history] == [0, 0, 1, 1, 1, 1] and tested.counts["tied"] == 4
-    assert (path[1] != start).mean() > 0.9
+    assert (path[1] != start).mean() > 0.9 and not tested.engine.weights.start.flags.writeable
     for before, after in zip(path[1:], path[2:], strict=False):  # to the bit
         assert after.tobytes() == (before - np.float32(0.25) * (before - start)).tobytes()
     # so does the ledger, whose lines say nothing else than that they were tied
@@ -376,14 +376,10 @@ def checkpoints(folder: Path) -> list[str]:
 def test_the_saved_model_and_a_checkpoint_are_the_master(tmp_path):
     tested = trained(tmp_path, max_steps=1, **SAVING)
     tested.save_model(tmp_path / "out")
-    for folder in (tmp_path / "out", tmp_path / "checkpoint-1"):
-        parameters = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
-        for name, view in tested.engine.layout.views(tested.engine.master).items():
-            assert (parameters[name].detach().numpy() == view).all()
-        assert AutoTokenizer.from_pretrained(folder)("a<think>")["input_ids"] == tokenizer()("a<think>")["input_ids"]
     # a folder is a model for the next run, with its own tokenizer
-    again = ESTrainer(str(tmp_path / "out"), token_sum, config(tmp_path / "again"), ROWS)
-    assert digest(again) == digest(tested) and (again.train_prompts.ids == tested.train_prompts.ids).all()
+    for folder in ("out", "checkpoint-1"):
+        again = ESTrainer(str(tmp_path / folder), token_sum, config(tmp_path / "again"), ROWS)
+        assert digest(again) == digest(tested) and (again.train_prompts.ids == tested.train_prompts.ids).all()
     state = json.loads((tmp_path / "checkpoint-1/es_state.json").read_text())
     assert state["budget"] == tested.budget and state["settings"]["sigma"] == 0.05
     # as it was at the save, at which the log of the step had been written
