@@ -425,23 +425,19 @@ def test_what_cannot_be_saved_is_refused_before_the_first_step(tmp_path, part):
         tested.train()
 
 
-def test_rotation_never_removes_the_checkpoint_just_written(tmp_path):
+def test_rotation_keeps_the_checkpoint_just_written_and_folders_of_the_users_own(tmp_path):
     for name in ("checkpoint-100", "checkpoint-best"):  # of an older and longer run, and one that a user named
         (tmp_path / name).mkdir()
-    trained(tmp_path, save_total_limit=1, max_steps=1, **SAVING)
-    assert checkpoints(tmp_path) == ["checkpoint-1", "checkpoint-best"]
-
-
-def test_a_users_own_folder_is_neither_rotated_nor_replaced(tmp_path):
     for name in ("checkpoint-0", "checkpoint-2"):
         (tmp_path / name).mkdir(), (tmp_path / name / "notes.txt").write_text("mine")
     with pytest.raises(OSError, match="checkpoint-2") as error:
         trained(tmp_path, save_total_limit=1, max_steps=2, **SAVING)
-    assert "other files" in str(error.value) and checkpoints(tmp_path) == [f"checkpoint-{i}" for i in range(3)]
+    left = [f"checkpoint-{i}" for i in (0, 1, 2, "best")]
+    assert "other files" in str(error.value) and checkpoints(tmp_path) == left
     (tmp_path / "checkpoint-2").rename(tmp_path / "mine")
     ran(trainer(tmp_path, max_steps=2, **SAVING), True)
     trained(tmp_path, overwrite_output_dir=True, max_steps=1)
-    assert checkpoints(tmp_path) == ["checkpoint-0", "mine"]
+    assert checkpoints(tmp_path) == ["checkpoint-0", "checkpoint-best", "mine"]
 
 
 OTHERS = {
