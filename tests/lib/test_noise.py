@@ -41,13 +41,6 @@ def master_weights(seed: int = 0) -> np.ndarray:
     return master
 
 
-def drawn(case: dict, backend: str) -> np.ndarray:
-    """The numbers of a known answer."""
-    given = {name: case[name] for name in ("rows", "cols", "stream", "distribution", "rank") if name in case}
-    draw = noise.eps if "rank" in case else normals
-    return draw(int(case["key"], 16), int(case["param_id"], 16), case["shape"], backend=backend, **given)
-
-
 # Known answers
 
 
@@ -67,7 +60,9 @@ def test_known_answers_of_words_keys_and_ids():
     "case", VECTORS["normals"] + VECTORS["alternatives"] + VECTORS["low_rank"], ids=lambda c: c.get("about")
 )
 def test_known_answers_of_noise(case, backend):
-    z = drawn(case, backend)
+    given = {name: case[name] for name in ("rows", "cols", "stream", "distribution", "rank") if name in case}
+    draw = noise.eps if "rank" in case else normals
+    z = draw(int(case["key"], 16), int(case["param_id"], 16), case["shape"], backend=backend, **given)
     assert z.dtype == np.float32 and (z.shape == tuple(case["shape"]) or z.ndim == 2)
     assert (bits(z).ravel() == words(case.get("normals") or case["noise"])).all()
 
