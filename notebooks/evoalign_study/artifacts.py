@@ -300,9 +300,9 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
         "Statements, all comparisons and checks: paper/generated/claims.csv."
     )
     ragged = r">{\raggedright\arraybackslash}"  # columns too narrow to be justified
-    columns = "l" + "".join(rf"{ragged}p{{{width}\linewidth}}" for width in (0.27, 0.11, 0.34, 0.155))
-    rows = [[v.id, v.title, v.verdict, v.key, _passed(v.placebo)] for v in verdicts]
-    cells = DataFrame(rows, columns=["claim", "in short", "verdict", "deciding finding", "passed by"])
+    columns = "l" + "".join(rf"{ragged}p{{{width}\linewidth}}" for width in (0.32, 0.18, 0.39))
+    rows = [[v.id, v.title, v.verdict + _passed(v.placebo), v.key] for v in verdicts]
+    cells = DataFrame(rows, columns=["claim", "in short", "verdict", "deciding finding"])
     for scale, (name, models) in _TABLES.items():
         part = cells[table["scale"] == scale]
         text = rendering.tex_long_table(part, name, how.format(models), columns) if len(part) else ""
@@ -314,9 +314,9 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
 
 
 def _passed(placebo: str) -> str:
-    """Return the null arms that passed a claim's rule, without their number of runs."""
-    found = re.match("passed by (.*?)(;|$)", placebo)
-    return re.sub(r" \(n = \d+\)", "", found[1]) if found else ""
+    """Return which null arms passed a claim's rule, to stand behind its verdict."""
+    found = re.match("(passed by .*?)(;|$)", placebo)
+    return "; " + re.sub(r" \(n = \d+\)", "", found[1]) if found else ""
 
 
 def _real_model(records: Sequence[Mapping[str, Any]]) -> str:
