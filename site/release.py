@@ -122,8 +122,9 @@ library_name: transformers
 # The end of a run of {record["spec"]["arm"]} on {record["spec"]["base"]}
 
 A tiny model (trained from scratch on a made-up task; of no use but for study), trained by an Evolution Strategy in
-[EvoAlign]({url}), notebook {record["notebook"]}.{right} `evoalign replay {source.name} --out FOLDER` makes the same
-weights, SHA-256 {digest}, from the ledger of the run.
+[EvoAlign]({url}), notebook {record["notebook"]}.{right}
+
+`evoalign replay {source.name} --out FOLDER` makes the same weights (SHA-256 {digest}) from the ledger of the run.
 
 ```json
 {spec}
@@ -164,7 +165,9 @@ def _git(*command: str) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3 or "" in sys.argv:
+        sys.exit("usage: make release URL=https://HOST/OWNER/NAME OUT=FOLDER")
     try:
         print(release(sys.argv[1], Path(sys.argv[2])))
-    except (IndexError, ValueError) as error:
-        sys.exit(f"usage: make release URL=https://HOST/OWNER/NAME OUT=FOLDER: {error}")
+    except ValueError as error:
+        sys.exit(f"Nothing was released. {error}")
