@@ -39,7 +39,7 @@ presets, TINY, SMOKE, FULL = scales(
         # factors on the settings of sweep and maps; at scale smoke they make weights move in so few steps
         "sweep_factors": ({}, {"sigma": 10, "alpha": 10, "learning_rate": 10}, FACTORS),
         # arm -> what changes in its best setting where it is tuned again at full length (claim C8c); empty: none
-        "again": {},
+        "again": ({"es": {"alpha": 0.0025, "prompts_per_step": 32, "steps": 832}, "grpo": {"beta": 0.04}}, {}, {}),
         "matched_mean": 0.26,  # mean accuracy at which section 3 compares spreads
         "other_means": [0.20, 0.23, 0.25, 0.265, 0.27, 0.275],
         "map_seeds": (3, 1),  # seeds of the maps in section 5, besides the sweep's own
