@@ -162,6 +162,19 @@ def attach(model: Any, peft_config: Any, seed: int) -> Any:
         return peft.get_peft_model(model, copy.deepcopy(peft_config))
 
 
+def save_alike(model: Any, folder: str | os.PathLike) -> None:
+    """Sort the lists of modules in the configurations of a model's adapters, just saved in a folder.
+
+    PEFT holds them as sets, and writes those in an order that differs between processes (PYTHONHASHSEED).
+    """
+    for name in getattr(model, "peft_config", ()):
+        path = Path(folder, "" if name == "default" else name, "adapter_config.json")
+        if path.is_file():
+            config = json.loads(path.read_text(encoding="utf-8"))
+            found = {key: sorted(value) for key, value in config.items() if key.endswith("_modules") and type(value) is list}
+            path.write_text(json.dumps(config | found, indent=2, sort_keys=True), encoding="utf-8")
+
+
 def base_name(folder: Path) -> str:
     """Return the name of the model that a saved adapter belongs to.
 

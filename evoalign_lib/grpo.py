@@ -580,6 +580,8 @@ def _extended(kind: type, rewards: Rewards, adapted: bool, reweighted: bool) -> 
             last = get_last_checkpoint(self.args.output_dir)
             with models.saving(output_dir, f"the last checkpoint is {last!r}"):
                 super().save_model(output_dir, _internal_call)
+                if self.args.should_save:
+                    _adapters.save_alike(self.model, output_dir or self.args.output_dir)
 
         def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
             super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -113,6 +113,7 @@ def save(model: Any, folder: str | os.PathLike, *beside: Any) -> None:
         network.generation_config = own
     if (path := Path(folder) / "generation_config.json").is_file():  # an adapter has none
         own.to_json_file(path, keys_to_pop=["compile_config"])
+    _adapters.save_alike(model, folder)
     for part in beside:
         part.save_pretrained(folder)
 

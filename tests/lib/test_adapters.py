@@ -80,7 +80,8 @@ def test_an_adapter_moves_alone_and_decodes_as_peft_does(tmp_path, changed):
 
 
 def test_replay_of_an_adapters_ledger(tmp_path):
-    tested = ran(trainer(tmp_path / "run", saved(tmp_path / "base"), peft_config=lora()))
+    targets = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    tested = ran(trainer(tmp_path / "run", saved(tmp_path / "base"), peft_config=lora(target_modules=targets)))
     path = tmp_path / "run" / ledger.NAME
     header = json.loads(path.read_bytes().splitlines()[0])
     assert header["evoalign_ledger"] == 4
@@ -91,6 +92,8 @@ def test_replay_of_an_adapters_ledger(tmp_path):
     assert ledger.verify(path, tmp_path / "run" / "start").weights == tested.engine.weights.digest()
     # the start lies beside the ledger, where a replay without a model finds it
     assert ledger.write_model(path, tmp_path / "again") == tested.engine.weights.digest()
+    for folder in ("run/start", "again"):  # whatever PYTHONHASHSEED is
+        assert json.loads((tmp_path / folder / "adapter_config.json").read_text())["target_modules"] == targets
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     assert named(peft.PeftModel.from_pretrained(plain, tmp_path / "again")) == named(tested.model)
     with pytest.raises(ledger.LedgerError, match="has no parameter 'base_model.*lora_A.*: give the adapter .*start"):
