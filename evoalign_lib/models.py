@@ -23,7 +23,7 @@ from evoalign_lib.tiny.base import without_bars
 
 # arguments of from_pretrained that say where the files come from
 _HUB = {"revision", "cache_dir", "token", "local_files_only", "subfolder", "gguf_file"}
-_SECRET = re.compile("(.*[_-])?(token|key|secret|password|authorization)", re.IGNORECASE)
+_SECRET = re.compile("(.*[_-])?(token|key|secret|password|auth|authorization|credentials?|cookies?)", re.IGNORECASE)
 # within a text: what stands before the @ of an address, or after a word such as token=, and known kinds of keys
 _SECRETS = re.compile(
     r"(//)\S+(?=@)|((?:bearer|basic) |(?:token|key|secret|password)[=:])[^&\s]+"
@@ -202,24 +202,35 @@ def _named(name: str, of: str = "") -> Iterator[None]:
         raise ValueError(f"{what}: {str(error).splitlines()[0]} {remedy}.") from error
 
 
-def masked(keywords: Any) -> Any:
+def masked(keywords: Any, secret: str = "") -> Any:
     """Return arguments of `load` with tokens, keys and passwords masked at any depth, so that they may be recorded.
 
-    They are known by their names, and within texts by their form.
+    They are known by their names, also as pairs, and within texts by their form.
+
+    Args:
+        keywords: the arguments, or a part of them.
+        secret: what replaces every text of the part, if it is under such a name.
 
     >>> masked({"revision": "main", "token": "hf_abc", "headers": [{"api_key": "x"}], "max_tokens": 3})
     {'revision': 'main', 'token': '<TOKEN>', 'headers': [{'api_key': '<API_KEY>'}], 'max_tokens': 3}
-    >>> masked({"proxies": {"https": "http://user:pass@proxy:80"}})
-    {'proxies': {'https': 'http://***@proxy:80'}}
+    >>> masked({"proxies": {"https": "http://user:pass@proxy:80"}, "auth": ("user", "pass"), "headers": [("key", "x")]})
+    {'proxies': {'https': 'http://***@proxy:80'}, 'auth': ['<AUTH>', '<AUTH>'], 'headers': [['key', '<KEY>']]}
     """
+    if isinstance(keywords, str | bytes) and secret:
+        return secret
     if isinstance(keywords, str):
         return _SECRETS.sub(lambda found: f"{found[1] or found[2] or ''}***", keywords)
     if isinstance(keywords, Mapping):
-        return {
-            name: f"<{str(name).upper()}>" if isinstance(value, str) and _SECRET.fullmatch(str(name)) else masked(value)
-            for name, value in keywords.items()
-        }
-    return [masked(value) for value in keywords] if isinstance(keywords, (list, tuple)) else keywords
+        return {name: masked(value, _mask(name) or secret) for name, value in keywords.items()}
+    if isinstance(keywords, list | tuple):
+        pair = _mask(keywords[0]) if len(keywords) == 2 else ""
+        return [*keywords[:1], masked(keywords[1], pair)] if pair else [masked(value, secret) for value in keywords]
+    return keywords
+
+
+def _mask(name: Any) -> str:
+    """Return what replaces a secret of this name; empty if it names none."""
+    return f"<{str(name).upper()}>" if _SECRET.fullmatch(str(name)) else ""
 
 
 def place(model: str | os.PathLike) -> str:
