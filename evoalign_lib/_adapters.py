@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from evoalign_lib._model_checks import check_decoder, check_parameter, check_plain
+from evoalign_lib.checks import plain
 
 QUANTISATION = "evoalign_quantisation"
 """attribute of a model that `quantisation.quantise` has quantised"""
@@ -132,8 +133,8 @@ def raw_bytes(value: Any) -> Iterator[bytes | memoryview]:
         for name in value.__tensor_flatten__()[0]:
             yield from raw_bytes(getattr(value, name))
     else:
-        plain = value.detach().cpu().contiguous().reshape(-1)
-        yield plain.as_subclass(Tensor).view(torch.uint8).numpy().data
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        yield flat.as_subclass(Tensor).view(torch.uint8).numpy().data
 
 
 # ---- making and loading
@@ -159,7 +160,14 @@ def attach(model: Any, peft_config: Any, seed: int) -> Any:
         raise ValueError("the model has an adapter, and peft_config adds another: leave one of them out.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return peft.get_peft_model(model, copy.deepcopy(peft_config))
+        return peft.get_peft_model(model, plain_config(peft_config))
+
+
+def plain_config(peft_config: Any) -> Any:
+    """Return a copy of an adapter's configuration, if it is one, without numbers of NumPy, which cannot be saved."""
+    settings = getattr(config := copy.deepcopy(peft_config), "__dict__", {})
+    settings.update(plain(settings))
+    return config
 
 
 def save_alike(model: Any, folder: str | os.PathLike) -> None:
@@ -171,7 +179,9 @@ def save_alike(model: Any, folder: str | os.PathLike) -> None:
         path = Path(folder, "" if name == "default" else name, "adapter_config.json")
         if path.is_file():
             config = json.loads(path.read_text(encoding="utf-8"))
-            found = {key: sorted(value) for key, value in config.items() if key.endswith("_modules") and type(value) is list}
+            found = {
+                key: sorted(value) for key, value in config.items() if key.endswith("_modules") and type(value) is list
+            }
             path.write_text(json.dumps(config | found, indent=2, sort_keys=True), encoding="utf-8")
 
 

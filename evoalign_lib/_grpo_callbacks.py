@@ -112,6 +112,7 @@ class Budget(TrainerCallback, ExportableState):
                 self._score.check_failures([scored])
                 tokens = sum(map(len, completion_ids))
                 self._own.update(scored.counts, completions=len(completions), generated_tokens=tokens)
+                self._own["core_seconds"] += scored.seconds
                 if self._score.stateful:
                     self._logged.append(scored.metrics)
             if log_metric is not None:

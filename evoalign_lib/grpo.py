@@ -88,7 +88,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evoalign_lib import arms, models
+from evoalign_lib import _adapters, arms, models
 from evoalign_lib._model_checks import check_plain
 from evoalign_lib.checks import choose, plain, positive, whole_number
 from evoalign_lib.engines.processes import rank, world_size
@@ -306,8 +306,6 @@ def _refuse(others: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
 
 def _check_trainable(model: Any, adapters: bool = True) -> None:
     """Raise ValueError unless a model, or (if `adapters`) its adapter over a frozen base, can be trained in float32."""
-    from evoalign_lib import _adapters
-
     if not adapters or not _adapters.is_adapted(model):
         check_plain(model)
     else:
@@ -367,7 +365,8 @@ def trainer(
     Raises:
         ValueError: args that are not from `config`; a model that is not float32 or has quantised weights, or, without
             an adapter, has no name although beta is not 0; an adapter whose base is not frozen, with another name, or
-            together with vLLM; peft_config for a model that has an adapter; or fewer rows than prompts in a step.
+            together with vLLM; peft_config for a model that has an adapter; prompts of unlike length for a model that
+            reads padding; or fewer rows than prompts in a step.
         TypeError: a peft_config that is not one.
         ImportError: PEFT is not installed.
     """
@@ -380,8 +379,8 @@ def trainer(
     from transformers import GenerationConfig
     from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 
-    from evoalign_lib import _adapters
     from evoalign_lib._grpo_callbacks import Budget, RoundedWeights
+    from evoalign_lib.engines import agreement
     from evoalign_lib.engines.base import Prompts
 
     rows = [dict(row) for row in train_dataset]
@@ -401,7 +400,7 @@ def trainer(
     kind = RLOOTrainer if isinstance(args, RLOOConfig) else GRPOTrainer
     rounded, decoder = getattr(args, _BESIDE)
     rewards = Rewards(reward_funcs, reward_weights, reward_floor, reward_timeout, args.log_completions)
-    given: dict[str, Any] = {"peft_config": peft_config} if adapted else {}
+    given: dict[str, Any] = {"peft_config": _adapters.plain_config(peft_config)} if adapted else {}
     reweighted, ours = rollouts is not None, {"loop": LoopRollouts, "population": PopulationRollouts}.get(decoder)
     if reweighted and kind is RLOOTrainer:
         raise ValueError("rollouts need GRPO's trainer: TRL's RLOOTrainer generates by itself. Use an arm of GRPO.")
@@ -426,7 +425,9 @@ def trainer(
             **given,
         )
     _check_trainable(built.model)
-    Prompts(rows, built.processing_class)  # refuses now what would be refused at a later step
+    found = Prompts(rows, built.processing_class)  # refuses now what would be refused at a later step
+    if not found.mask.all():  # TRL pads, too: to write completions, and to compute their loss
+        agreement.check_padding(built.model.eval(), found.ids, found.mask, built.processing_class.pad_token_id)
     models.check_saving(built.model, built.processing_class)
     budget.model = built.model
     if adapted:
@@ -473,7 +474,6 @@ class LoopRollouts:
         """
         import torch
 
-        from evoalign_lib import _adapters
         from evoalign_lib.engines import agreement
         from evoalign_lib.engines.base import Prompts, until_end
         from evoalign_lib.engines.decode import Decoder, multinomial, rows_are_exact, supports
@@ -516,7 +516,6 @@ class PopulationRollouts:
         """
         import torch
 
-        from evoalign_lib import _adapters
         from evoalign_lib.engines.base import Prompts, until_end
         from evoalign_lib.engines.cuda import PopulationDecoder
 

@@ -37,9 +37,11 @@ import functools
 import inspect
 import itertools
 import math
+import mmap
 import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import wait
@@ -109,6 +111,8 @@ class Scored:
         table: if requested, column -> (completions,) values: "prompt", "completion", each function by its name (None
             where it did not apply), then the columns from `log_extra`.
         failed: name -> the first failure of each function that failed on every completion that it applies to.
+        seconds: CPU time of the process in which functions with a time limit are called; of a call for which it was
+            killed, all seconds that it took.
     """
 
     rewards: np.ndarray
@@ -117,6 +121,7 @@ class Scored:
     counts: dict[str, int] = field(default_factory=dict)
     table: dict[str, list] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
 
     @property
     def failures(self) -> dict[str, int]:
@@ -264,7 +269,7 @@ class Rewards:
         """
         if (given := getattr(trainer_state, "reward_state", None)) is not None:
             self.load_state(given)
-        before, n = self.state(), len(completions)
+        self._seconds, before, n = 0.0, self.state(), len(completions)
         total, applied, functions = np.zeros(n), np.zeros(n, dtype=bool), {}
         metrics, counts, extra, failed = {}, dict.fromkeys(KINDS, 0), {}, {}
         table: dict[str, list] = {"prompt": list(prompts), "completion": list(completions)}
@@ -301,7 +306,7 @@ class Rewards:
         if taken := sorted(extra.keys() & table.keys()):
             raise ValueError(f"log_extra got a column {taken[0]!r}, which the table already has: use another name.")
         rewards = np.where(applied, total, np.nan)
-        return Scored(rewards, functions, metrics, counts, table | extra if self.table else {}, failed)
+        return Scored(rewards, functions, metrics, counts, table | extra if self.table else {}, failed, self._seconds)
 
     def check_failures(self, batches: Sequence[Scored]) -> None:
         """Raise RewardError if a function failed on every completion of a step; batches: all of the step's.
@@ -331,18 +336,28 @@ class Rewards:
         """
         if (forks := _LIMITED.get(self)) is None or forks.parent != os.getpid():
             forks = _LIMITED[self] = Forks(1, self)
+            forks.seconds = np.frombuffer(mmap.mmap(-1, 8))  # which both processes see
             forks.submit("state").result()  # what starts the process does not count
-        future, why = None, ""
+        future, why, started = None, "", time.perf_counter()
+        forks.seconds[:] = np.nan
         try:
             future = forks.submit("_answer", *task)
             if wait([future], self.timeout).done:
                 return future.result()
             for process in list(forks._processes.values()):
-                why = f": {forks.why}. Set it to None, or start them in it" if waits_for_ever(process.pid) else ""
+                why = (
+                    f": {forks.why}. Start them in the function, or set it to None"
+                    if waits_for_ever(process.pid)
+                    else ""
+                )
                 process.terminate()
             wait([future], _GRACE)
             raise RewardTimeout(f"no result within reward_timeout={self.timeout} s{why}")
+        except BrokenProcessPool as error:
+            raise RuntimeError("the function ended the process in which it is called") from error
         finally:
+            known = not np.isnan(forks.seconds[0])
+            self._seconds += float(forks.seconds[0] if known else time.perf_counter() - started)
             if future is None or not future.done() or isinstance(future.exception(), BrokenProcessPool):
                 del _LIMITED[self]
                 forks.end(at_once=True)
@@ -354,6 +369,7 @@ class Rewards:
             raise _TimeIsUp
 
         signal.signal(signal.SIGTERM, interrupt)
+        started = time.process_time()
         try:
             self.load_state(states)
             return *plain(_called(self.functions[i], arguments, trainer_state)), self.state()
@@ -365,6 +381,7 @@ class Rewards:
             raise
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the call has just ended
+            _LIMITED[self].seconds[:] = time.process_time() - started
 
 
 def state_metrics(states: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

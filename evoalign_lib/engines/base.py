@@ -34,7 +34,7 @@ class Evaluation:
     clipped: np.ndarray
     """(completions,) bool: no end token within the limit"""
     core_seconds: float
-    """CPU time of the worker"""
+    """CPU time of the worker, and of the process in which it calls reward functions that have a time limit"""
     written: int
     """hash of the completions' tokens, by which members that write the same are told"""
 
@@ -259,7 +259,7 @@ class Decoding:
         if self.options.stop_strings:
             clipped &= ~np.array(self.stopped([raw for _, raw in completions]))
         written = hash(tuple(tuple(raw) for _, raw in completions))
-        return Evaluation(scored, lengths, clipped, time.process_time() - started, written)
+        return Evaluation(scored, lengths, clipped, time.process_time() - started + scored.seconds, written)
 
     @contextmanager
     def _perturbed_elsewhere(self, key: int, sigma: float) -> Iterator[None]:

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -81,7 +82,9 @@ def test_an_adapter_moves_alone_and_decodes_as_peft_does(tmp_path, changed):
 
 def test_replay_of_an_adapters_ledger(tmp_path):
     targets = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-    tested = ran(trainer(tmp_path / "run", saved(tmp_path / "base"), peft_config=lora(target_modules=targets)))
+    numbers = {"r": np.int64(3), "lora_alpha": np.float32(0.1), "rank_pattern": {"q_proj": np.int64(5)}}
+    config = lora(target_modules=targets, **numbers)
+    tested = ran(trainer(tmp_path / "run", saved(tmp_path / "base"), peft_config=config))
     path = tmp_path / "run" / ledger.NAME
     header = json.loads(path.read_bytes().splitlines()[0])
     assert header["evoalign_ledger"] == 4
