@@ -220,11 +220,14 @@ def open_adapter(base: Any, folder: Path) -> Any:
     """
     from safetensors import safe_open
 
-    peft, embeddings = open_peft(), base.get_input_embeddings()
-    key = next(f"base_model.model.{name}.weight" for name, module in base.named_modules() if module is embeddings)
+    peft, matrices = open_peft(), (base.get_input_embeddings(), base.get_output_embeddings())
+    names = [f"base_model.model.{name}" for name, module in base.named_modules() if module in matrices]
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
-        if key in (*file.keys(),) and (rows := file.get_slice(key).get_shape()[0]) != len(embeddings.weight):
-            base.resize_token_embeddings(rows, mean_resizing=False)
+        saved = {f"{name}.{part}weight" for name in names for part in ("", "base_layer.")} & {*file.keys()}
+        rows = {file.get_slice(key).get_shape()[0] for key in saved}
+    # what PEFT has not saved is lost: of an untied pair, one of which is adapted, the other
+    if len(rows - {len(matrices[0].weight)}) == 1 and (base.config.tie_word_embeddings or len(saved) == len(names)):
+        base.resize_token_embeddings(*rows, mean_resizing=False)
     try:
         return peft.PeftModel.from_pretrained(base, str(folder), is_trainable=True)
     except RuntimeError as error:

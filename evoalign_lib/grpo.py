@@ -87,10 +87,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from evoalign_lib import _adapters, arms, models
 from evoalign_lib._model_checks import check_plain
 from evoalign_lib.checks import choose, plain, positive, whole_number
+from evoalign_lib.engines import agreement
+from evoalign_lib.engines.base import Prompts, until_end
+from evoalign_lib.engines.decode import Decoder, multinomial, rows_are_exact, supports
 from evoalign_lib.engines.processes import rank, world_size
 from evoalign_lib.rewards import RewardFunction, Rewards, state_metrics
 
@@ -380,8 +384,6 @@ def trainer(
     from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 
     from evoalign_lib._grpo_callbacks import Budget, RoundedWeights
-    from evoalign_lib.engines import agreement
-    from evoalign_lib.engines.base import Prompts
 
     rows = [dict(row) for row in train_dataset]
     prompts = args.generation_batch_size // args.num_generations
@@ -472,12 +474,6 @@ class LoopRollouts:
         Raises:
             ValueError: a model that the loop does not cover, or one that is not on the CPU.
         """
-        import torch
-
-        from evoalign_lib.engines import agreement
-        from evoalign_lib.engines.base import Prompts, until_end
-        from evoalign_lib.engines.decode import Decoder, multinomial, rows_are_exact, supports
-
         model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
         reason = supports(model.config) or _adapters.not_dense(model)
         if not reason and trainer.accelerator.device.type != "cpu":
@@ -514,9 +510,6 @@ class PopulationRollouts:
         Raises:
             ValueError: a model that the decoder does not cover, or prompts that are not of the training set.
         """
-        import torch
-
-        from evoalign_lib.engines.base import Prompts, until_end
         from evoalign_lib.engines.cuda import PopulationDecoder
 
         model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
@@ -567,7 +560,6 @@ def _extended(kind: type, rewards: Rewards, adapted: bool, reweighted: bool) -> 
     from transformers.trainer_utils import get_last_checkpoint
 
     from evoalign_lib._grpo_callbacks import SummedCheckpoints
-    from evoalign_lib.engines.base import Prompts
 
     class Extended(SummedCheckpoints, kind):
         def log(self, logs, start_time=None):

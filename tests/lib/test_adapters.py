@@ -141,11 +141,12 @@ def test_killed_and_resumed_with_another_random_adapter(tmp_path, settings):
     assert named(again.model) == named(whole.model)
 
 
-@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
-def test_an_adapter_over_a_base_with_new_tokens_is_opened_again(tmp_path):
+@pytest.mark.parametrize("changed", [{}, {"target_modules": ["q_proj", "lm_head"]}])
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:.*tie_word_embeddings")
+def test_an_adapter_over_a_base_with_new_tokens_is_opened_again(tmp_path, changed):
     base = AutoModelForCausalLM.from_pretrained(saved(tmp_path / "base"), dtype=torch.float32)
     base.resize_token_embeddings(290)
-    (model := adapted(base)).save_pretrained(tmp_path / "adapter")
+    (model := adapted(base, **changed)).save_pretrained(tmp_path / "adapter")
     again = models.load(tmp_path / "adapter", tokenizer(), adapters=True)[0]
     assert named(again) == named(model) and greedy(again) == greedy(model)
     saved(tmp_path / "base", random_model(hidden_size=64))
