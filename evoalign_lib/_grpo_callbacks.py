@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from evoalign_lib import _checkpoints
+from evoalign_lib.checks import require
 from evoalign_lib.engines.processes import rank
 from evoalign_lib.rewards import KINDS, Rewards
 
@@ -139,8 +140,7 @@ class Budget(TrainerCallback, ExportableState):
             ValueError: a checkpoint without a budget, or a state that does not belong to these reward functions.
         """
         saved = state.stateful_callbacks.get(type(self).__name__)
-        if saved is None:
-            raise ValueError("the checkpoint holds no budget. Resume from one that a grpo.trainer() has written.")
+        require(saved, "the checkpoint holds no budget. Resume from one that a grpo.trainer() has written.")
         saved = saved["attributes"]
         self.total = Counter({name: saved[name] for name in _SPENT} | saved["counts"])
         self._score.load_state(saved.get("reward_state", {}))

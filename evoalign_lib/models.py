@@ -77,8 +77,8 @@ def load(
         origin = {k: v for k, v in keywords.items() if k in _HUB}
         tokenizer = tokenizer_of(beside or model.config._name_or_path, **origin)
     if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has neither a padding nor an end token: set tokenizer.eos_token.")
+        ends = tokenizer.eos_token_id is not None
+        require(ends, "the tokenizer has neither a padding nor an end token: set tokenizer.eos_token.")
         tokenizer.pad_token = tokenizer.eos_token
     if not getattr(model, "is_quantized", False):  # some quantised models cannot be moved
         model = model.to("cpu")
@@ -158,8 +158,7 @@ def tokenizer_of(folder: str, **origin: Any) -> Any:
     except (ImportError, OSError, ValueError) as error:
         raise ValueError(lacking) from error
     # if the files are missing, transformers makes a tokenizer of the model's kind with special tokens only
-    if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
-        raise ValueError(lacking)
+    require(tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys(), lacking)
     return tokenizer
 
 
@@ -167,8 +166,8 @@ def _from_pretrained(name: str, keywords: Mapping[str, Any], quantised: bool, of
     import transformers
 
     _refuse_adapter(name)
-    if trusted := keywords.get("trust_remote_code"):
-        raise ValueError(f"trust_remote_code={trusted!r} would run code beside the model: pass a model object.")
+    trusted = keywords.get("trust_remote_code")
+    require(not trusted, f"trust_remote_code={trusted!r} would run code beside the model: pass a model object.")
     shipped = name in tiny.SHIPPED
     folder = place(name) if shipped or name == smollm2.NAME else name
     safe = {"trust_remote_code": False}  # unset, transformers would ask the user, and `yes |` would answer
@@ -186,8 +185,8 @@ def _from_pretrained(name: str, keywords: Mapping[str, Any], quantised: bool, of
 
 
 def _refuse_adapter(name: str) -> None:
-    if (Path(name) / "adapter_config.json").is_file():
-        raise ValueError(f"model {name!r} is a PEFT adapter: merge it (merge_and_unload()), or pass the base model.")
+    adapter = Path(name, "adapter_config.json").is_file()
+    require(not adapter, f"model {name!r} is a PEFT adapter: merge it (merge_and_unload()), or pass the base model.")
 
 
 @contextmanager
@@ -322,11 +321,9 @@ def origin_digest(name: str) -> str:
             commit = None
         return commit[:16] if commit else base_digest(load(name)[0])  # load() says what is wrong with the name
     _refuse_adapter(name)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"model {name!r} is a folder without config.json: save it with save_pretrained().")
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"model {name!r} has no *.safetensors: other formats may hold code. Save it again.")
+    whole, files = (folder / "config.json").is_file(), sorted(folder.glob("*.safetensors"))
+    require(whole, f"model {name!r} is a folder without config.json: save it with save_pretrained().")
+    require(files, f"model {name!r} has no *.safetensors: other formats may hold code. Save it again.")
     found = hashlib.sha256()
     for path in (folder / "config.json", *files):
         found.update(path.name.encode() + b"\0")

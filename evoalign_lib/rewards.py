@@ -53,7 +53,7 @@ from typing import Any
 import numpy as np
 
 from evoalign_lib._forks import Forks, waits_for_ever
-from evoalign_lib.checks import plain
+from evoalign_lib.checks import plain, positive, require
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
@@ -168,24 +168,23 @@ class Rewards:
     ):
         several = isinstance(functions, Sequence) and not isinstance(functions, str)
         self.functions = list(functions) if several else [functions]
-        if not self.functions:
-            raise ValueError("reward_funcs is empty: pass at least one reward function.")
+        require(self.functions, "reward_funcs is empty: pass at least one reward function.")
         for function in self.functions:
             if not callable(function):
                 raise TypeError(f"reward function {function!r} is not callable: pass reward(completions, **columns).")
         n = len(self.functions)
         given = [1.0] * n if weights is None else list(weights) if isinstance(weights, Iterable) else []
-        if len(given) != n or not all(map(_is_finite, given)):
-            raise ValueError(f"reward_weights={weights!r} for {n} functions: pass a list of finite numbers, one each.")
+        fits = len(given) == n and all(map(_is_finite, given))
+        require(fits, f"reward_weights={weights!r} for {n} functions: pass a list of finite numbers, one each.")
         self.weights = [float(weight) for weight in given]
         floors = [_declared_floor(f) if floor is None else floor for f in self.functions]
-        if not all(f is None or _is_finite(f) for f in floors):
-            raise ValueError(f"reward_floor={floors!r}: pass a finite number as the score of a failure, or None.")
+        fits = all(f is None or _is_finite(f) for f in floors)
+        require(fits, f"reward_floor={floors!r}: pass a finite number as the score of a failure, or None.")
         self.floors = [None if f is None else float(f) for f in floors]
-        if timeout is not None and not (_is_finite(timeout) and timeout > 0):
-            raise ValueError(f"reward_timeout={timeout!r} must be a positive number of seconds, or None for no limit.")
-        if timeout is not None and not hasattr(os, "fork"):
-            raise ValueError(f"reward_timeout={timeout} needs forks, which this system lacks: set it to None.")
+        if timeout is not None:
+            positive("reward_timeout", timeout)
+            forks = hasattr(os, "fork")
+            require(forks, f"reward_timeout={timeout} needs forks, which this system lacks: set it to None.")
         self.timeout, self.table = timeout, table
         names = [getattr(_unwrapped(f), "__name__", type(f).__name__) for f in self.functions]
         self.names: list[str] = []
@@ -211,9 +210,8 @@ class Rewards:
             ValueError: states of other functions than those that have one here, or a state that its function refuses or
                 does not restore exactly.
         """
-        if states.keys() != self.stateful.keys():
-            known = f"the state is for the reward functions {sorted(states)}, those here are {sorted(self.stateful)}"
-            raise ValueError(f"{known}: use the reward functions of the original run.")
+        known = f"the state is for the reward functions {sorted(states)}, those here are {sorted(self.stateful)}"
+        require(states.keys() == self.stateful.keys(), f"{known}: use the reward functions of the original run.")
         for name, function in self.stateful.items():
             state = dict(states[name])
             try:
@@ -284,9 +282,8 @@ class Rewards:
                 for metric, value in logged:
                     metrics.setdefault(metric, []).append(value)
                 for column, cells in shown:
-                    if len(cells) != len(values[items]):
-                        what = f"{len(cells)} values of {column!r} for {len(values[items])} completions"
-                        raise ValueError(f"reward function {name!r} gave log_extra {what}: pass one for each.")
+                    what = f"{len(cells)} values of {column!r} for {len(values[items])} completions: pass one for each."
+                    require(len(cells) == len(values[items]), f"reward function {name!r} gave log_extra {what}")
                     extra.setdefault(column, [None] * n)[items] = cells
             table[name] = [None if math.isnan(value) else value for value in values.tolist()]
             has = ~np.isnan(values)
@@ -402,8 +399,8 @@ def _stateful(functions: Sequence[RewardFunction], names: Sequence[str]) -> dict
             continue
         if missing := [method for method in METHODS if method not in has]:
             raise TypeError(f"reward function {name!r} has the method {has[0]} but no {missing[0]}: add all or none.")
-        if name in found:
-            raise ValueError(f"two reward functions with a state are called {name!r}: give each its own __name__.")
+        once = name not in found
+        require(once, f"two reward functions with a state are called {name!r}: give each its own __name__.")
         found[name] = function
     return found
 
@@ -413,9 +410,8 @@ def _checked_state(state: Any, name: str) -> dict[str, float]:
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise TypeError(f"reward function {name!r} has the state {state!r}: let state() return a dict of numbers.")
     for key, value in state.items():
-        if not _is_finite(value):
-            what = f"{key!r} in the state of reward function {name!r} is {value!r}"
-            raise ValueError(f"{what}: let state() return finite numbers.")
+        what = f"{key!r} in the state of reward function {name!r} is {value!r}"
+        require(_is_finite(value), f"{what}: let state() return finite numbers.")
     return {key: float(value) for key, value in state.items()}
 
 

@@ -150,7 +150,7 @@ def test_an_adapter_over_a_base_with_new_tokens_is_opened_again(tmp_path, change
     again = models.load(tmp_path / "adapter", tokenizer(), adapters=True)[0]
     assert named(again) == named(model) and greedy(again) == greedy(model)
     saved(tmp_path / "base", random_model(hidden_size=64))
-    with pytest.raises(ValueError, match=r"base'.*\[290, 32\].*\[290, 64\].*resize_token_embeddings"):
+    with pytest.raises(ValueError, match=r"base'.*32\].*64\].*resize_token_embeddings"):
         models.load(tmp_path / "adapter", tokenizer(), adapters=True)
 
 

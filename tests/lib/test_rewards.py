@@ -426,7 +426,7 @@ def test_a_time_out_costs_only_the_completion_that_hangs():
     assert time.monotonic() - started >= 2.0  # the batch, then the culprit alone
     assert scored.rewards.tolist() == [1.0, -1.0, 3.0]
     assert scored.counts == {"none": 0, "nan": 0, "exception": 0, "timeout": 1}
-    assert scored.metrics == {"scored": [1.0, 1.0]} and scored.seconds > 0.2  # both times it hung in a busy loop
+    assert scored.metrics == {"scored": [1.0, 1.0]} and scored.seconds > 0.02  # both times it hung in a busy loop
     with pytest.raises(RewardError, match="'hangs_on_x' gave RewardTimeout.*0.05 s.*'prompt 0'"):
         score(Rewards(hangs_on_x, timeout=0.05), ["x", "a"])
 
