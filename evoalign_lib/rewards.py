@@ -342,11 +342,8 @@ class Rewards:
             if wait([future], self.timeout).done:
                 return future.result()
             for process in list(forks._processes.values()):
-                why = (
-                    f": {forks.why}. Start them in the function, or set it to None"
-                    if waits_for_ever(process.pid)
-                    else ""
-                )
+                stuck = waits_for_ever(process.pid)
+                why = f": {forks.why}. Start them in the function, or set it to None" if stuck else ""
                 process.terminate()
             wait([future], _GRACE)
             raise RewardTimeout(f"no result within reward_timeout={self.timeout} s{why}")
