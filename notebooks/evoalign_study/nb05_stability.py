@@ -24,7 +24,7 @@ NOTEBOOK = "05_stability"
 ARMS = ("es", "grpo")
 STEP = {"es": "alpha", "grpo": "learning_rate"}
 """Arm -> the setting that is its step size."""
-CLAIMS = ("C8b", "C8c", "C9", "C9c", "C10", "C11", "C33", "C33b", "C37", "C37b", "C38")
+CLAIMS = ("C8c", "C9", "C9c", "C10", "C11", "C33", "C33b", "C37", "C37b", "C38")
 """The claims that the notebook's runs decide."""
 presets, TINY, SMOKE, FULL = scales(
     {

@@ -202,6 +202,14 @@ def test_weights_in_bfloat16_are_what_rounding_leaves_of_a_step(tmp_path):
     assert same(rounded(weights(whole.model)), weights(trainer.model))
 
 
+def test_a_model_that_reads_padding_is_refused_where_there_is_some(tmp_path):
+    model = random_model("rwkv")
+    data = [{"prompt": prompt} for prompt in ("a", "bc", "d")]
+    with pytest.raises(ValueError, match="'rwkv'.*one length"):
+        built(tmp_path, model=model, data=data, beta=0.0)
+    built(tmp_path, model=model, data=data[::2], beta=0.0)
+
+
 def test_the_reference_has_the_weights_that_the_run_starts_from(tmp_path):
     """TRL loads it by the model's name: alone, it would compare with a model that nobody trains."""
 
