@@ -83,8 +83,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         on_grid = [half | {"test_problems": 0} | cell for cell in cells]
         tried = [half | {"test_problems": 0} | choice for choice in contenders(run, of, arm)]
         found[arm] = train[arm](here, run.seeds_match, ledgers=here if arm == "es" else ())  # section 10 replays one
-        if arm in run.again:
-            found[f"{arm} again"] = train[arm](here, run.seeds_match, changes=[run.again[arm]])
+        found[f"{arm} again"] = train[arm](here, run.seeds_match, changes=[run.again[arm]] if run.again else [])
         found[f"{arm} map"] = train[arm](here, map_seeds(run), changes=on_grid)
         found[f"{arm} elsewhere"] = train[arm](elsewhere, seeds)
         found[f"{arm} transfer"] = train[arm](elsewhere, [arms.SWEEP_SEED], changes=tried)
