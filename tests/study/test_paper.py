@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 from evoalign_study import claims, paths
@@ -93,6 +94,22 @@ def test_the_short_table_of_claims_has_the_verdicts_of_now() -> None:
     for claim, source, verdict in rows:
         assert verdict == verdicts[claim], claim
         assert "\\cite" in source or source == "this paper", f"{claim} has no source"
+
+
+def test_the_long_tables_have_a_row_for_each_claim() -> None:
+    with (paths.GENERATED / "claims.csv").open(encoding="utf-8", newline="") as file:
+        declared = [(row["claim"], row["scale"]) for row in csv.DictReader(file)]
+    for scale, name in (("tiny", "claims"), ("real", "claims_real")):
+        shown = re.findall(r"^([ECR]\d+\w?) & ", (paths.GENERATED / f"{name}.tex").read_text(encoding="utf-8"), re.M)
+        assert shown and shown == [claim for claim, where in declared if where == scale]
+
+
+def test_the_table_of_the_real_model_is_that_of_its_runs() -> None:
+    table = (paths.GENERATED / "real_model.tex").read_text(encoding="utf-8")
+    runs = [run for run in claims.committed_records("real") if run["spec"].get("arm") == "grpo" and "test" in run]
+    ends = [100 * run["test"]["t1"] for run in runs if run["spec"]["kind"] == "train"]
+    row = re.search(r"^GRPO & (\d+) & .* & ([\d.]+) \(([\d.]+)\) \\\\$", table, re.MULTILINE)
+    assert row and row.groups() == (str(len(ends)), f"{mean(ends):.1f}", f"{stdev(ends):.1f}")
 
 
 # ---- generated files
