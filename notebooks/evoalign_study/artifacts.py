@@ -272,8 +272,9 @@ _TABLES = {
     "real": ("claims_real", "scale real (SmolLM2-135M-Instruct, 4-bit, dequantised)"),
 }
 """Scale -> the name of its table of claims, and whose records it is about: numbers of two scales share no table."""
-_REAL = "real_model"
-_CLAIMS = [f"generated/{name}" for name in ("claims.csv", "claims.md", "claims.tex", "claims_real.tex", f"{_REAL}.tex")]
+_CLAIMS = [
+    f"generated/{name}" for name in ("claims.csv", "claims.md", "claims.tex", "claims_real.tex", "real_model.tex")
+]
 _CLAIM = {"claim": "id", "statement": "statement", "verdict": "verdict", "key": "key", "result": "text"}
 _CLAIM |= {name: name for name in ("placebo", "control", "decodings", "n", "units", "scale")} | {"rule": "rule_hash"}
 """Column of the table of claims -> field of a verdict."""
@@ -296,8 +297,7 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
     how = (
         "Declared claims, with the verdicts that code computed from the committed records of {}: the finding that is "
         "strongest against the claim, with the units in its smallest cell, and arms that learn nothing and pass its "
-        "rule. A letter: another rule, declared after the data of the first. "
-        "Statements, all comparisons and checks: paper/generated/claims.csv."
+        "rule. Statements, all comparisons and checks: paper/generated/claims.csv."
     )
     ragged = r">{\raggedright\arraybackslash}"  # columns too narrow to be justified
     columns = "l" + "".join(rf"{ragged}p{{{width}\linewidth}}" for width in (0.32, 0.18, 0.39))
@@ -307,7 +307,7 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
         part = cells[table["scale"] == scale]
         text = rendering.tex_long_table(part, name, how.format(models), columns) if len(part) else ""
         replace_text(generated / f"{name}.tex", text)
-    replace_text(generated / f"{_REAL}.tex", _real_model(claims.committed_records("real")))
+    replace_text(generated / "real_model.tex", _real_model(claims.committed_records("real")))
     markdown = _claims_of_the_field(verdicts)
     replace_text(generated / "claims.md", markdown)
     return markdown
@@ -335,7 +335,7 @@ def _real_model(records: Sequence[Mapping[str, Any]]) -> str:
     cells = of_arms.agg(lambda part: f"{part.mean():.1f}" + (f" ({part.std():.1f})" if len(part) > 1 else ""))
     cells.insert(0, "n", of_arms.size().astype(str))
     caption = "SmolLM2-135M-Instruct: test products solved, %, greedily and sampled (standard deviation over runs)"
-    return rendering.tex_table(cells.reset_index(names="arm"), _REAL, f"{caption}. (scale real)")
+    return rendering.tex_table(cells.reset_index(names="arm"), "real_model", f"{caption}. (scale real)")
 
 
 _README_CLAIMS = ("C1", "C2", "C10", "C16", "C19", "C22", "C31", "C36")
