@@ -118,6 +118,8 @@ def test_the_table_of_the_real_model_is_that_of_its_runs() -> None:
 def test_what_the_paper_reads_exists() -> None:
     assert NUMBERS and "claims" in SHOWN and len(SHOWN) == len(set(SHOWN))
     read = {name: (paths.GENERATED / f"{name}.tex").read_text(encoding="utf-8") for name in INPUTS}
+    files = {file.stem for folder in (paths.GENERATED, paths.FIGURES) for file in folder.glob("*.csv")}
+    assert (named := set(re.findall(r"\\data\{(\w+)\}", ALL))) and named <= files, f"no CSV: {sorted(named - files)}"
     pictures = {p for name in SHOWN for p in re.findall(r"\\includegraphics\{([^}]+)\}", read[name])}
     assert pictures and not [picture for picture in pictures if not (paths.FIGURES / picture).is_file()]
     numbers = "".join(text for name, text in read.items() if name.startswith("numbers_"))
