@@ -6,6 +6,7 @@ rule names the arm that it favours, which the nulls replace.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import exp
 from functools import partial
 from math import exp
 from numbers import Real
@@ -37,7 +38,8 @@ def _find(case: Case) -> Iterator[Finding]:
                 continue
             finding = _compare(case, comparison, decoding, favoured, decisive)
             for side in bounds:
-                label = f"{finding.label}, {side} {comparison[side]:g}" if len(bounds) > 1 else finding.label
+                bound = exp(comparison[side]) if quantity.unit == "ratio" else comparison[side]  # as it is shown
+                label = f"{finding.label}, {side} {bound:.3g}" if len(bounds) > 1 else finding.label
                 yield replace(finding, label=label, bound=float(comparison[side]), side=side)
 
 
