@@ -6,7 +6,6 @@ rule names the arm that it favours, which the nulls replace.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import exp
 from functools import partial
 from math import exp
 from numbers import Real
