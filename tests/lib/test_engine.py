@@ -7,8 +7,11 @@ import signal
 import threading
 import time
 import weakref
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import httpx
 import numpy as np
 import psutil
 import pytest
@@ -396,6 +399,37 @@ def test_executors_and_event_loops_that_were_used_before_work_in_workers(kind):
     assert (evaluate(engine(workers=2, rewards=judge), 9) == alone).all()
     loop.close()
     pool.shutdown()
+
+
+def test_no_two_processes_write_on_one_connection():
+    users = defaultdict(set)
+
+    class Server(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # keeps connections open
+
+        def do_POST(self):
+            users[self.client_address].add(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server, httpx.Client() as client:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def judge(completions, **columns):
+            client.post(f"http://127.0.0.1:{server.server_port}", content=str(os.getpid())).raise_for_status()
+            return [0.0] * len(completions)
+
+        for workers in (1, 2):  # the first of them opens a connection here
+            e = engine(workers=workers, rewards=judge)
+            evaluate(e, 4)
+            e.close()
+        client.close()
+        server.shutdown()
+    assert len(users) > 1 and {len(processes) for processes in users.values()} == {1}
 
 
 def test_a_worker_that_waits_for_ever_is_named(monkeypatch):
