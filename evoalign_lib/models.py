@@ -24,10 +24,12 @@ from evoalign_lib.tiny.base import without_bars
 # arguments of from_pretrained that say where the files come from
 _HUB = {"revision", "cache_dir", "token", "local_files_only", "subfolder", "gguf_file"}
 _SECRET = re.compile("(.*[_-])?(token|key|secret|password|authorization)", re.IGNORECASE)
-# within a text: what stands before the @ of an address, or after a word such as token=, and known kinds of keys
+# within a text: what stands before the @ of an address, or after a word such as token=, and known kinds of keys; each is
+# tried from one place in a word only, as a search from all of them takes minutes in a long one
+_ADDRESS = re.compile(r"(?<!\S)((?>\S*?//))\S+(?=@)")
 _SECRETS = re.compile(
-    r"(//)\S+(?=@)|((?:bearer|basic) |(?:token|key|secret|password)[=:])[^&\s]+"
-    r"|\b[^\s/:@]+:[^\s/@]+(?=@)|\b(?:hf_|sk-|ghp_)[\w-]{16,}",
+    r"((?:bearer|basic) |(?:token|key|secret|password)[=:])[^&\s]+"
+    r"|(?<![^\s/@])[^\s/:@]++:[^\s/@]+(?=@)|\b(?:hf_|sk-|ghp_)[\w-]{16,}",
     re.IGNORECASE,
 )
 
@@ -212,7 +214,7 @@ def masked(keywords: Any) -> Any:
     {'proxies': {'https': 'http://***@proxy:80'}}
     """
     if isinstance(keywords, str):
-        return _SECRETS.sub(lambda found: f"{found[1] or found[2] or ''}***", keywords)
+        return _SECRETS.sub(lambda found: f"{found[1] or ''}***", _ADDRESS.sub(r"\1***", keywords))
     if isinstance(keywords, Mapping):
         return {
             name: f"<{str(name).upper()}>" if isinstance(value, str) and _SECRET.fullmatch(str(name)) else masked(value)
