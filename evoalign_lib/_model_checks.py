@@ -1,5 +1,6 @@
 """Checks that refuse, before anything runs, models that cannot be trained or cannot decode here."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +33,31 @@ def check_plain(model: Any) -> None:
     packed = next((name for name, module in model.named_modules() if hasattr(module, "_packed_params")), None)
     if packed is not None:
         raise ValueError(f"module {packed!r} holds packed, quantised weights: {_PLAIN}.")
+
+
+def check_reloads(model: Any) -> None:
+    """Raise ValueError for parameters that a saved model would lose: its class makes others from its configuration.
+
+    A class that needs more than a configuration is not checked. Weights that the class ties may differ: both are saved.
+    """
+    try:
+        with torch.random.fork_rng([]), torch.device("meta"):
+            made = _parameters(type(model)(copy.deepcopy(model.config)))
+    except Exception:  # it may be the user's own class
+        return
+    found = _parameters(model)
+    for name in sorted(found | made):
+        own, other = found.get(name, "missing"), made.get(name, "missing")
+        if own not in (other, other.partition(", tied")[0]):
+            what = f"{name!r} is {own}, but {other} in a {type(model).__name__} of its configuration, as which it is loaded"
+            raise ValueError(f"{what} once it is saved: change model.config, too, or use a class of your own.")
+
+
+def _parameters(model: Any) -> dict[str, str]:
+    """Return each parameter's shape, and the first of its names if it has several."""
+    first: dict[int, str] = {}
+    named = [(n, p.shape, first.setdefault(id(p), n)) for n, p in model.named_parameters(remove_duplicate=False)]
+    return {n: f"{tuple(shape)}" + (f", tied to {twin!r}" if twin != n else "") for n, shape, twin in named}
 
 
 def check_parameter(name: str, parameter: torch.nn.Parameter) -> None:

@@ -89,7 +89,9 @@ class LocalEngine(Engine):
             with one_thread():
                 reason = agreement.loop_differs(model, first, tokenizer.pad_token_id, self.max_completion_length)
             if reason and decoder == "auto":
-                logger.warning("transformers decodes, because the decoding loop does not cover this model: %s.", reason)
+                lost = "A saved one does what its class and adapter do: hooks and what is set by hand are not saved"
+                what = "transformers decodes, because the decoding loop does not cover this model"
+                logger.warning("%s: %s. %s.", what, reason, lost)
         if decoder == "loop" and reason:
             raise ValueError(f"decoder='loop' does not cover this model: {reason}. Use decoder='generate'.")
         self.decoder = "generate" if decoder == "generate" or reason else "loop"
