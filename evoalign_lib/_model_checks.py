@@ -49,8 +49,8 @@ def check_reloads(model: Any) -> None:
     for name in sorted(found | made):
         own, other = found.get(name, "missing"), made.get(name, "missing")
         if own not in (other, other.partition(", tied")[0]):
-            what = f"{name!r} is {own}, but {other} in a {type(model).__name__} of its configuration, as which it is loaded"
-            raise ValueError(f"{what} once it is saved: change model.config, too, or use a class of your own.")
+            what = f"{name!r} is {own}, but {other} in the {type(model).__name__} that a saved configuration makes"
+            raise ValueError(f"{what}: change model.config as well, or use a class of your own.")
 
 
 def _parameters(model: Any) -> dict[str, str]:
