@@ -217,6 +217,12 @@ def test_settings_that_cannot_be_are_refused(monkeypatch):
 def test_what_begins_late_is_seen_and_the_model_stays_as_it_is():
     late = logits(lambda out: -out.logits if out.past_key_values.get_seq_length() > 40 else out.logits)
     assert [engine(late(), max_completion_length=n).decoder for n in (22, 40)] == ["loop", "generate"]
+    # a long run is compared to its end only where attention has a window, as it has in transformers' cache here
+    seen, models = [], [random_model("llama", max_position_embeddings=512) for _ in range(2)]
+    models[0].register_forward_hook(lambda model, given, out: seen.append(out.past_key_values.get_seq_length()))
+    models[1].config.sliding_window = 300
+    assert [engine(model, max_completion_length=400).decoder for model in models] == ["loop", "generate"]
+    assert max(seen) < 200
     model = random_model().to(torch.bfloat16).train()  # with rounded rotary frequencies, which are not saved
     tensors = {**model.state_dict(keep_vars=True), **dict(model.named_buffers())}
     before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in tensors.items()}
