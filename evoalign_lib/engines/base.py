@@ -91,7 +91,7 @@ class Prompts:
                 )
         if taken := sorted(rows[0].keys() & set(ARGUMENTS)):
             raise ValueError(f"the column {taken[0]!r} is an argument of reward functions: rename the column.")
-        if seen := sorted(rows[0].keys() & {"image", "images"}):
+        if seen := [name for name in ("image", "images") if any(row.get(name) is not None for row in rows)]:
             raise ValueError(f"the column {seen[0]!r} holds images, which models here cannot read: remove it.")
         texts = self.prompts = [row["prompt"] for row in rows]
         self.conversational = not isinstance(texts[0], str)

@@ -67,6 +67,7 @@ def test_prompts_are_rendered_and_padded_on_the_left():
     rendered = Prompts([{"prompt": chat, "answer": 3}], tok)
     assert tok.decode(rendered.ids[0]) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert rendered.conversational and rendered.columns == {"answer": [3]} and rendered.prompts == [chat]
+    assert Prompts([{"prompt": "a", "image": None}], tok).columns == {"image": [None]}
     assert len({Prompts([{"prompt": p}], tok).digest for p in PROMPTS}) == len(PROMPTS)
 
 
@@ -98,6 +99,8 @@ SHOWN += [([USER | {"content": PARTS}], {}, OPEN), ([USER | {"role": "system"}],
 SHOWN += [([USER | {"calls": None}], {"chat_template": CALLS}, "hi"), ([USER, SO], {}, OPEN + "so ")]  # is continued
 SHOWN += [([USER, SO], {"add_generation_prompt": False, "continue_final_message": True}, OPEN + "so ")]
 SHOWN += [([USER, SO], {"add_generation_prompt": True}, OPEN + "so <|im_end|>\n<|im_start|>assistant\n")]
+LAST = "{{ messages[-1].content }}"
+SHOWN += [([SO | {"content": "", "tool_calls": [{"name": "f"}]}, USER], {"chat_template": LAST}, "hi")]
 SHOWN += [([USER], {"continue_final_message": True}, "<|im_start|>user\nhi")]
 
 
@@ -111,10 +114,14 @@ test_prompts_that_cannot_be_rendered = refused(
     *(([bad], {}, f"row 1 .*{named}") for bad, named in (
         ({"from": "human", "value": "hi"}, "maybe_convert_to_chatml"), ({"role": "user", "text": "hi"}, "None"),
         (USER | {"content": None}, "None"), (USER | {"content": [{"type": "image"}]}, "'image'"), ("hi", "'hi'"),
+        (USER | {"content": [{"type": "text", "text": None}]}, "message 0"), (USER | {"content": []}, "message 0"),
     )),
+    ([USER | {"role": "system"}, USER | {"content": "say hi"}], {"chat_template": LAST}, "row 1 .*message 0"),
+    ([USER | {"content": 9 * "hi, "}, USER | {"content": 18 * "hi, "}], {"chat_template": LAST}, "row 1 .*message 0"),
+    ([SO | {"tool_calls": [{"name": "f"}]}, USER], {"chat_template": LAST}, "row 1 .*message 0.*empty its content"),
     ([], {}, "row 1"),
-    ([SO, USER], {"chat_template": "{{ messages[-1].content }}"}, "row 1 .*'so '"),  # is left out
-    ([SO, USER], {"chat_template": "{{ 'hi' if messages | length == 1 else raise_exception('no') }}"}, "row 1 .*no"),
+    ([SO, USER], {"chat_template": LAST}, "row 1 .*'so '"),  # is left out
+    ([SO, USER], {"chat_template": "{{ messages[0].content if not messages[1:] else raise_exception(4) }}"}, "row 1 .*4"),
     *(([USER], {name: True}, f"chat_template_kwargs=.*'{name}'") for name in ("tokenize", "truncation")),
     call=lambda messages, template: Prompts([{"prompt": [USER]}, {"prompt": messages}], tokenizer(), template),
 )  # fmt: skip
@@ -130,7 +137,7 @@ test_bad_prompts = refused(
     (["a", "b"], TypeError, "row 0 .*'a'"),
     ({"train": [{"prompt": "a"}]}, TypeError, "'train'"),
     ([{"prompt": "a", "completions": "b"}], ValueError, "'completions'"),
-    ([{"prompt": "a", "images": []}], ValueError, "'images'"),
+    ([{"prompt": "a", "images": None}, {"prompt": "b", "images": []}], ValueError, "'images'"),
     ([{"prompt": "a"}, {"prompt": "b<|im_end|>"}], ValueError, "row 1 .*'<|im_end|>'"),
     ([{"prompt": "a"}, {"prompt": "b\ud800"}], ValueError, "row 1"),
     call=lambda rows: Prompts(rows, tokenizer()),
