@@ -32,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Images of Python set this, and then every process compiles this project anew, and pytest rewrites all tests.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: quickstart reproduce real-model test test-slow test-failed test-engines smoke bench paper site lint
+.PHONY: quickstart reproduce real-model test test-slow test-failed test-engines smoke bench paper site release lint
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -158,6 +158,11 @@ site: $(SITE)
 	$(BIN)/python -m sphinx -q -W --keep-going -j 2 -c site -d runs/site/doctrees runs/site/source runs/site/html
 	$(BIN)/python site/check.py runs/site/html
 	@echo "Site: runs/site/html/index.html"
+
+# Write what is released into the new folder OUT: wheel, records and ledgers as a data set, ends of runs, paper and site;
+# tag the commit. The repository's address URL goes into CITATION.cff and README first. Nothing is uploaded.
+release: $(STAMP)
+	$(BIN)/python site/release.py "$(URL)" "$(OUT)"
 
 # Check the style of code and notebooks, the directions of imports, and the notebooks' size.
 lint: $(STAMP)

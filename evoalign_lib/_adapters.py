@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from evoalign_lib._model_checks import check_decoder, check_parameter, check_plain
+from evoalign_lib.checks import plain, require
 
 QUANTISATION = "evoalign_quantisation"
 """attribute of a model that `quantisation.quantise` has quantised"""
@@ -61,16 +62,16 @@ def check_movable(model: Any) -> None:
     check_decoder(base_of(model).config)
     active = list(model.active_adapters)
     kinds = ", ".join(str(getattr(c.peft_type, "value", c.peft_type)) for c in model.peft_config.values())
-    if len(active) != 1 or model.peft_config[active[0]].is_prompt_learning:
-        remedy = "activate one inside the layers, such as a LoraConfig's, by model.set_adapter(NAME)"
-        raise ValueError(f"the model has the active adapters {active} of kind {kinds}: {remedy}.")
+    inside = len(active) == 1 and not model.peft_config[active[0]].is_prompt_learning
+    remedy = "activate one inside the layers, such as a LoraConfig's, by model.set_adapter(NAME)"
+    require(inside, f"the model has the active adapters {active} of kind {kinds}: {remedy}.")
     merged = [name for name, module in model.named_modules() if getattr(module, "merged", None) is True]
     if merged:
         raise ValueError(f"the adapter is merged into its base at {merged[0]!r}: call model.unmerge_adapter().")
     for name, parameter in moved(model).items():
         check_parameter(name, parameter)
-        if parameter.device.type != "cpu":
-            raise ValueError(f"parameter {name!r} is on {parameter.device}: load the base with device_map='cpu'.")
+        at = parameter.device
+        require(at.type == "cpu", f"parameter {name!r} is on {at}: load the base with device_map='cpu'.")
     from peft import get_peft_model_state_dict
 
     state = get_peft_model_state_dict(model, adapter_name=active[0], save_embedding_layers=False)
@@ -83,9 +84,8 @@ def check_movable(model: Any) -> None:
 
 def check_something_moves(model: Any) -> None:
     """Raise ValueError if every parameter of a model is frozen."""
-    if not any(p.requires_grad for p in model.parameters()):
-        remedy = "call model.requires_grad_(True), or PeftModel.from_pretrained(..., is_trainable=True)"
-        raise ValueError(f"no parameter of the model is trainable (requires_grad=False everywhere): {remedy}.")
+    what = "no parameter of the model is trainable (requires_grad=False everywhere): call model.requires_grad_(True), "
+    require(any(p.requires_grad for p in model.parameters()), f"{what}or from_pretrained(..., is_trainable=True).")
 
 
 def check_nothing_frozen(model: Any, engine: str) -> None:
@@ -132,8 +132,8 @@ def raw_bytes(value: Any) -> Iterator[bytes | memoryview]:
         for name in value.__tensor_flatten__()[0]:
             yield from raw_bytes(getattr(value, name))
     else:
-        plain = value.detach().cpu().contiguous().reshape(-1)
-        yield plain.as_subclass(Tensor).view(torch.uint8).numpy().data
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        yield flat.as_subclass(Tensor).view(torch.uint8).numpy().data
 
 
 # ---- making and loading
@@ -155,11 +155,32 @@ def attach(model: Any, peft_config: Any, seed: int) -> Any:
     peft = open_peft()
     if not isinstance(peft_config, peft.PeftConfig):
         raise TypeError(f"peft_config is a {type(peft_config).__name__}: pass a peft.PeftConfig, such as LoraConfig().")
-    if is_adapted(model):
-        raise ValueError("the model has an adapter, and peft_config adds another: leave one of them out.")
+    require(not is_adapted(model), "the model has an adapter, and peft_config adds another: leave one of them out.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return peft.get_peft_model(model, copy.deepcopy(peft_config))
+        return peft.get_peft_model(model, plain_config(peft_config))
+
+
+def plain_config(peft_config: Any) -> Any:
+    """Return a copy of an adapter's configuration, if it is one, without numbers of NumPy, which cannot be saved."""
+    settings = getattr(config := copy.deepcopy(peft_config), "__dict__", {})
+    settings.update(plain(settings))
+    return config
+
+
+def save_alike(model: Any, folder: str | os.PathLike) -> None:
+    """Sort the lists of modules in the configurations of a model's adapters, just saved in a folder.
+
+    PEFT holds them as sets, and writes those in an order that differs between processes (PYTHONHASHSEED).
+    """
+    for name in getattr(model, "peft_config", ()):
+        path = Path(folder, "" if name == "default" else name, "adapter_config.json")
+        if path.is_file():
+            config = json.loads(path.read_text(encoding="utf-8"))
+            found = {
+                key: sorted(value) for key, value in config.items() if key.endswith("_modules") and type(value) is list
+            }
+            path.write_text(json.dumps(config | found, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def base_name(folder: Path) -> str:
@@ -172,12 +193,11 @@ def base_name(folder: Path) -> str:
         named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{str(folder / 'adapter_config.json')!r} cannot be read ({error!r}): restore it.") from error
-    if not named:
-        remedy = "pass PeftModel.from_pretrained(BASE, FOLDER, is_trainable=True)"
-        raise ValueError(f"the adapter {str(folder)!r} does not name its base (base_model_name_or_path): {remedy}.")
-    if not (folder / "adapter_model.safetensors").is_file():
-        remedy = "other formats may hold code and are not loaded. Save it again with save_pretrained()"
-        raise ValueError(f"the adapter {str(folder)!r} has no adapter_model.safetensors: {remedy}.")
+    what, remedy = f"the adapter {str(folder)!r}", "pass PeftModel.from_pretrained(BASE, FOLDER, is_trainable=True)"
+    require(named, f"{what} does not name its base (base_model_name_or_path): {remedy}.")
+    remedy = "other formats may hold code and are not loaded. Save it again with save_pretrained()"
+    there = (folder / "adapter_model.safetensors").is_file()
+    require(there, f"{what} has no adapter_model.safetensors: {remedy}.")
     return str(named)
 
 
@@ -197,11 +217,14 @@ def open_adapter(base: Any, folder: Path) -> Any:
     """
     from safetensors import safe_open
 
-    peft, embeddings = open_peft(), base.get_input_embeddings()
-    key = next(f"base_model.model.{name}.weight" for name, module in base.named_modules() if module is embeddings)
+    peft, matrices = open_peft(), (base.get_input_embeddings(), base.get_output_embeddings())
+    names = [f"base_model.model.{name}" for name, module in base.named_modules() if module in matrices]
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
-        if key in (*file.keys(),) and (rows := file.get_slice(key).get_shape()[0]) != len(embeddings.weight):
-            base.resize_token_embeddings(rows, mean_resizing=False)
+        saved = {f"{name}.{part}weight" for name in names for part in ("", "base_layer.")} & {*file.keys()}
+        rows = {file.get_slice(key).get_shape()[0] for key in saved}
+    # what PEFT has not saved is lost: of an untied pair, one of which is adapted, the other
+    if len(rows - {len(matrices[0].weight)}) == 1 and (base.config.tie_word_embeddings or len(saved) == len(names)):
+        base.resize_token_embeddings(*rows, mean_resizing=False)
     try:
         return peft.PeftModel.from_pretrained(base, str(folder), is_trainable=True)
     except RuntimeError as error:
@@ -289,8 +312,7 @@ def lora_layers(model: Any) -> dict[str, Any]:
     """
     quantised = getattr(base_of(model), "is_quantized", False) or quantisation_of(model) is not None
     more = "the base is quantised" if quantised else _more_than_lora(model, False)
-    if more:
-        raise ValueError(f"{more}, which engine='vllm' does not support yet: use engine='local'.")
+    require(not more, f"{more}, which engine='vllm' does not support yet: use engine='local'.")
     return _lora_linears(model)
 
 

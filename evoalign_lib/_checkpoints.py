@@ -354,8 +354,7 @@ def find_run(
         folder = Path(newest) if newest else None
     else:
         folder = Path(resume_from)
-        if not (folder / _STATE).is_file():
-            raise ValueError(f"{str(folder)!r} is not a checkpoint of ESTrainer: it has no {_STATE}.")
+        require((folder / _STATE).is_file(), f"{str(folder)!r} is not a checkpoint of ESTrainer: it has no {_STATE}.")
     path = output_dir / ledger.NAME
     source = path if folder is None else folder.parent / ledger.NAME
     if not ledger.recorded(source):

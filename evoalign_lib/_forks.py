@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import platform
+import re
 import select
 import selectors
 import signal
@@ -24,6 +25,7 @@ from evoalign_lib._interrupts import interrupts_wait
 
 _FUTEX = {"x86_64": "202", "aarch64": "98"}.get(platform.machine())  # Linux's number of the call that waits for a lock
 _LOOK, _STUCK = 2.0, 5  # seconds between two looks at a pool; looks until a process counts as stuck
+_OWN = re.compile("_MainThread|_ExecutorManager|TMonitor| (evoalign-|QueueFeeder)")  # threads that nobody waits for
 _owner: Any = None  # in a fork: the object whose methods it calls
 
 
@@ -54,7 +56,7 @@ class Forks(ProcessPoolExecutor):
         own = weakref.ref(self)
         # if this process is such a fork itself, it would wait for them before it ends them
         multiprocessing.util.Finalize(self, lambda: (pool := own()) and pool.end(at_once=True), exitpriority=100)
-        others = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
+        others = [each.name for each in threading.enumerate() if not _OWN.search(f"{type(each)} {each.name}")]
         self.why = f"forked processes lack the threads that ran before ({', '.join(others) or 'of libraries'})"
         if watch:
             threading.Thread(target=_watch, args=(own,), name="evoalign-forks", daemon=True).start()

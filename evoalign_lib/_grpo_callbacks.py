@@ -17,6 +17,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
 from evoalign_lib import _checkpoints
+from evoalign_lib.checks import require
 from evoalign_lib.engines.processes import rank
 from evoalign_lib.rewards import KINDS, Rewards
 
@@ -115,6 +116,7 @@ class Budget(TrainerCallback, ExportableState):
                 self._score.check_failures([scored])
                 tokens = sum(map(len, completion_ids))
                 self._own.update(scored.counts, completions=len(completions), generated_tokens=tokens)
+                self._own["core_seconds"] += scored.seconds
                 if self._score.stateful:
                     self._logged.append(scored.metrics)
             if log_metric is not None:
@@ -141,8 +143,7 @@ class Budget(TrainerCallback, ExportableState):
             ValueError: a checkpoint without a budget, or a state that does not belong to these reward functions.
         """
         saved = state.stateful_callbacks.get(type(self).__name__)
-        if saved is None:
-            raise ValueError("the checkpoint holds no budget. Resume from one that a grpo.trainer() has written.")
+        require(saved, "the checkpoint holds no budget. Resume from one that a grpo.trainer() has written.")
         saved = saved["attributes"]
         self.total = Counter({name: saved[name] for name in _SPENT} | saved["counts"])
         self._score.load_state(saved.get("reward_state", {}))

@@ -67,7 +67,7 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from evoalign_lib import _adapters, _checkpoints, ledger, models, noise, precision, update_rules
 from evoalign_lib._interrupts import interrupts_wait
-from evoalign_lib.checks import plain
+from evoalign_lib.checks import plain, require
 from evoalign_lib.config import _DEFAULTS, SURFACE, ESConfig, absent, joined
 from evoalign_lib.engines import completions, open_engine
 from evoalign_lib.engines.base import Evaluation, Options, Prompts
@@ -180,8 +180,7 @@ class ESTrainer(TrainerSurface):
         )
         # belongs to the run and advances with the weights; loaded into the functions before each call
         self._reward_state = self._first_reward_state = self.rewards.state()
-        if train_dataset is None:
-            raise ValueError("train_dataset is missing: pass rows with a 'prompt' column.")
+        require(train_dataset is not None, "train_dataset is missing: pass rows with a 'prompt' column.")
         load = dict(args.model_init_kwargs or {})
         if quantization_config is not None:
             load = dict(**load, quantization_config=quantization_config)  # raises if both give one

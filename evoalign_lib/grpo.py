@@ -87,10 +87,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
-from evoalign_lib import arms, models
+from evoalign_lib import _adapters, arms, models
 from evoalign_lib._model_checks import check_plain
-from evoalign_lib.checks import choose, plain, positive, whole_number
+from evoalign_lib.checks import choose, plain, positive, require, whole_number
+from evoalign_lib.engines import agreement
+from evoalign_lib.engines.base import Prompts, until_end
+from evoalign_lib.engines.decode import Decoder, multinomial, rows_are_exact, supports
 from evoalign_lib.engines.processes import rank, world_size
 from evoalign_lib.rewards import RewardFunction, Rewards, state_metrics
 
@@ -226,8 +230,7 @@ def config(
     whole_number("max_completion_length", max_completion_length)
     whole_number("num_generations", num_generations, 2, why="completions of a group are compared")
     positive("learning_rate", learning_rate)
-    if not beta >= 0:
-        raise ValueError(f"beta={beta!r} must be 0 (no KL penalty) or more.")
+    require(beta >= 0, f"beta={beta!r} must be 0 (no KL penalty) or more.")
     maths = dict(ARMS[arm])
     if scale_rewards is not None:
         check_scale(arm, scale_rewards)
@@ -235,9 +238,9 @@ def config(
     share, micro_batch = shared(prompts_per_step * num_generations, micro_batch, world_size())
     trainer_name = arms.get(arm).trl
     choose("decoder", decoder, DECODERS)
-    if decoder != "generate" and (vllm is not None or trainer_name != "GRPO"):
-        why = "vLLM generates" if vllm is not None else f"TRL's {trainer_name} trainer generates by itself"
-        raise ValueError(f"decoder={decoder!r}: {why}. Use decoder='generate'.")
+    why = "vLLM generates" if vllm is not None else f"TRL's {trainer_name} trainer generates by itself"
+    ours = decoder == "generate" or (vllm is None and trainer_name == "GRPO")
+    require(ours, f"decoder={decoder!r}: {why}. Use decoder='generate'.")
     stated = _COMMON | _OPTIMISER | maths | (_GRPO if trainer_name == "GRPO" else {})
     if vllm is not None:
         stated |= _VLLM | {
@@ -257,17 +260,16 @@ def config(
     import trl
 
     args = getattr(trl, f"{trainer_name}Config")(**plain(stated | others))  # checkpoints take no numbers of NumPy
-    if args.world_size != world_size():
-        what = f"{world_size()} processes were launched and TRL has found {args.world_size}"
-        raise ValueError(f"{what}: each would train a separate model. Without GPUs set use_cpu=True.")
+    what = f"{world_size()} processes were launched and TRL has found {args.world_size}: each would train a separate"
+    require(args.world_size == world_size(), f"{what} model. Without GPUs set use_cpu=True.")
     setattr(args, _BESIDE, (arms.get(arm).weights == "bfloat16", decoder))
     return args
 
 
 def check_scale(arm: str, scale_rewards: str) -> None:
     """Raise ValueError unless an arm can scale its advantages in this way (`SCALES`)."""
-    if "scale_rewards" not in ARMS[arm]:
-        raise ValueError(f"scale_rewards={scale_rewards!r}: arm {arm!r} does not scale advantages. Leave it out.")
+    what = f"scale_rewards={scale_rewards!r}: arm {arm!r} does not scale advantages. Leave it out."
+    require("scale_rewards" in ARMS[arm], what)
     choose("scale_rewards", scale_rewards, SCALES)
 
 
@@ -288,13 +290,12 @@ def shared(rollouts: int, micro_batch: int | None, processes: int) -> tuple[int,
     >>> shared(64, 16, 8)
     (8, 8)
     """
-    if rollouts % processes:
-        what = f"the {rollouts} completions of a step cannot be divided evenly among {processes} processes"
-        raise ValueError(f"{what}: change prompts_per_step, num_generations or the number of GPUs.")
+    what = f"the {rollouts} completions of a step cannot be divided evenly among {processes} processes: change"
+    require(rollouts % processes == 0, f"{what} prompts_per_step, num_generations or the number of GPUs.")
     share = rollouts // processes
     micro_batch = share if micro_batch is None else min(micro_batch, share)
-    if micro_batch < 1 or share % micro_batch:
-        raise ValueError(f"micro_batch={micro_batch} must divide the {share} completions of a process in a step.")
+    divides = micro_batch >= 1 and share % micro_batch == 0
+    require(divides, f"micro_batch={micro_batch} must divide the {share} completions of a process in a step.")
     return share, micro_batch
 
 
@@ -306,16 +307,14 @@ def _refuse(others: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
 
 def _check_trainable(model: Any, adapters: bool = True) -> None:
     """Raise ValueError unless a model, or (if `adapters`) its adapter over a frozen base, can be trained in float32."""
-    from evoalign_lib import _adapters
-
     if not adapters or not _adapters.is_adapted(model):
         check_plain(model)
     else:
         _adapters.check_something_moves(model)
         _adapters.check_movable(model)
-        if model.active_adapters != ["default"]:
-            what = f"the active adapter is {model.active_adapters[0]!r}"
-            raise ValueError(f"{what}: load it as 'default', PEFT's own name, the only one that TRL can resume.")
+        (name,) = model.active_adapters
+        remedy = "load it as 'default', PEFT's own name, the only one that TRL can resume"
+        require(name == "default", f"the active adapter is {name!r}: {remedy}.")
     if other := {str(p.dtype) for p in model.parameters()} - {"torch.float32"}:
         raise ValueError(f"the model has weights in {', '.join(sorted(other))}: load it in float32, as for every arm.")
 
@@ -367,7 +366,8 @@ def trainer(
     Raises:
         ValueError: args that are not from `config`; a model that is not float32 or has quantised weights, or, without
             an adapter, has no name although beta is not 0; an adapter whose base is not frozen, with another name, or
-            together with vLLM; peft_config for a model that has an adapter; or fewer rows than prompts in a step.
+            together with vLLM; peft_config for a model that has an adapter; prompts of unlike length for a model that
+            reads padding; or fewer rows than prompts in a step.
         TypeError: a peft_config that is not one.
         ImportError: PEFT is not installed.
     """
@@ -380,19 +380,17 @@ def trainer(
     from transformers import GenerationConfig
     from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 
-    from evoalign_lib import _adapters
     from evoalign_lib._grpo_callbacks import Budget, RoundedWeights
-    from evoalign_lib.engines.base import Prompts
 
     rows = [dict(row) for row in train_dataset]
     prompts = args.generation_batch_size // args.num_generations
-    if not hasattr(args, _BESIDE):
-        raise ValueError("args lack settings of `grpo.config` (are they a copy?). Pass what `grpo.config` returned.")
-    if len(rows) < prompts:
-        raise ValueError(f"a step needs {prompts} prompts, the training set has {len(rows)}: lower prompts_per_step.")
+    remedy = "Pass what `grpo.config` returned"
+    require(hasattr(args, _BESIDE), f"args lack settings of `grpo.config` (are they a copy?). {remedy}.")
+    what = f"a step needs {prompts} prompts, the training set has {len(rows)}"
+    require(len(rows) >= prompts, f"{what}: lower prompts_per_step.")
     adapted = peft_config is not None or _adapters.is_adapted(model)
-    if adapted and args.use_vllm:
-        raise ValueError("vLLM beside an adapter: TRL would merge it, which rounds the base. Use vllm=None.")
+    merges = adapted and args.use_vllm
+    require(not merges, "vLLM beside an adapter: TRL would merge it, which rounds the base. Use vllm=None.")
     if not isinstance(model, str):
         _check_trainable(model)
         if args.beta > 0 and not adapted and not model.config._name_or_path:
@@ -401,12 +399,12 @@ def trainer(
     kind = RLOOTrainer if isinstance(args, RLOOConfig) else GRPOTrainer
     rounded, decoder = getattr(args, _BESIDE)
     rewards = Rewards(reward_funcs, reward_weights, reward_floor, reward_timeout, args.log_completions)
-    given: dict[str, Any] = {"peft_config": peft_config} if adapted else {}
+    given: dict[str, Any] = {"peft_config": _adapters.plain_config(peft_config)} if adapted else {}
     reweighted, ours = rollouts is not None, {"loop": LoopRollouts, "population": PopulationRollouts}.get(decoder)
-    if reweighted and kind is RLOOTrainer:
-        raise ValueError("rollouts need GRPO's trainer: TRL's RLOOTrainer generates by itself. Use an arm of GRPO.")
-    if reweighted and ours:
-        raise ValueError(f"decoder={decoder!r} has no effect with rollouts, which bring their own: use 'generate'.")
+    alone = reweighted and kind is RLOOTrainer
+    require(not alone, "rollouts need GRPO's trainer: TRL's RLOOTrainer generates by itself. Use an arm of GRPO.")
+    both = reweighted and ours
+    require(not both, f"decoder={decoder!r} has no effect with rollouts, which bring their own: use 'generate'.")
     if ours:
         rollouts = ours()
     given |= {"rollout_func": rollouts} if reweighted or ours else {}
@@ -426,7 +424,9 @@ def trainer(
             **given,
         )
     _check_trainable(built.model)
-    Prompts(rows, built.processing_class)  # refuses now what would be refused at a later step
+    found = Prompts(rows, built.processing_class)  # refuses now what would be refused at a later step
+    if not found.mask.all():  # TRL pads, too: to write completions, and to compute their loss
+        agreement.check_padding(built.model.eval(), found.ids, found.mask, built.processing_class.pad_token_id)
     models.check_saving(built.model, built.processing_class)
     budget.model = built.model
     if adapted:
@@ -471,13 +471,6 @@ class LoopRollouts:
         Raises:
             ValueError: a model that the loop does not cover, or one that is not on the CPU.
         """
-        import torch
-
-        from evoalign_lib import _adapters
-        from evoalign_lib.engines import agreement
-        from evoalign_lib.engines.base import Prompts, until_end
-        from evoalign_lib.engines.decode import Decoder, multinomial, rows_are_exact, supports
-
         model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
         reason = supports(model.config) or _adapters.not_dense(model)
         if not reason and trainer.accelerator.device.type != "cpu":
@@ -485,8 +478,7 @@ class LoopRollouts:
         found, pad, new = Prompts(_rows(prompts), tokenizer), tokenizer.pad_token_id, trainer.max_completion_length
         if not reason and self.drop_rows is None:  # the first rollouts
             reason = agreement.loop_differs(model, found, pad, new)
-        if reason:
-            raise ValueError(f"decoder='loop' does not cover this model: {reason}. Use decoder='generate'.")
+        require(not reason, f"decoder='loop' does not cover this model: {reason}. Use decoder='generate'.")
         weights = _adapters.dense(model)
         if self.drop_rows is None:
             self.drop_rows = rows_are_exact(model.config, weights, len(found))
@@ -514,10 +506,6 @@ class PopulationRollouts:
         Raises:
             ValueError: a model that the decoder does not cover, or prompts that are not of the training set.
         """
-        import torch
-
-        from evoalign_lib import _adapters
-        from evoalign_lib.engines.base import Prompts, until_end
         from evoalign_lib.engines.cuda import PopulationDecoder
 
         model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
@@ -568,7 +556,6 @@ def _extended(kind: type, rewards: Rewards, adapted: bool, reweighted: bool) -> 
     from transformers.trainer_utils import get_last_checkpoint
 
     from evoalign_lib._grpo_callbacks import SummedCheckpoints
-    from evoalign_lib.engines.base import Prompts
 
     class Extended(SummedCheckpoints, kind):
         def log(self, logs, start_time=None):
@@ -580,6 +567,8 @@ def _extended(kind: type, rewards: Rewards, adapted: bool, reweighted: bool) -> 
             last = get_last_checkpoint(self.args.output_dir)
             with models.saving(output_dir, f"the last checkpoint is {last!r}"):
                 super().save_model(output_dir, _internal_call)
+                if self.args.should_save:
+                    _adapters.save_alike(self.model, output_dir or self.args.output_dir)
 
         def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -649,8 +638,7 @@ def filtered_sft(
         ValueError: no pairs, because nothing passed the filter; a model that is not float32; or a setting that this
             module fixes.
     """
-    if not pairs:
-        raise ValueError("no completion passed the filter: draw more samples per prompt, or lower the threshold.")
+    require(pairs, "no completion passed the filter: draw more samples per prompt, or lower the threshold.")
     _check_trainable(model, adapters=False)
     stated = _SFT | _OPTIMISER | {"output_dir": output_dir, "seed": seed, "num_train_epochs": epochs}
     stated |= {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": 1}

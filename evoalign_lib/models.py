@@ -23,7 +23,7 @@ from evoalign_lib.tiny.base import without_bars
 
 # arguments of from_pretrained that say where the files come from
 _HUB = {"revision", "cache_dir", "token", "local_files_only", "subfolder", "gguf_file"}
-_SECRET = re.compile("(.*[_-])?(token|key|secret|password|authorization)", re.IGNORECASE)
+_SECRET = re.compile("(.*[_-])?(token|key|secret|password|auth|authorization|credentials?|cookies?)", re.IGNORECASE)
 # within a text: what stands before the @ of an address, or after a word such as token=, and known kinds of keys; each
 # is tried from one place in a word only, as a search from all of them takes seconds in a long one
 _ADDRESS = re.compile(r"(?<!\S)((?>\S*?//))\S+(?=@)")
@@ -79,8 +79,8 @@ def load(
         origin = {k: v for k, v in keywords.items() if k in _HUB}
         tokenizer = tokenizer_of(beside or model.config._name_or_path, **origin)
     if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has neither a padding nor an end token: set tokenizer.eos_token.")
+        ends = tokenizer.eos_token_id is not None
+        require(ends, "the tokenizer has neither a padding nor an end token: set tokenizer.eos_token.")
         tokenizer.pad_token = tokenizer.eos_token
     if not getattr(model, "is_quantized", False):  # some quantised models cannot be moved
         model = model.to("cpu")
@@ -115,6 +115,7 @@ def save(model: Any, folder: str | os.PathLike, *beside: Any) -> None:
         network.generation_config = own
     if (path := Path(folder) / "generation_config.json").is_file():  # an adapter has none
         own.to_json_file(path, keys_to_pop=["compile_config"])
+    _adapters.save_alike(model, folder)
     for part in beside:
         part.save_pretrained(folder)
 
@@ -163,8 +164,7 @@ def tokenizer_of(folder: str, **origin: Any) -> Any:
     except (ImportError, OSError, ValueError) as error:
         raise ValueError(lacking) from error
     # if the files are missing, transformers makes a tokenizer of the model's kind with special tokens only
-    if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
-        raise ValueError(lacking)
+    require(tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys(), lacking)
     return tokenizer
 
 
@@ -172,8 +172,8 @@ def _from_pretrained(name: str, keywords: Mapping[str, Any], quantised: bool, of
     import transformers
 
     _refuse_adapter(name)
-    if trusted := keywords.get("trust_remote_code"):
-        raise ValueError(f"trust_remote_code={trusted!r} would run code beside the model: pass a model object.")
+    trusted = keywords.get("trust_remote_code")
+    require(not trusted, f"trust_remote_code={trusted!r} would run code beside the model: pass a model object.")
     shipped = name in tiny.SHIPPED
     folder = place(name) if shipped or name == smollm2.NAME else name
     safe = {"trust_remote_code": False}  # unset, transformers would ask the user, and `yes |` would answer
@@ -191,8 +191,8 @@ def _from_pretrained(name: str, keywords: Mapping[str, Any], quantised: bool, of
 
 
 def _refuse_adapter(name: str) -> None:
-    if (Path(name) / "adapter_config.json").is_file():
-        raise ValueError(f"model {name!r} is a PEFT adapter: merge it (merge_and_unload()), or pass the base model.")
+    adapter = Path(name, "adapter_config.json").is_file()
+    require(not adapter, f"model {name!r} is a PEFT adapter: merge it (merge_and_unload()), or pass the base model.")
 
 
 @contextmanager
@@ -207,24 +207,35 @@ def _named(name: str, of: str = "") -> Iterator[None]:
         raise ValueError(f"{what}: {str(error).splitlines()[0]} {remedy}.") from error
 
 
-def masked(keywords: Any) -> Any:
+def masked(keywords: Any, secret: str = "") -> Any:
     """Return arguments of `load` with tokens, keys and passwords masked at any depth, so that they may be recorded.
 
-    They are known by their names, and within texts by their form.
+    They are known by their names, also as pairs, and within texts by their form.
+
+    Args:
+        keywords: the arguments, or a part of them.
+        secret: what replaces every text of the part, if it is under such a name.
 
     >>> masked({"revision": "main", "token": "hf_abc", "headers": [{"api_key": "x"}], "max_tokens": 3})
     {'revision': 'main', 'token': '<TOKEN>', 'headers': [{'api_key': '<API_KEY>'}], 'max_tokens': 3}
-    >>> masked({"proxies": {"https": "http://user:pass@proxy:80"}})
-    {'proxies': {'https': 'http://***@proxy:80'}}
+    >>> masked({"proxies": {"https": "http://user:pass@proxy:80"}, "auth": ("user", "pass"), "headers": [("key", "x")]})
+    {'proxies': {'https': 'http://***@proxy:80'}, 'auth': ['<AUTH>', '<AUTH>'], 'headers': [['key', '<KEY>']]}
     """
+    if isinstance(keywords, str | bytes) and secret:
+        return secret
     if isinstance(keywords, str):
         return _SECRETS.sub(lambda found: f"{found[1] or ''}***", _ADDRESS.sub(r"\1***", keywords))
     if isinstance(keywords, Mapping):
-        return {
-            name: f"<{str(name).upper()}>" if isinstance(value, str) and _SECRET.fullmatch(str(name)) else masked(value)
-            for name, value in keywords.items()
-        }
-    return [masked(value) for value in keywords] if isinstance(keywords, (list, tuple)) else keywords
+        return {name: masked(value, _mask(name) or secret) for name, value in keywords.items()}
+    if isinstance(keywords, list | tuple):
+        pair = _mask(keywords[0]) if len(keywords) == 2 else ""
+        return [*keywords[:1], masked(keywords[1], pair)] if pair else [masked(value, secret) for value in keywords]
+    return keywords
+
+
+def _mask(name: Any) -> str:
+    """Return what replaces a secret of this name; empty if it names none."""
+    return f"<{str(name).upper()}>" if _SECRET.fullmatch(str(name)) else ""
 
 
 def place(model: str | os.PathLike) -> str:
@@ -316,11 +327,9 @@ def origin_digest(name: str) -> str:
             commit = None
         return commit[:16] if commit else base_digest(load(name)[0])  # load() says what is wrong with the name
     _refuse_adapter(name)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"model {name!r} is a folder without config.json: save it with save_pretrained().")
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"model {name!r} has no *.safetensors: other formats may hold code. Save it again.")
+    whole, files = (folder / "config.json").is_file(), sorted(folder.glob("*.safetensors"))
+    require(whole, f"model {name!r} is a folder without config.json: save it with save_pretrained().")
+    require(files, f"model {name!r} has no *.safetensors: other formats may hold code. Save it again.")
     found = hashlib.sha256()
     for path in (folder / "config.json", *files):
         found.update(path.name.encode() + b"\0")

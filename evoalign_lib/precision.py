@@ -45,7 +45,7 @@ from torch import Tensor
 from evoalign_lib import noise
 from evoalign_lib._adapters import check_movable, moved
 from evoalign_lib._anchor import TensorAnchor, check_decay
-from evoalign_lib.checks import choose
+from evoalign_lib.checks import choose, require
 
 _BLOCK = 1 << 18  # weights whose noise is in memory at once, in the modes that keep no second copy
 _SAMPLE = 1 << 16  # approximate number of weights in `Weights.sample`
@@ -407,8 +407,7 @@ def agreement(intended: np.ndarray | Tensor, applied: np.ndarray | Tensor) -> tu
     one, other = torch.as_tensor(intended).double().flatten(), torch.as_tensor(applied).double().flatten()
     _same_shape(one, other)
     wanted, got = (one @ one).sqrt(), (other @ other).sqrt()
-    if wanted == 0:
-        raise ValueError("the intended update is zero: there is nothing to compare with")
+    require(wanted != 0, "the intended update is zero: there is nothing to compare with")
     return (float(one @ other / (wanted * got)) if got else 0.0), float(got / wanted)
 
 

@@ -26,7 +26,7 @@ from torch import nn
 
 from evoalign_lib import _adapters, models
 from evoalign_lib._model_checks import check_plain
-from evoalign_lib.checks import choose, whole_number
+from evoalign_lib.checks import choose, require, whole_number
 
 __all__ = ["GROUP", "MODES", "QUANTISED", "quantise"]
 
@@ -68,8 +68,7 @@ def quantise(model: Any, mode: str, group_size: int | None = None) -> Any:
         return model
     output = model.get_output_embeddings()
     layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not output}
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no nn.Linear but its output layer: there is nothing to quantise.")
+    require(layers, f"{type(model).__name__} has no nn.Linear but its output layer: there is nothing to quantise.")
     group = _group(layers, group_size) if mode == "int4" else None
     torchao = _adapters.open_package("torchao", "quantised bases need torchao")
     how = {"mode": mode, "group_size": group, "torchao": torchao.__version__, "base": models.base_digest(model)}

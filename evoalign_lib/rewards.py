@@ -37,9 +37,11 @@ import functools
 import inspect
 import itertools
 import math
+import mmap
 import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import wait
@@ -51,7 +53,7 @@ from typing import Any
 import numpy as np
 
 from evoalign_lib._forks import Forks, waits_for_ever
-from evoalign_lib.checks import plain
+from evoalign_lib.checks import plain, positive, require
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
@@ -109,6 +111,8 @@ class Scored:
         table: if requested, column -> (completions,) values: "prompt", "completion", each function by its name (None
             where it did not apply), then the columns from `log_extra`.
         failed: name -> the first failure of each function that failed on every completion that it applies to.
+        seconds: CPU time of the process in which functions with a time limit are called; of a call for which it was
+            killed, all seconds that it took.
     """
 
     rewards: np.ndarray
@@ -117,6 +121,7 @@ class Scored:
     counts: dict[str, int] = field(default_factory=dict)
     table: dict[str, list] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
 
     @property
     def failures(self) -> dict[str, int]:
@@ -163,24 +168,23 @@ class Rewards:
     ):
         several = isinstance(functions, Sequence) and not isinstance(functions, str)
         self.functions = list(functions) if several else [functions]
-        if not self.functions:
-            raise ValueError("reward_funcs is empty: pass at least one reward function.")
+        require(self.functions, "reward_funcs is empty: pass at least one reward function.")
         for function in self.functions:
             if not callable(function):
                 raise TypeError(f"reward function {function!r} is not callable: pass reward(completions, **columns).")
         n = len(self.functions)
         given = [1.0] * n if weights is None else list(weights) if isinstance(weights, Iterable) else []
-        if len(given) != n or not all(map(_is_finite, given)):
-            raise ValueError(f"reward_weights={weights!r} for {n} functions: pass a list of finite numbers, one each.")
+        fits = len(given) == n and all(map(_is_finite, given))
+        require(fits, f"reward_weights={weights!r} for {n} functions: pass a list of finite numbers, one each.")
         self.weights = [float(weight) for weight in given]
         floors = [_declared_floor(f) if floor is None else floor for f in self.functions]
-        if not all(f is None or _is_finite(f) for f in floors):
-            raise ValueError(f"reward_floor={floors!r}: pass a finite number as the score of a failure, or None.")
+        fits = all(f is None or _is_finite(f) for f in floors)
+        require(fits, f"reward_floor={floors!r}: pass a finite number as the score of a failure, or None.")
         self.floors = [None if f is None else float(f) for f in floors]
-        if timeout is not None and not (_is_finite(timeout) and timeout > 0):
-            raise ValueError(f"reward_timeout={timeout!r} must be a positive number of seconds, or None for no limit.")
-        if timeout is not None and not hasattr(os, "fork"):
-            raise ValueError(f"reward_timeout={timeout} needs forks, which this system lacks: set it to None.")
+        if timeout is not None:
+            positive("reward_timeout", timeout)
+            forks = hasattr(os, "fork")
+            require(forks, f"reward_timeout={timeout} needs forks, which this system lacks: set it to None.")
         self.timeout, self.table = timeout, table
         names = [getattr(_unwrapped(f), "__name__", type(f).__name__) for f in self.functions]
         self.names: list[str] = []
@@ -206,9 +210,8 @@ class Rewards:
             ValueError: states of other functions than those that have one here, or a state that its function refuses or
                 does not restore exactly.
         """
-        if states.keys() != self.stateful.keys():
-            known = f"the state is for the reward functions {sorted(states)}, those here are {sorted(self.stateful)}"
-            raise ValueError(f"{known}: use the reward functions of the original run.")
+        known = f"the state is for the reward functions {sorted(states)}, those here are {sorted(self.stateful)}"
+        require(states.keys() == self.stateful.keys(), f"{known}: use the reward functions of the original run.")
         for name, function in self.stateful.items():
             state = dict(states[name])
             try:
@@ -264,7 +267,7 @@ class Rewards:
         """
         if (given := getattr(trainer_state, "reward_state", None)) is not None:
             self.load_state(given)
-        before, n = self.state(), len(completions)
+        self._seconds, before, n = 0.0, self.state(), len(completions)
         total, applied, functions = np.zeros(n), np.zeros(n, dtype=bool), {}
         metrics, counts, extra, failed = {}, dict.fromkeys(KINDS, 0), {}, {}
         table: dict[str, list] = {"prompt": list(prompts), "completion": list(completions)}
@@ -279,9 +282,8 @@ class Rewards:
                 for metric, value in logged:
                     metrics.setdefault(metric, []).append(value)
                 for column, cells in shown:
-                    if len(cells) != len(values[items]):
-                        what = f"{len(cells)} values of {column!r} for {len(values[items])} completions"
-                        raise ValueError(f"reward function {name!r} gave log_extra {what}: pass one for each.")
+                    what = f"{len(cells)} values of {column!r} for {len(values[items])} completions: pass one for each."
+                    require(len(cells) == len(values[items]), f"reward function {name!r} gave log_extra {what}")
                     extra.setdefault(column, [None] * n)[items] = cells
             table[name] = [None if math.isnan(value) else value for value in values.tolist()]
             has = ~np.isnan(values)
@@ -301,7 +303,7 @@ class Rewards:
         if taken := sorted(extra.keys() & table.keys()):
             raise ValueError(f"log_extra got a column {taken[0]!r}, which the table already has: use another name.")
         rewards = np.where(applied, total, np.nan)
-        return Scored(rewards, functions, metrics, counts, table | extra if self.table else {}, failed)
+        return Scored(rewards, functions, metrics, counts, table | extra if self.table else {}, failed, self._seconds)
 
     def check_failures(self, batches: Sequence[Scored]) -> None:
         """Raise RewardError if a function failed on every completion of a step; batches: all of the step's.
@@ -331,18 +333,25 @@ class Rewards:
         """
         if (forks := _LIMITED.get(self)) is None or forks.parent != os.getpid():
             forks = _LIMITED[self] = Forks(1, self)
+            forks.seconds = np.frombuffer(mmap.mmap(-1, 8))  # which both processes see
             forks.submit("state").result()  # what starts the process does not count
-        future, why = None, ""
+        future, why, started = None, "", time.perf_counter()
+        forks.seconds[:] = np.nan
         try:
             future = forks.submit("_answer", *task)
             if wait([future], self.timeout).done:
                 return future.result()
             for process in list(forks._processes.values()):
-                why = f": {forks.why}. Set it to None, or start them in it" if waits_for_ever(process.pid) else ""
+                stuck = waits_for_ever(process.pid)
+                why = f": {forks.why}. Start them in the function, or set it to None" if stuck else ""
                 process.terminate()
             wait([future], _GRACE)
             raise RewardTimeout(f"no result within reward_timeout={self.timeout} s{why}")
+        except BrokenProcessPool as error:
+            raise RuntimeError("the function ended the process in which it is called") from error
         finally:
+            known = not np.isnan(forks.seconds[0])
+            self._seconds += float(forks.seconds[0] if known else time.perf_counter() - started)
             if future is None or not future.done() or isinstance(future.exception(), BrokenProcessPool):
                 del _LIMITED[self]
                 forks.end(at_once=True)
@@ -354,6 +363,7 @@ class Rewards:
             raise _TimeIsUp
 
         signal.signal(signal.SIGTERM, interrupt)
+        started = time.process_time()
         try:
             self.load_state(states)
             return *plain(_called(self.functions[i], arguments, trainer_state)), self.state()
@@ -365,6 +375,7 @@ class Rewards:
             raise
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the call has just ended
+            _LIMITED[self].seconds[:] = time.process_time() - started
 
 
 def state_metrics(states: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -385,8 +396,8 @@ def _stateful(functions: Sequence[RewardFunction], names: Sequence[str]) -> dict
             continue
         if missing := [method for method in METHODS if method not in has]:
             raise TypeError(f"reward function {name!r} has the method {has[0]} but no {missing[0]}: add all or none.")
-        if name in found:
-            raise ValueError(f"two reward functions with a state are called {name!r}: give each its own __name__.")
+        once = name not in found
+        require(once, f"two reward functions with a state are called {name!r}: give each its own __name__.")
         found[name] = function
     return found
 
@@ -396,9 +407,8 @@ def _checked_state(state: Any, name: str) -> dict[str, float]:
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise TypeError(f"reward function {name!r} has the state {state!r}: let state() return a dict of numbers.")
     for key, value in state.items():
-        if not _is_finite(value):
-            what = f"{key!r} in the state of reward function {name!r} is {value!r}"
-            raise ValueError(f"{what}: let state() return finite numbers.")
+        what = f"{key!r} in the state of reward function {name!r} is {value!r}"
+        require(_is_finite(value), f"{what}: let state() return finite numbers.")
     return {key: float(value) for key, value in state.items()}
 
 

@@ -16,7 +16,7 @@ from transformers.trainer_utils import PredictionOutput, SaveStrategy
 
 from evoalign_lib import _adapters, ledger, models, tiny
 from evoalign_lib._interrupts import interrupts_wait
-from evoalign_lib.checks import choose, plain
+from evoalign_lib.checks import choose, plain, require
 from evoalign_lib.config import absent
 from evoalign_lib.engines import completions
 from evoalign_lib.engines.base import Prompts, as_given, score
@@ -92,8 +92,7 @@ class TrainerSurface:
             return {dataset: self._eval_sets[dataset]}
         if dataset is not None:
             return {name: self._given(rows, suffix) for name, suffix, rows in sets_of(dataset)}
-        if not self._eval_sets:
-            raise ValueError("evaluate() needs an eval_dataset: pass one to ESTrainer, or to evaluate().")
+        require(self._eval_sets, "evaluate() needs an eval_dataset: pass one to ESTrainer, or to evaluate().")
         return self._eval_sets
 
     def _given(self, rows: Rows, which: str = "") -> str:
@@ -144,8 +143,7 @@ class TrainerSurface:
         if self.args.metric_for_best_model is None or self._last_weights is not None:
             return
         name = "eval_" + self.args.metric_for_best_model.removeprefix("eval_")
-        if name not in metrics:
-            raise ValueError(f"metric_for_best_model: {name!r} is not one of the evaluation's {sorted(metrics)}.")
+        require(name in metrics, f"metric_for_best_model: {name!r} is not one of the evaluation's {sorted(metrics)}.")
         value, best = metrics[name], self.state.best_metric
         if best is None:
             best = -math.inf if self.args.greater_is_better else math.inf

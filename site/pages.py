@@ -69,7 +69,8 @@ def write(folder: Path) -> None:
         _write_text(folder, page.name, _included(page.read_text(encoding="utf-8")), "")
     for source, page in TEXTS.items():
         if not (folder / page).exists():
-            _write_text(folder, page, (ROOT / source).read_text(encoding="utf-8"), "")
+            text = (ROOT / source).read_text(encoding="utf-8")
+            _write_text(folder, page, _indexed(text) if source == "LOG.md" else text, "")
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         content = json.loads(path.read_text(encoding="utf-8"))
         if path.stem in BESIDE:
@@ -149,6 +150,26 @@ def modules() -> tuple[str, ...]:
         if not any(part.startswith("_") for part in parts):
             found.append(".".join(parts))
     return tuple(sorted(found))
+
+
+def _indexed(log: str) -> str:
+    """Return the log with an index of its entries by notebook and by claim below its introduction."""
+    known = {claim["id"]: claim["notebooks"] for claim in claims()}
+    start, *entries = re.split(r"^(?=## )", log, flags=re.M)
+    found: dict[str, list[str]] = {}
+    for i, entry in enumerate(entries):
+        date, _, title = entry.partition("\n")[0].removeprefix("## ").partition(" · ")
+        entries[i] = f"(log-{i})=\n{entry}"
+        plain = re.sub(r"[^\w .,:;%()/-]", "", title)
+        judged = [name for name in re.findall(r"\b[CER]\d+[a-h]?\b", entry) if name in known]
+        numbers = [*re.findall(r"\bnotebooks?[ /](0[1-9])", entry), *sum((known[name] for name in judged), [])]
+        names = {f"notebook {number}" for number in numbers} | {name.rstrip("abcdefgh") for name in judged}
+        for name in names:
+            found.setdefault(name, []).append(f'[{date}](#log-{i} "{plain}")')
+    order = sorted(found, key=lambda name: (name[0] != "n", name[0], int(re.sub(r"\D", "", name))))
+    index = "".join(f"- {name}: {', '.join(found[name])}\n" for name in order)
+    about = "Entries by notebook and by claim, with its later versions; hold the pointer on a date to read its title."
+    return f"{start}## Index\n\n{about}\n\n{index}\n" + "".join(entries)
 
 
 def _caption(name: str) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 
 from evoalign_lib import chats, noise
 from evoalign_lib._model_checks import check_padding, check_prompts
+from evoalign_lib.checks import require
 from evoalign_lib.precision import Weights, copy_to, layout_of, open_weights
 from evoalign_lib.rewards import ARGUMENTS, RewardError, Rewards, Scored
 from evoalign_lib.update_rules import Member
@@ -35,7 +36,7 @@ class Evaluation:
     clipped: np.ndarray
     """(completions,) bool: no end token within the limit"""
     core_seconds: float
-    """CPU time of the worker"""
+    """CPU time of the worker, and of the process in which it calls reward functions that have a time limit"""
     written: int
     """hash of the completions' tokens, by which members that write the same are told"""
 
@@ -80,16 +81,13 @@ class Prompts:
         if isinstance(rows, Mapping):
             raise TypeError(f"the data set is a mapping with the keys {sorted(rows)}: pass one split, a list of rows.")
         rows = list(rows)
-        if not rows:
-            raise ValueError("the data set is empty: pass at least one row with a 'prompt'.")
+        require(rows, "the data set is empty: pass at least one row with a 'prompt'.")
         for i, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise TypeError(f"row {i} of the data set is {row!r:.200}: pass mappings with a 'prompt'.")
             if "prompt" not in row or row.keys() != rows[0].keys():
-                columns = f"{sorted(row)}, row 0 has {sorted(rows[0])}"
-                raise ValueError(
-                    f"row {i} of the data set has the columns {columns}: give all rows the same, with 'prompt'."
-                )
+                columns = f"{sorted(row)}, row 0 has {sorted(rows[0])}: give all rows the same, with 'prompt'."
+                raise ValueError(f"row {i} of the data set has the columns {columns}")
         if taken := sorted(rows[0].keys() & set(ARGUMENTS)):
             raise ValueError(f"the column {taken[0]!r} is an argument of reward functions: rename the column.")
         if seen := [name for name in ("image", "images") if any(row.get(name) is not None for row in rows)]:
@@ -103,10 +101,8 @@ class Prompts:
         if self.conversational:
             texts = self._rendered(tokenizer, dict(template or {}))
         elif template:
-            raise ValueError(
-                f"chat_template_kwargs={dict(template)!r} has no effect: the prompts are strings, to which no template "
-                "applies. Pass lists of messages, or remove it."
-            )
+            what = f"chat_template_kwargs={dict(template)!r} has no effect: the prompts are strings, to which no"
+            raise ValueError(f"{what} template applies. Pass lists of messages, or remove it.")
         self.columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
         for i, text in enumerate(texts):
             if text != text.encode(errors="ignore").decode():
@@ -267,7 +263,7 @@ class Decoding:
         if self.options.stop_strings:
             clipped &= ~np.array(self.stopped([raw for _, raw in completions]))
         written = hash(tuple(tuple(raw) for _, raw in completions))
-        return Evaluation(scored, lengths, clipped, time.process_time() - started, written)
+        return Evaluation(scored, lengths, clipped, time.process_time() - started + scored.seconds, written)
 
     @contextmanager
     def _perturbed_elsewhere(self, key: int, sigma: float) -> Iterator[None]:
@@ -527,12 +523,10 @@ def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
     """Return the end tokens that the model's configurations and the tokenizer declare."""
     said = model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id
     ids = {int(i) for value in said if value is not None for i in np.atleast_1d(value)}
-    if not ids:
-        raise ValueError("neither the model nor the tokenizer declares an end token: set tokenizer.eos_token.")
+    require(ids, "neither the model nor the tokenizer declares an end token: set tokenizer.eos_token.")
     return sorted(ids)
 
 
 def check_temperature(temperature: float) -> None:
     """Raise ValueError unless the temperature can be sampled at: a finite number above 0."""
-    if not 0 < temperature < np.inf:
-        raise ValueError(f"temperature={temperature} must be above 0. For greedy decoding set samples=0.")
+    require(0 < temperature < np.inf, f"temperature={temperature} must be above 0. For greedy decoding set samples=0.")

@@ -34,7 +34,7 @@ from torch import Tensor
 from evoalign_lib import noise
 from evoalign_lib._adapters import check_movable, dense, is_adapted, not_dense
 from evoalign_lib._noise_host import read_only
-from evoalign_lib.checks import whole_number
+from evoalign_lib.checks import require, whole_number
 from evoalign_lib.engines import agreement, decode, memory
 from evoalign_lib.engines.base import PLAIN, Decoding, Engine
 from evoalign_lib.engines.decode import EMBEDDING, HEAD, JOINED, NORM, NORMS, Draw, inversion, supports
@@ -79,8 +79,7 @@ class PopulationDecoder:
             self._head = self._stack([HEAD], weights) if HEAD in weights else self._embedding
             unknown = sorted(weights.keys() - self._places.keys())
             reason = f"the parameter {unknown[0]!r} has no place in it" if unknown else None
-        if reason:
-            raise ValueError(f"the population decoder does not cover this model: {reason}. Use engine='local'.")
+        require(not reason, f"the population decoder does not cover this model: {reason}. Use engine='local'.")
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim, self.inverse_frequency = decode.head_dim(config), decode.inverse_frequency(config)
         self.layers, self._eps = config.num_hidden_layers, config.rms_norm_eps
@@ -170,8 +169,7 @@ class PopulationDecoder:
         begins = np.take_along_axis(ids, ids.shape[1] - mask.sum(1)[:, None] + np.arange(prefix), 1)
         if (begins != begins[:1]).any():
             raise ValueError(f"prefix={prefix}: the prompts do not all begin with the same {prefix} tokens.")
-        if not 1 <= members <= self.members:
-            raise ValueError(f"members={members}, but the decoder was made for {self.members}.")
+        require(1 <= members <= self.members, f"members={members}, but the decoder was made for {self.members}.")
         size, found = min(rows, self.chunk_rows), np.empty((members, rows, new), np.int64)
         width = -(-ids.shape[1] // 8) * 8  # few different shapes, and rows of masks aligned as the fast kernels want
         ids, mask = (np.pad(array, ((0, 0), (width - array.shape[1], 0))) for array in (ids, mask))
@@ -519,8 +517,7 @@ class CudaEngine(Engine):
             f"the parameters are {' and '.join(dtypes)}, not of one dtype": len(dtypes) > 1,
         }
         reason = next((reason for reason, holds in reasons.items() if holds), None) or uncovered(model, model.dtype)
-        if reason:
-            raise ValueError(f"engine='cuda' cannot run this: {reason}. Use engine='local'.")
+        require(not reason, f"engine='cuda' cannot run this: {reason}. Use engine='local'.")
         check_movable(model)
         layout = layout_of(model)
         weights = DeviceMaster(model, layout, distribution, 0, 1, anchor_decay)

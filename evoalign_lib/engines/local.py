@@ -204,7 +204,7 @@ class LocalEngine(Engine):
             completions = self.completions(self.until_end(own))
             evaluations.append(self.scored(first + i, name, indices, completions, trainer_state, started))
         seconds = (time.process_time() - started) / len(members)
-        return [replace(evaluation, core_seconds=seconds) for evaluation in evaluations]
+        return [replace(each, core_seconds=seconds + each.scored.seconds) for each in evaluations]
 
     def _numbers(self, key, rows, sample):
         return noise.uniforms(key, rows, self.max_completion_length, sample)

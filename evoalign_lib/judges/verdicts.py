@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from evoalign_lib.checks import whole_number
+from evoalign_lib.checks import require, whole_number
 from evoalign_lib.judges.answers import Answer
 from evoalign_lib.judges.cache import Cache, key_of
 from evoalign_lib.judges.endpoint import EndpointError
@@ -199,8 +199,7 @@ class ScoreJudge:
     """
 
     def __init__(self, score: Callable[[list[str], list[str]], Any], name: str, margin: float = 0.0):
-        if not 0 <= margin < math.inf:
-            raise ValueError(f"margin={margin} must be 0 or greater.")
+        require(0 <= margin < math.inf, f"margin={margin} must be 0 or greater.")
         self.score, self.name, self.margin = score, name, float(margin)
 
     def scores(self, texts: Sequence[tuple[str, str]]) -> dict[tuple[str, str], float]:

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from evoalign_lib import chats
-from evoalign_lib.checks import nearest
+from evoalign_lib.checks import nearest, require
 
 Row = TypeVar("Row")
 
@@ -46,8 +46,7 @@ def get(name: str) -> ModuleType:
     >>> get("countdown").__name__
     'evoalign_lib.tasks.countdown'
     """
-    if name not in TASKS:
-        raise ValueError(f"unknown task {name!r}; known: {', '.join(sorted(TASKS))}.{nearest(name, TASKS)}")
+    require(name in TASKS, f"unknown task {name!r}; known: {', '.join(sorted(TASKS))}.{nearest(name, TASKS)}")
     return import_module(TASKS[name])
 
 
@@ -82,8 +81,7 @@ def local_file(*names: str) -> Path | None:
 def check_digest(found: Path, data: bytes, url: str, sha256: str) -> None:
     """Raise ValueError if the data of a public file do not have the expected SHA-256."""
     digest = hashlib.sha256(data).hexdigest()
-    if digest != sha256:
-        raise ValueError(f"{found} has SHA-256 {digest}, expected {sha256}: delete it and fetch {url}")
+    require(digest == sha256, f"{found} has SHA-256 {digest}, expected {sha256}: delete it and fetch {url}")
 
 
 def fetched(name: str, url: str, sha256: str) -> Path:
@@ -125,8 +123,7 @@ def json_lines(data: bytes, where: str | Path, make: Callable[[dict[str, Any]], 
             raise ValueError(f"{where}, line {number}: no {error} among {', '.join(map(repr, row))}") from None
         except (ValueError, RecursionError) as error:  # invalid UTF-8 or JSON raises a ValueError, too
             raise ValueError(f"{where}, line {number}: {error or type(error).__name__}") from None
-    if not rows:
-        raise ValueError(f"{where} holds no rows: write one JSON object per line.")
+    require(rows, f"{where} holds no rows: write one JSON object per line.")
     return rows
 
 
@@ -156,8 +153,7 @@ def chat_prompt(messages: str | Sequence[Mapping[str, str]], tokenizer: Any) -> 
 
     messages: a string is taken as a single user message. Raises ValueError without a tokenizer.
     """
-    if tokenizer is None:
-        raise ValueError("the chat variant needs a tokenizer: pass tokenizer=..., or chat_template=False")
+    require(tokenizer is not None, "the chat variant needs a tokenizer: pass tokenizer=..., or chat_template=False")
     messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     return chats.opened(tokenizer, messages)
 

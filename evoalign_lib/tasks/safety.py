@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib import tasks
-from evoalign_lib.checks import choose
+from evoalign_lib.checks import choose, require
 
 Scorer = Callable[[Sequence[str], Sequence[str]], ArrayLike]
 """A function that scores each response to a prompt: (prompts, responses) -> (n,) numbers."""
@@ -231,8 +231,7 @@ class Objective:
     """
 
     def __init__(self, reward: Scorer, cost: Scorer, lam: float = 1.0, *, cut_turns: bool = False):
-        if not 0 <= lam < math.inf:
-            raise ValueError(f"lam={lam} must be a finite number of at least 0.")
+        require(0 <= lam < math.inf, f"lam={lam} must be a finite number of at least 0.")
         self.reward, self.cost, self.cut_turns, self._lam = reward, cost, cut_turns, float(lam)
         self.__name__ = type(self).__name__
 

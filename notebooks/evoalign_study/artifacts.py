@@ -165,10 +165,10 @@ class Store:
         tex = [head, rf"\caption{{{rendering.tex_escape(text)}}}", rf"\label{{fig:{name}}}"]
         replace_text(self.generated / f"{name}.tex", "\n".join(tex) + "\n")
         picture = {"image/png": b64encode(style.embedded(fig, optimize)).decode(), "text/plain": f"<figure {name}>"}
-        size = {"image/png": {"width": round(_SHOWN_WIDTH * fig.get_figwidth())}, "evoalign": {"artefact": name}}
+        how = {"width": round(_SHOWN_WIDTH * fig.get_figwidth()), "alt": text.split(". ")[0]}
         plt.close(fig)  # or the notebook would show it again at the end of the cell
         below = {"text/html": f"<p><i>{escape(text)}</i></p>", "text/plain": text}
-        return Shown((picture, size), (below, {}))
+        return Shown((picture, {"image/png": how, "evoalign": {"artefact": name}}), (below, {}))
 
     def save_table(
         self,

@@ -100,7 +100,7 @@ def finals(run: SimpleNamespace, records: Records) -> Groups:
             made["rates grpo"] = group._replace(changes=[{"learning_rate": rate} for rate in rates])
         else:
             size, steps, alpha = own["prompts_per_step"], own["steps"], ranked[0]["alpha"]
-            fewer = [{"prompts_per_step": few, "steps": steps * size // few} for few in run.fewer_prompts]
+            fewer = [{"prompts_per_step": few, "steps": max(1, steps * size // few)} for few in run.fewer_prompts]
             kept = [one | {"alpha": float(f"{alpha * (steps / one['steps']) ** 0.5:.3g}")} for one in fewer]
             made["prompts es"] = group._replace(changes=kept + fewer)
             made["prompts es_sampled"] = group._replace(arm="es_sampled", changes=[{}, *kept] if kept else [])

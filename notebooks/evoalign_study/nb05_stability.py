@@ -24,7 +24,7 @@ NOTEBOOK = "05_stability"
 ARMS = ("es", "grpo")
 STEP = {"es": "alpha", "grpo": "learning_rate"}
 """Arm -> the setting that is its step size."""
-CLAIMS = ("C8b", "C8c", "C9", "C9c", "C10", "C11", "C33", "C33b", "C37", "C37b", "C38")
+CLAIMS = ("C8c", "C9", "C9c", "C10", "C11", "C33", "C33b", "C37", "C37b", "C38")
 """The claims that the notebook's runs decide."""
 presets, TINY, SMOKE, FULL = scales(
     {
@@ -83,8 +83,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         on_grid = [half | {"test_problems": 0} | cell for cell in cells]
         tried = [half | {"test_problems": 0} | choice for choice in contenders(run, of, arm)]
         found[arm] = train[arm](here, run.seeds_match, ledgers=here if arm == "es" else ())  # section 10 replays one
-        if arm in run.again:
-            found[f"{arm} again"] = train[arm](here, run.seeds_match, changes=[run.again[arm]])
+        found[f"{arm} again"] = train[arm](here, run.seeds_match, changes=[run.again[arm]] if run.again else [])
         found[f"{arm} map"] = train[arm](here, map_seeds(run), changes=on_grid)
         found[f"{arm} elsewhere"] = train[arm](elsewhere, seeds)
         found[f"{arm} transfer"] = train[arm](elsewhere, [arms.SWEEP_SEED], changes=tried)

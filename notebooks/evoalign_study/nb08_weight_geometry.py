@@ -13,7 +13,7 @@ from pandas import DataFrame, concat
 
 from evoalign_lib import arms, tiny
 from evoalign_lib.analysis import attenuation, curves, geometry, stats
-from evoalign_study import loading, plots, runs, style, trainers
+from evoalign_study import loading, plots, runs, specs, style, trainers
 from evoalign_study.claims import quantities
 from evoalign_study.claims.quantities import skills
 from evoalign_study.claims.selection import Evidence
@@ -111,6 +111,7 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
     """
     scale, exact = loading.of_tiny_world(run, TINY)
     settings = SimpleNamespace(**exact)
+    specs.begin("merge", settings.bases[0], scale, exact)  # refuses sizes before there are runs to merge
     declared = runs.countdown(records, scale, exact)
     declared |= _factorial(settings, records, declared["grpo"], scale)
     compared = (*TRAINED, FIRST_STEP)

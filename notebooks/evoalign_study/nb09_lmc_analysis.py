@@ -12,7 +12,7 @@ from pandas import DataFrame, concat
 from evoalign_lib import arms, tiny
 from evoalign_lib.analysis import connectivity, geometry, regimes, stats
 from evoalign_study import collapse, loading, path_points, plots, runs, style, weight_cache
-from evoalign_study.kinds.weights import noise_spec, path_spec, products_specs
+from evoalign_study.kinds.weights import begin_path, noise_spec, path_spec, products_specs
 from evoalign_study.loading import After, Group, Groups, Records
 from evoalign_study.records import Spec
 from evoalign_study.results import MISSING, Results, stated
@@ -83,6 +83,7 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
     """Return the groups of runs by name: notebook 02's arms, inner products of their displacements, lines, noise."""
     scale, exact = loading.of_tiny_world(run, TINY)
     settings = SimpleNamespace(**exact)
+    begin_path(settings.bases[0], exact, scale)  # before there are ends of runs
     shared = runs.countdown(records, scale, exact)
     declared = {name: shared[name] for name in shared if name in (*TRAINED, BASE) or name.startswith("sweep")}
     declared["products"] = runs.after(records, TRAINED, lambda *each: products_specs(each, scale))
@@ -107,6 +108,7 @@ def _regimes(run: SimpleNamespace, records: Records, scale: str) -> dict[str, An
         declared[name] = Group(arm, [run.regime_base], run.regime_seeds, settings, changes, scale=scale)
     asked = {"task": "conciseness", "max_completion_length": runs.conciseness(scale, "es")["max_completion_length"]}
     asked |= {"validation_problems": run.regime_problems, "path_points": run.regime_points}
+    begin_path(run.regime_base, asked, scale)
     ends = {name: [weight_cache.end([record]) for record in records.get(name, ())] for name in REGIMES}
     pairs = list(combinations([end for name in LEARNED for end in ends[name]], 2))
     small = [end for name in SMALL for end in ends[name]]

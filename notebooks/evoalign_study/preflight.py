@@ -130,10 +130,12 @@ def plan(
         runs: number of runs at once on the machine.
 
     Raises:
-        ValueError: an unknown arm or task, or a tensor_parallel that does not suit the GPUs and the model.
+        ValueError: an unknown arm or task, a rank that no matrix has, or a tensor_parallel that does not suit the GPUs
+            and the model.
         CannotCount: see `memory.shape`.
     """
     model, sampled = memory.shape(config), spec.get("kind") == "sampled"
+    _check_ranks(spec, model.hidden)
     members = sampled or trainers.of(spec["arm"]).has_members
     work = footprint.Work(1, measures.get(spec["task"]).prompt_tokens, spec["max_completion_length"], 1)
     if sampled:
@@ -273,8 +275,16 @@ def check_settings(specs: Sequence[Spec]) -> None:
         what = f"test_problems={n} at {further + 2} decodings do not fit into a record"
         require(n // 4 + n * (1 + further) <= MAX_RECORD, f"{what}: take fewer problems or temperatures.")
         if spec["base"] in tiny.SHIPPED:  # a trainer refuses what is too long for another model before its first step
-            context, new = context_of(_config(spec["base"])), spec["max_completion_length"]
+            config, new = _config(spec["base"]), spec["max_completion_length"]
+            context = context_of(config)
             require(new < context, f"max_completion_length={new}: {spec['base']!r} reads {context} tokens.")
+            _check_ranks(spec, config.hidden_size)
+
+
+def _check_ranks(spec: Spec, most: int) -> None:
+    for name in {"rank", "lora_rank"} & spec.keys():
+        what = f"{name}={spec[name]} is larger than the matrices of {spec['base']!r}, whose rank is {most} at most"
+        require(spec[name] <= most, f"{what}: take a smaller one, such as 8.")
 
 
 def check(specs: Sequence[Spec], *, workers: int | None = None) -> None:

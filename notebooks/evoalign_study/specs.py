@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evoalign_lib import arms, tasks, tiny
-from evoalign_lib.checks import nearest
+from evoalign_lib.checks import nearest, require
 from evoalign_study import base_models, measures, trainers
 from evoalign_study.records import ENGINE_VERSION, Spec
 
@@ -30,10 +30,9 @@ def begin(kind: str, base: str, scale: str, settings: Mapping[str, Any]) -> Spec
     measure = measures.get(task)
     if base in tiny.SHIPPED and tiny.task_of(base) != task:
         known = [name for name in tiny.SHIPPED if tiny.task_of(name) == task]
-        raise ValueError(
-            f"base {base!r} was trained for the task {tiny.task_of(base)!r}, not {task!r}: set "
-            f"task={tiny.task_of(base)!r}, or use one of {', '.join(known) or 'your own models'}."
-        )
+        of, others = tiny.task_of(base), ", ".join(known) or "your own models"
+        what = f"base {base!r} was trained for the task {of!r}, not {task!r}"
+        raise ValueError(f"{what}: set task={of!r}, or use one of {others}.")
     for other in tasks.TASKS.keys() - {task}:
         for name in measures.get(other).settings:
             if settings.get(name) and name not in measure.settings:
@@ -55,11 +54,8 @@ def begin_tiny(
     Raises:
         ValueError: any other base, task or engine, and whatever `begin` refuses.
     """
-    if base not in bases:
-        raise ValueError(
-            f"base {base!r} has no runs of kind {kind!r}, which are for plain models of the tiny world. Use one of "
-            f"{', '.join(bases)}."
-        )
+    what = f"base {base!r} has no runs of kind {kind!r}, which are for plain models of the tiny world"
+    require(base in bases, f"{what}. Use one of {', '.join(bases)}.")
     engine_fields([base], settings)  # refuses any engine but the local one
     return begin(kind, base, scale, settings)
 
@@ -80,12 +76,9 @@ def check_names(settings: Mapping[str, Any]) -> None:
     A setting that another arm reads is accepted, so that several arms can share the same settings.
     """
     known = settings_of_runs()
-    for name in settings:
-        if name not in known:
-            raise ValueError(
-                f"unknown setting {name!r}: no run reads it, remove it.{nearest(name, known)} Known: "
-                f"{', '.join(sorted(known))}."
-            )
+    for name in sorted(settings.keys() - known):
+        what = f"unknown setting {name!r}: no run reads it, remove it.{nearest(name, known)}"
+        raise ValueError(f"{what} Known: {', '.join(sorted(known))}.")
 
 
 def sizes(settings: Mapping[str, Any], names: Sequence[str] | None = None) -> dict[str, Any]:

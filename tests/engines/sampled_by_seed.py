@@ -9,9 +9,10 @@ import tempfile
 from functools import partial
 
 import torch
+from grpo_runs import built
 from helpers import PROMPTS, tokenizer
 
-from evoalign_lib import grpo, models
+from evoalign_lib import models
 from evoalign_lib.engines.vllm import _end, import_vllm
 
 
@@ -22,13 +23,10 @@ def sampled(folder: str, seed: int) -> list[list[int]]:
         seen.extend(completion_ids)
         return [float(sum(ids) % 5) for ids in completion_ids]
 
-    settings = {"vllm": {"eos_ids": [tokenizer().eos_token_id], "max_model_length": 128, "gpu_memory": 0.2}}
-    settings |= {"steps": 2, "prompts_per_step": 2, "num_generations": 4, "max_completion_length": 8}
-    settings |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-3}
+    vllm = {"eos_ids": [tokenizer().eos_token_id], "max_model_length": 128, "gpu_memory": 0.2}
     with tempfile.TemporaryDirectory() as place:
-        args = grpo.config("grpo", output_dir=place, seed=seed, **settings)
-        rows = [{"prompt": p} for p in PROMPTS]
-        trainer, budget = grpo.trainer(models.load(folder)[0], reward, args, rows, tokenizer())
+        data, changed = [{"prompt": p} for p in PROMPTS], {"seed": seed, "vllm": vllm, "max_completion_length": 8}
+        trainer, budget = built(place, "grpo", reward, models.load(folder)[0], data, **changed)
         trainer.train()
     assert budget.spent(1)["completions"] == len(seen) == 16
     assert budget.spent(1)["generated_tokens"] == sum(map(len, seen))

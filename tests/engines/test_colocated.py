@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,7 @@ import torch
 from evoalign_study import training
 from evoalign_study.kinds import train
 from evoalign_study.kinds.train import train_specs
-from helpers import tokenizer
+from helpers import SMALL_RUN, python, tokenizer
 from safetensors.torch import load_file
 from small_models import LENGTH, ROWS, SETTINGS, model
 
@@ -23,8 +21,7 @@ from evoalign_lib.engines.vllm import Generator, PushedEngine, WrongWeights
 pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
 
 HERE = Path(__file__).parent
-SMALL = {"max_completion_length": 16, "validation_problems": 5, "test_problems": 3, "engine": "vllm", "steps": 2}
-SMALL |= {"prompts_per_step": 4, "curve_points": 2, "learning_rate": 1e-3, "beta": 0.0, "num_generations": 4}
+SMALL = SMALL_RUN | {"engine": "vllm", "curve_points": 2, "test_problems": 3}
 
 
 def test_weights_that_are_pushed_decode_as_in_transformers(folder):
@@ -57,9 +54,7 @@ def test_weights_that_are_pushed_decode_as_in_transformers(folder):
 def test_every_seed_has_samples_of_its_own(folder):
     """TRL seeds vLLM with the number of the process: all seeds of an experiment would draw the same numbers."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "sampled_by_seed.py"), folder, "0", "1"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = python(HERE / "sampled_by_seed.py", folder, 0, 1, env=environment)
     first, other = json.loads(done.stdout.splitlines()[-1])
     assert first != other
     assert len({tuple(ids) for ids in first[:4]}) > 1  # a group's completions are samples, too

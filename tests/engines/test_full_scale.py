@@ -3,12 +3,11 @@
 import faulthandler
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import yaml
 from evoalign_study import paths
+from helpers import python
 
 pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
 pytest.importorskip("seaborn", reason="notebooks need evoalign[analysis,notebooks,adapters] beside it")
@@ -25,11 +24,9 @@ def test_notebook_01_at_full_scale(folder, external_data, tmp_path):
     sizes |= {"max_completion_length": 12, "seeds": 1, "gpus": 1}
     settings = {"scale": "full", "model": folder, "engine": "vllm"} | sizes
     notebook, out = paths.NOTEBOOKS / "01_es_countdown.ipynb", tmp_path / "out.ipynb"
-    command = [sys.executable, "-m", "papermill", str(notebook), str(out), "-k", "python3"]
-    command += ["--cwd", str(paths.NOTEBOOKS), "-y", yaml.safe_dump(settings)]
+    command = ["-m", "papermill", notebook, out, "-k", "python3", "--cwd", paths.NOTEBOOKS]
     environment = os.environ | {"EVOALIGN_RUN_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stderr[-3000:]
+    python(*command, "-y", yaml.safe_dump(settings), env=environment)
     records = [json.loads(line) for line in (tmp_path / "results" / "full.jsonl").read_text().splitlines()]
     trained = [r for r in records if r["spec"]["kind"] == "train"]
     assert trained and all(r["plan"]["decoder"] == "vllm" and r["spec"]["base"] == folder for r in trained)

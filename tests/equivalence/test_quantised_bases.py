@@ -26,12 +26,12 @@ HIGHEST = {"int8": 127, "int4": 7}
 TRAINERS = pytest.mark.parametrize("search", [False, True], ids=["ES", "ESSA"])
 
 
-def trainer(folder, model, search=False, **changed):
+def trainer(folder, model, search=False, sft=None, **changed):
     spread = {"sigma": 2.0} if search else {"sigma": 0.1, "alpha": 0.2}
     given = {"population_size": 4, "prompts_per_step": 4, "max_completion_length": 6} | spread | changed
     config, kind = (ESSAConfig, ESSATrainer) if search else (ESConfig, ESTrainer)
-    adapter = lora(init_lora_weights=False)
-    return kind(model, token_sum, short_run(folder, config, **given), ROWS, ROWS, tokenizer(), peft_config=adapter)
+    rest = {"sft_dataset": sft} if sft else {"peft_config": lora(init_lora_weights=False)}
+    return kind(model, token_sum, short_run(folder, config, **given), ROWS, ROWS, tokenizer(), **rest)
 
 
 def own(tested) -> list[list[int]]:
@@ -193,9 +193,7 @@ def test_saved_replayed_and_gone_on_with(tmp_path, mode, search):
 @CODES
 def test_essa_fine_tunes_over_codes_and_goes_on(tmp_path, mode):
     def made(steps):
-        args = short_run(tmp_path / "run", ESSAConfig, population_size=4, max_steps=steps, prompts_per_step=4)
-        model = quantise(saved_base(tmp_path / "base"), mode)
-        return ESSATrainer(model, token_sum, args, ROWS, None, tokenizer(), sft_dataset=SFT_ROWS)
+        return trainer(tmp_path / "run", quantise(saved_base(tmp_path / "base"), mode), True, SFT_ROWS, max_steps=steps)
 
     tested = made(1)
     before = base_bits(tested.model)

@@ -222,17 +222,6 @@ def test_the_best_weights_come_back(tmp_path, mode):
     assert tested.engine.weights.float32().tobytes() == best.tobytes() and tested.state.best_global_step == 3
 
 
-@pytest.mark.parametrize("saving", [{}, SAVING], ids=["ledger", "checkpoint"])
-def test_the_best_weights_of_a_resumed_run(tmp_path, saving):
-    whole = trained(tmp_path / "whole", peaking, **EVALUATING)
-    trained(tmp_path / "run", peaking, callbacks=[Ending(6)], **EVALUATING, **saving)
-    # the checkpoint's weights are not the model's: the best ones are taken from it, too
-    model = random_model(seed=9) if saving else None
-    resumed = trained(tmp_path / "run", peaking, model, resume=True, **EVALUATING, **saving)
-    assert resumed.state.best_global_step == 3 and digest(resumed) == digest(whole)
-    assert model_bytes(resumed.model) == model_bytes(whole.model)
-
-
 def test_early_stopping_has_the_same_patience_after_a_checkpoint(tmp_path):
     settings = EVALUATING | SAVING
     trained(tmp_path, peaking, callbacks=[EarlyStoppingCallback(3), Ending(5)], **settings)

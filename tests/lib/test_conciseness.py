@@ -57,27 +57,23 @@ def test_own_questions_are_loaded_with_what_else_is_right_or_wrong(tmp_path):
     assert second == Problem("Is 7 prime?", "Yes", ("prime",), ("no", "not prime"))
 
 
-MALFORMED = [
-    ('["a", "b"]', "an object"),
-    ('{"answer": "b"}', "question"),
-    ('{"question": " ", "answer": "b"}', "question"),
-    ('{"question": "a", "answer": 7}', "answer .* 7"),
-    ('{"question": "a", "answer": "b", "accepted": "c"}', "accepted .* 'c'"),
-    ('{"question": "a", "answer": "b", "rejected": [1]}', "rejected"),
-    ('{"question": "caf\udce9?", "answer": "a"}', "utf-8"),
-]
-
-
-@pytest.mark.parametrize(("line", "named"), MALFORMED)
-def test_a_malformed_line_is_named_with_what_is_missing(tmp_path, line, named):
-    path = tmp_path / "own.jsonl"
+def load_third(line, folder):
     whole = '{"question": "Is 7 prime?", "answer": "Yes"}\n\n' + line + "\n"
-    path.write_bytes(whole.encode("utf-8", "surrogateescape"))
-    with pytest.raises(ValueError, match=f"own.jsonl, line 3: .*{named}"):
-        load(path)
-    path.write_text("\n\n")
-    with pytest.raises(ValueError, match="own.jsonl"):
-        load(path)
+    (folder / "own.jsonl").write_bytes(whole.encode("utf-8", "surrogateescape") if line else b"\n\n")
+    load(folder / "own.jsonl")
+
+
+test_a_malformed_line_is_named_with_what_is_missing = refused(
+    ("", "own.jsonl"),
+    ('["a", "b"]', "own.jsonl, line 3: .*an object"),
+    ('{"answer": "b"}', "own.jsonl, line 3: .*question"),
+    ('{"question": " ", "answer": "b"}', "own.jsonl, line 3: .*question"),
+    ('{"question": "a", "answer": 7}', "own.jsonl, line 3: .*answer .* 7"),
+    ('{"question": "a", "answer": "b", "accepted": "c"}', "own.jsonl, line 3: .*accepted .* 'c'"),
+    ('{"question": "a", "answer": "b", "rejected": [1]}', "own.jsonl, line 3: .*rejected"),
+    ('{"question": "caf\udce9?", "answer": "a"}', "own.jsonl, line 3: .*utf-8"),
+    call=lambda line, tmp_path: load_third(line, tmp_path),
+)
 
 
 # ------------------------------------------------------------------------------------------------------------- rewards

@@ -84,15 +84,6 @@ def test_public_problems_prompts_and_solutions(rows, every):
     assert [i for i, text in found.items() if text is None] == [i for i in known if i % every == 0]
 
 
-def test_shipped_solutions_get_the_documented_rewards(rows):
-    rows = [row for row in rows if row["solution"] is not None]
-    written = [(f"<answer>{row['solution']}</answer>", row["numbers"], row["target"]) for row in rows]
-    for grader in countdown.GRADERS:
-        scores = [grade(*each, grader).answer for each in written]
-        assert (scores.count(1), scores.count(0)) == (2166, 15)  # 15 of them break the rule "each number exactly once"
-        assert scores == [_published_answer(*each) for each in written]
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the cache folder follows XDG_CACHE_HOME on Linux only")
 def test_without_folder_and_network_the_error_names_the_remedy(tmp_path, monkeypatch):
     for name in ("EVOALIGN_DATA", "XDG_CACHE_HOME"):
@@ -168,7 +159,7 @@ def _values(numbers):
 
 
 @pytest.mark.parametrize(
-    "numbers", [(5,), (3, 8), (0, 4), (2, 2), (1, 2, 3), (0, 0, 7), (4, 4, 4), (13, 7, 29), (3, 3, 8, 8)]
+    "numbers", [(5,), (3, 8), (0, 4), (2, 2), (1, 2, 3), (0, 0, 7), (4, 4, 4), (13, 7, 29), (3, 3, 8, 8), (2, 5, 7, 11)]
 )
 def test_the_solver_agrees_with_brute_force(numbers):
     found = countdown.attainable(numbers)
@@ -176,13 +167,6 @@ def test_the_solver_agrees_with_brute_force(numbers):
     assert all(_answer(text, numbers, value) == 1 for value, text in found.items())
     assert all((solve(numbers, target) is not None) == (target in found) for target in range(-30, 31))
     assert numbers != (3, 3, 8, 8) or solve(numbers, 24) == "8 / (3 - (8 / 3))"  # the only way
-
-
-def test_the_number_of_values_is_that_of_the_known_sequence():
-    # distinct rational values from n generic numbers, OEIS A140606: 1, 6, 68, 1170, ...
-    generic = [10**3 + 9, 10**5 + 3, 10**7 + 19, 10**9 + 7]
-    assert [len(countdown.attainable(generic[:n])) for n in (1, 2, 3, 4)] == [1, 6, 68, 1170]
-    assert _answer(solve([2, 3, 5, 7, 1, 4], 840), [2, 3, 5, 7, 1, 4], 840) == 1  # six numbers
 
 
 # -------------------------------------------------------------------------------------------------------------- format
@@ -324,6 +308,7 @@ _WRONG += ["44 + 54", "44 + 44 + 19 + 35 - 44", "4419 + 35", "44 + 19 35", "044 
 BY_HAND = [
     *((f"1 - 1 / {large}", [1, 1, large], 1, 0, 1) for large in (10**6, 10**12)),
     ("+3 + 4", [3, 4], 7, 0, 1),
+    ("4 + 4", [4, 2], 8, 0, 0),
     # non-integer targets of the file are rounded doubles
     ("800 / 3", [800, 3], "266.6666666666667", 1, 1),
     ("800 / 3", [800, 3], "266.66667", 0, 1),

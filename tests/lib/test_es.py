@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from es_runs import ROWS, Ending, config, constant, digest, model_bytes, never, read, token_sum, trained, trainer
+from es_runs import ROWS, config, constant, digest, model_bytes, never, read, token_sum, trained, trainer
 from helpers import PROMPTS, fails_later, lora, ran, random_model, refused, saved, tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import PreTokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, TrainerCallback
+from transformers import HfArgumentParser, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from evoalign_lib import cli, ledger, models
@@ -231,7 +231,7 @@ def test_a_tied_population_decays_toward_the_start(tmp_path):
     )
     tested.train()
     assert [log["tied"] for log in tested.state.log_history] == [0, 0, 1, 1, 1, 1] and tested.counts["tied"] == 4
-    assert (path[1] != start).mean() > 0.9
+    assert (path[1] != start).mean() > 0.9 and not tested.engine.weights.start.flags.writeable
     for before, after in zip(path[1:], path[2:], strict=False):  # to the bit
         assert after.tobytes() == (before - np.float32(0.25) * (before - start)).tobytes()
     # so does the ledger, whose lines say nothing else than that they were tied
@@ -241,17 +241,10 @@ def test_a_tied_population_decays_toward_the_start(tmp_path):
 
 
 def test_shuffled_permutes_the_rewards_of_its_own_members(tmp_path):
-    told = []
-
-    class Noted(ESTrainer):
-        def tell(self, members, fitness):
-            told.append((members, fitness))
-            return super().tell(members, fitness)
-
-    for fitness in ("reward", "shuffled"):  # the same noise in both, by an explicit arm
-        trainer(tmp_path / fitness, kind=Noted, fitness=fitness, arm="paired", max_steps=1).train()
-    (members, plain), (same, shuffled) = told
-    assert members == same and sorted(plain) == sorted(shuffled) and (plain != shuffled).any()
+    # the same noise in both, by an explicit arm
+    runs = [trained(tmp_path / f, fitness=f, arm="paired", max_steps=1) for f in ("reward", "shuffled")]
+    plain, shuffled = (run.ledger.steps[0].rewards for run in runs)
+    assert sorted(plain) == sorted(shuffled) and (plain != shuffled).any()
 
 
 def test_random_fitness_generates_nothing(tmp_path):
@@ -261,13 +254,6 @@ def test_random_fitness_generates_nothing(tmp_path):
     assert tested.engine._pool is None and (tested.engine.master != before).any() and tested.counts["tied"] == 0
     assert tested.budget["completions"] == tested.budget["generated_tokens"] == tested.budget["prompt_tokens"] == 0
     assert "completions/mean_length" not in tested.state.log_history[0]
-
-
-@pytest.mark.parametrize("fitness", ["reward", "shuffled", "random"])
-def test_the_seed_decides(tmp_path, fitness):
-    settings = {"fitness": fitness, "max_steps": 1}
-    one, same, other = (digest(trained(tmp_path / str(i), seed=i // 2, **settings)) for i in range(3))
-    assert one == same != other
 
 
 @given(
@@ -358,13 +344,6 @@ def test_callbacks_come_in_order_and_find_the_current_weights(tmp_path, decoder)
     assert set(models[6:]) == {model_bytes(tested.model)}
 
 
-def test_a_callback_stops_the_run(tmp_path):
-    tested = trainer(tmp_path, callbacks=[Ending(2)], max_steps=5)
-    assert tested.train().global_step == 2
-    tested.pop_callback(Ending)  # a new call of train() is not stopped by the old one
-    assert tested.train().global_step == 5
-
-
 def test_no_secret_is_written(tmp_path, monkeypatch, caplog):
     """A planted token is in no file of a run, nor in its log."""
     secret = "hf_plantedtoken"
@@ -397,14 +376,10 @@ def checkpoints(folder: Path) -> list[str]:
 def test_the_saved_model_and_a_checkpoint_are_the_master(tmp_path):
     tested = trained(tmp_path, max_steps=1, **SAVING)
     tested.save_model(tmp_path / "out")
-    for folder in (tmp_path / "out", tmp_path / "checkpoint-1"):
-        parameters = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
-        for name, view in tested.engine.layout.views(tested.engine.master).items():
-            assert (parameters[name].detach().numpy() == view).all()
-        assert AutoTokenizer.from_pretrained(folder)("a<think>")["input_ids"] == tokenizer()("a<think>")["input_ids"]
     # a folder is a model for the next run, with its own tokenizer
-    again = ESTrainer(str(tmp_path / "out"), token_sum, config(tmp_path / "again"), ROWS)
-    assert digest(again) == digest(tested) and (again.train_prompts.ids == tested.train_prompts.ids).all()
+    for folder in ("out", "checkpoint-1"):
+        again = ESTrainer(str(tmp_path / folder), token_sum, config(tmp_path / "again"), ROWS)
+        assert digest(again) == digest(tested) and (again.train_prompts.ids == tested.train_prompts.ids).all()
     state = json.loads((tmp_path / "checkpoint-1/es_state.json").read_text())
     assert state["budget"] == tested.budget and state["settings"]["sigma"] == 0.05
     # as it was at the save, at which the log of the step had been written
@@ -450,23 +425,15 @@ def test_what_cannot_be_saved_is_refused_before_the_first_step(tmp_path, part):
         tested.train()
 
 
-def test_rotation_never_removes_the_checkpoint_just_written(tmp_path):
+def test_rotation_keeps_the_checkpoint_just_written_and_folders_of_the_users_own(tmp_path):
     for name in ("checkpoint-100", "checkpoint-best"):  # of an older and longer run, and one that a user named
         (tmp_path / name).mkdir()
-    trained(tmp_path, save_total_limit=1, max_steps=1, **SAVING)
-    assert checkpoints(tmp_path) == ["checkpoint-1", "checkpoint-best"]
-
-
-def test_a_users_own_folder_is_neither_rotated_nor_replaced(tmp_path):
     for name in ("checkpoint-0", "checkpoint-2"):
         (tmp_path / name).mkdir(), (tmp_path / name / "notes.txt").write_text("mine")
     with pytest.raises(OSError, match="checkpoint-2") as error:
         trained(tmp_path, save_total_limit=1, max_steps=2, **SAVING)
-    assert "other files" in str(error.value) and checkpoints(tmp_path) == [
-        "checkpoint-0",
-        "checkpoint-1",
-        "checkpoint-2",
-    ]
+    left = [f"checkpoint-{i}" for i in (0, 1, 2, "best")]
+    assert "other files" in str(error.value) and checkpoints(tmp_path) == left
     (tmp_path / "checkpoint-2").rename(tmp_path / "mine")
     ran(trainer(tmp_path, max_steps=2, **SAVING), True)
     trained(tmp_path, overwrite_output_dir=True, max_steps=1)

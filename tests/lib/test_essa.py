@@ -290,10 +290,9 @@ def test_a_replay_on_another_machine(tmp_path, caplog):
 # ---- runs that end with the same bits: with any number of workers, after kill -9, and in a replay
 
 
-def begun(folder, adapter_seed: int = 1, sft=None, **changed) -> ESSATrainer:
+def begun(folder, adapter_seed: int = 1, **changed) -> ESSATrainer:
     """A run of five steps whose adapter is drawn from a seed of its own."""
-    model = attached(adapter_seed, lora_config(2) if sft else None)
-    return trainer(folder, model=model, adapter=None, sft=sft, **{"max_steps": 5, "seed": 5} | changed)
+    return trainer(folder, model=attached(adapter_seed), adapter=None, **{"max_steps": 5, "seed": 5} | changed)
 
 
 def outcome(tested: ESSATrainer) -> dict:
@@ -313,7 +312,7 @@ class Dying(ESSATrainer):
 
 
 KILLED = [
-    {"workers": 2, "shared_batch": True, "save_strategy": "steps", "save_steps": 2},
+    {"workers": 2, "shared_batch": True, "save_strategy": "steps", "save_steps": 2, "chunk_rows": 4},
     {"decomposition": "product", "leading_share": 0.5, "fitness": "random"},
 ]
 
@@ -325,7 +324,7 @@ def test_killed_resumed_and_replayed(tmp_path, settings):
     assert in_child(lambda: begun(folder, kind=Dying, **settings).train()) == -signal.SIGKILL
     assert len(ledger.read(folder / ledger.NAME).steps) == 4
     again = begun(folder, adapter_seed=2, **settings)  # a new process draws another adapter
-    again.predict(ROWS[:1])  # its workers know no other
+    again.predict(ROWS)  # its workers know no other
     again.train(resume_from_checkpoint=True)
     assert outcome(again) == outcome(whole)
     start = peft.PeftModel.from_pretrained(random_model(), folder / ledger.START, is_trainable=True)
@@ -333,28 +332,6 @@ def test_killed_resumed_and_replayed(tmp_path, settings):
     assert ledger.verify(folder / ledger.NAME, start).recomputed
     shorter = ledger.replay(folder / ledger.NAME, start, step=3)
     assert shorter.tobytes() != whole.engine.master.tobytes()
-
-
-@pytest.mark.slow
-def test_killed_after_a_warm_start(tmp_path):
-    """What goes on begins with the adapter that was fine-tuned, and knows what it cost."""
-    folder = tmp_path / "run"
-    assert in_child(lambda: begun(folder, kind=Dying, sft=SFT_ROWS, workers=2).train()) == -signal.SIGKILL
-    again = begun(folder, adapter_seed=2, sft=SFT_ROWS, workers=2)
-    again.evaluate()  # workers that know the other adapter only
-    again._fine_tune = None
-    again.train(resume_from_checkpoint=True)
-    start = peft.PeftModel.from_pretrained(random_model(), folder / ledger.START, is_trainable=True)
-    run = ledger.read(folder / ledger.NAME)
-    assert ledger.replay(run, start).tobytes() == again.engine.master.tobytes()
-    assert again.budget["sft_tokens"] == run.header["warm_start"]["tokens"] > 0
-    # serial, from the same start: the same rewards of every member
-    serial = begun(tmp_path / "serial", adapter_seed=3, sft=SFT_ROWS)
-    parameters = dict(start.named_parameters())
-    serial.engine.weights.begin({entry.name: parameters[entry.name].detach() for entry in serial.engine.layout.entries})
-    serial._account(run.header["warm_start"])
-    serial.train()
-    assert [step.rewards.tobytes() for step in serial.ledger.steps] == [step.rewards.tobytes() for step in run.steps]
 
 
 def test_the_same_trainer_goes_on_after_an_interrupt(tmp_path):

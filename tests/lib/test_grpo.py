@@ -13,7 +13,7 @@ import torch
 import trl
 from datasets import Dataset
 from grpo_runs import QUIET, SAVING, SETTINGS, adapted, built, length_reward, rows, same, weights
-from helpers import fails_later, random_model
+from helpers import fails_later, random_model, refused
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from evoalign_lib import _checkpoints, grpo, tiny
@@ -103,8 +103,32 @@ REFUSED = {
 def test_settings_that_are_refused(arm, name, value):
     with pytest.raises(ValueError, match=f"{name}={re.escape(repr(value))}"):
         grpo.config(arm, output_dir="x", **SETTINGS | {name: value})
-    with pytest.raises(ValueError, match="arm='ppo'"):
-        grpo.config("ppo", output_dir="x", **SETTINGS)
+
+
+def half():
+    model = tiny.load("A0")[0]
+    model.model.layers[1].mlp.to(torch.float16)  # model.dtype is that of the first parameter
+    return model
+
+
+A0, FROM = str(tiny.bases_folder() / "A0"), [{"prompt": [{"from": "human", "value": "1+1"}]}] * 2
+test_what_is_refused = refused(
+    (lambda _: grpo.config("ppo", output_dir="x", **SETTINGS), "arm='ppo'"),
+    (lambda _: grpo.shared(8, None, 3), "8 completions"),
+    (lambda _: grpo.shared(9, 2, 3), "micro_batch=2"),
+    (lambda folder: built(folder, model=half()), "weights in torch.float16"),
+    (lambda _: tuned(model=half()), "weights in torch.float16"),
+    (lambda folder: built(folder, model=A0, model_init_kwargs={"dtype": "bfloat16"}), "weights in torch.bfloat16"),
+    (lambda folder: built(folder, model=random_model(), beta=0.04), "beta=0.04: .* by name, and this model has none"),
+    *((lambda folder, arm=arm: built(folder, arm, data=FROM), "row 0 .*'from'") for arm in ("grpo", "rloo")),
+    (lambda _: tuned(data=[]), "no completion passed the filter"),
+    (lambda _: tuned(weight_decay=0.1), "weight_decay=0.1: it is fixed at 0.0"),
+    call=lambda make, tmp_path: make(tmp_path),
+)
+
+
+def test_a_model_by_name_is_in_float32(tmp_path):
+    assert built(tmp_path, model=A0)[0].model.dtype == torch.float32
 
 
 def test_numbers_of_numpy_and_the_older_name_of_dtype():
@@ -116,9 +140,6 @@ def test_numbers_of_numpy_and_the_older_name_of_dtype():
 
 def test_processes_share_a_step(monkeypatch):
     assert [grpo.shared(64, None, 1), grpo.shared(64, 16, 8), grpo.shared(12, 3, 2)] == [(64, 64), (8, 8), (6, 3)]
-    for rollouts, micro_batch in ((8, None), (9, 2)):
-        with pytest.raises(ValueError, match=f"{rollouts} completions|micro_batch={micro_batch}"):
-            grpo.shared(rollouts, micro_batch, 3)
     monkeypatch.setenv("WORLD_SIZE", "2")  # said, but nothing here connects them
     with pytest.raises(ValueError, match="2 processes were launched and TRL has found 1"):
         grpo.config("grpo", output_dir="x", **SETTINGS)
@@ -182,17 +203,12 @@ def test_weights_in_bfloat16_are_what_rounding_leaves_of_a_step(tmp_path):
     assert same(rounded(weights(whole.model)), weights(trainer.model))
 
 
-def test_other_precisions_are_refused(tmp_path):
-    model = tiny.load("A0")[0]
-    model.model.layers[1].mlp.to(torch.float16)  # model.dtype is that of the first parameter
-    with pytest.raises(ValueError, match="weights in torch.float16"):
-        built(tmp_path, model=model)
-    with pytest.raises(ValueError, match="weights in torch.float16"):
-        tuned(model=model)
-    folder = str(tiny.bases_folder() / "A0")
-    with pytest.raises(ValueError, match="weights in torch.bfloat16"):
-        built(tmp_path, model=folder, model_init_kwargs={"dtype": "bfloat16"})
-    assert built(tmp_path, model=folder)[0].model.dtype == torch.float32
+def test_a_model_that_reads_padding_is_refused_where_there_is_some(tmp_path):
+    model = random_model("rwkv")
+    data = [{"prompt": prompt} for prompt in ("a", "bc", "d")]
+    with pytest.raises(ValueError, match="'rwkv'.*one length"):
+        built(tmp_path, model=model, data=data, beta=0.0)
+    built(tmp_path, model=model, data=data[::2], beta=0.0)
 
 
 def test_the_reference_has_the_weights_that_the_run_starts_from(tmp_path):
@@ -213,8 +229,6 @@ def test_the_reference_has_the_weights_that_the_run_starts_from(tmp_path):
         first, second = (entry["kl"] for entry in trainer.state.log_history if "kl" in entry)
         assert abs(first) < 1e-6 < abs(second)
     assert built(tmp_path)[0].ref_model is None
-    with pytest.raises(ValueError, match=r"beta=0.04: TRL loads the reference model by name, and this model has none"):
-        built(tmp_path, model=random_model(), beta=0.04)
 
 
 # ---- budget
@@ -271,19 +285,12 @@ def test_the_budget_is_what_a_count_by_hand_gives(tmp_path, arm, beta, passes):
     assert len(seen) == 4 and budget.state() == before  # scored, not counted
 
 
-@pytest.mark.parametrize(
-    ("arm", "adapter", "changed"),
-    [("grpo_rounded", None, {"micro_batch": 4}), ("grpo", "own", {})]
-    + [
-        pytest.param(*case, marks=SLOW)
-        for case in (
-            ("grpo", None, {"micro_batch": 4}),
-            ("rloo", None, {"micro_batch": 4}),
-            ("grpo", "new", {}),
-            ("rloo", "own", {"beta": 0}),
-        )
-    ],
-)
+PARTS = {"micro_batch": 4}
+RESUMED = [("grpo", None, PARTS), ("rloo", None, PARTS), ("grpo", "new", {}), ("rloo", "own", {"beta": 0})]
+RESUMED = [("grpo_rounded", None, PARTS), ("grpo", "own", {}), *(pytest.param(*case, marks=SLOW) for case in RESUMED)]
+
+
+@pytest.mark.parametrize(("arm", "adapter", "changed"), RESUMED)
 def test_a_resumed_run_has_the_bits_and_the_budget_of_an_uninterrupted_one(tmp_path, arm, adapter, changed):
     """With TRL's reference beside an adapter, transformers alone would go on from the adapter of the start."""
     settings = {"steps": 3, "beta": 0.04, "data": rows(6), **SAVING} | changed
@@ -362,8 +369,6 @@ def test_prompts_and_failures_are_treated_as_by_es(tmp_path, arm):
         tested.train()
     found = Prompts(data, tiny.tokenizer())  # whose answer goes on
     assert budget.total["prompt_tokens"] == 8 * found.width and tested.state.global_step == 1
-    with pytest.raises(ValueError, match="row 0 .*'from'"):
-        built(tmp_path, arm, data=[{"prompt": [{"from": "human", "value": "1+1"}]}] * 2)
 
 
 def test_random_rewards_are_those_of_seed_and_step():
@@ -409,10 +414,3 @@ def test_fine_tuning_learns_completions_with_their_end_and_no_prompt(tmp_path):
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[0] == pytest.approx(expected, rel=1e-4)
     assert len(losses) == 6 and losses[-1] < 0.5 * losses[0]
-
-
-def test_fine_tuning_on_nothing_and_settings_it_fixes_are_refused():
-    with pytest.raises(ValueError, match="no completion passed the filter"):
-        tuned(data=[])
-    with pytest.raises(ValueError, match="weight_decay=0.1: it is fixed at 0.0"):
-        tuned(weight_decay=0.1)

@@ -358,10 +358,6 @@ def test_the_key_is_sent_and_kept_nowhere(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="NO_SUCH_KEY"):
             judge_pairs(ChatJudge(Endpoint("m", api_key_env="NO_SUCH_KEY"), ARENA), some_pairs(1))
         assert server.keys == {f"Bearer {KEY}"}
-        for bad in ("sk-1\nsk-2", "sk-\u00e9"):  # no header can hold these
-            monkeypatch.setenv("OPENAI_API_KEY", bad)
-            with pytest.raises(ValueError, match="(?s)^(?!.*sk-).*OPENAI_API_KEY"):
-                judge_pairs(judge, some_pairs(1))
         monkeypatch.delenv("OPENAI_API_KEY")  # read at each call
         judge_pairs(judge, some_pairs(2))
         assert server.keys == {f"Bearer {KEY}", "Bearer none"}

@@ -244,16 +244,11 @@ def test_a_hostile_header_is_refused_before_anything_is_made_by_it(copy, where):
     tracemalloc.stop()
 
 
-@pytest.mark.parametrize("bad", REWARDS + [{"reward_state": bad} for bad in STATES], ids=lambda bad: f"{bad!s:.60}")
-def test_what_is_no_list_of_rewards_and_no_state(run, tmp_path, bad):
-    path = shutil.copy(run / "adaptive/ledger.jsonl", tmp_path / "copy.jsonl")
-    forge(path, 3, **{"of": None} | bad)
-    with pytest.raises(LedgerError, match="line 3"):
-        ledger.read(path)
+BAD = [*({"of": None} | bad for bad in REWARDS), *({"reward_state": bad} for bad in STATES), *SPENT]
 
 
-@pytest.mark.parametrize("bad", SPENT, ids=str)
-def test_what_no_step_can_have_spent(run, tmp_path, bad):
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: f"{bad!s:.60}")
+def test_what_is_no_list_of_rewards_and_no_state_and_what_no_step_can_have_spent(run, tmp_path, bad):
     path = shutil.copy(run / "adaptive/ledger.jsonl", tmp_path / "copy.jsonl")
     forge(path, 3, **bad)
     with pytest.raises(LedgerError, match="line 3"):

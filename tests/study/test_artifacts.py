@@ -110,7 +110,7 @@ def test_a_figure_is_pictures_data_and_what_a_notebook_shows(repository: Path) -
     assert r"\includegraphics{curves.pdf}" in tex and r"\label{fig:curves}" in tex
     (picture, about), (below, _) = shown.outputs
     assert b64decode(picture["image/png"]) == expected
-    assert about == {"image/png": {"width": 810}, "evoalign": {"artefact": "curves"}}
+    assert about == {"image/png": {"width": 810, "alt": "Curves of <two> arms"}, "evoalign": {"artefact": "curves"}}
     assert below["text/html"] == "<p><i>Curves of &lt;two&gt; arms. (notebook 01, scale tiny)</i></p>"
     assert not plt.fignum_exists(drawn.number)  # or the notebook would show it a second time
     with Image.open(repository / "figures/curves.png") as saved:
@@ -397,7 +397,7 @@ FORGERIES = [  # and a part of each line that is reported
     (lambda r: (r / "figures/old.csv").write_text("seed\n"), ["figures/old.csv"]),
     (lambda r: (r / GENERATED / "gain.tex").unlink(), ["generated/gain.tex"]),
     (lambda r: edit(r / GENERATED / "claims.csv", "E1,", "E9,"), ["claims.csv differs: line 2"]),
-    (lambda r: edit(r / "README.md", "by code", "by hand"), ["<!-- claims --> differs: line 4"]),
+    (lambda r: edit(r / "README.md", "code judges", "we judge"), ["<!-- claims --> differs: line 12"]),
     (lambda r: (r / "README.md").write_text(2 * (r / "README.md").read_text()), ["<!-- claims -->"]),
     (
         lambda r: edit_manifest(r, lambda entries: entries.update(gone=entries.pop("Runs") | {"files": []})),

@@ -18,7 +18,7 @@ peft = pytest.importorskip("peft")
 
 def made(folder, model=None, **changed):
     """A run of three steps of a model, or with a new adapter over the base."""
-    given = {"peft_config": lora_config(4)} if model is None else {}
+    given = {"peft_config": lora_config(np.int64(4))} if model is None else {}
     return built(folder, model=model, data=rows(6), given=given, **{"steps": 3} | changed)
 
 

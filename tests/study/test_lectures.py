@@ -88,6 +88,7 @@ CLAIMED = [
     (nb04, "turned t1, ES - GRPO", "C35", "temperature 1"),
     (nb05, lambda values: np.log(values["spread end"].value), "C8", ""),
     (nb05, lambda values: np.log(values["spread best"].value), "C8b", "ES over GRPO, best validation greedy"),
+    (nb05, lambda values: np.log(values["spread best again"].value), "C8c", "ES again over GRPO again, best"),
     (nb05, "drawdown greedy", "C33", ""),
     (nb05, "regret difference", "C9", ""),
     (nb05, "slope difference", "C37", ""),

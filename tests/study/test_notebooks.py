@@ -16,7 +16,7 @@ from test_sweep import at, run_here
 from tests.helpers import refused, saved
 
 MODULES = [import_module(f"evoalign_study.{file.stem}") for file in sorted(Path(sweep.__file__).parent.glob("nb*.py"))]
-es_countdown, grpo_countdown, conciseness, safety_judges, stability, low_rank_and_cost, *_ = MODULES
+es_countdown, grpo_countdown, conciseness, safety_judges, stability, low_rank_and_cost, _, geometry, lines = MODULES
 PARAMETERS = {"scale": "tiny", "model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
 
 
@@ -121,6 +121,11 @@ test_what_no_run_can_have_is_refused_before_any_work = refused(
     # settings that only a trainer, the model or the record would refuse, or with which a run would never end
     *((es_countdown, {name: 10**6}, f"{name}.*1000000") for name in ("prompts_per_step", "population_size", "steps")),
     *((es_countdown, {name: 10**6}, f"{name}=1000000") for name in ("validation_problems", "max_completion_length")),
+    *((module, {"validation_problems": 10**6}, "validation_problems=1000000") for module in (geometry, lines)),
+    (lines, {"validation_problems": 500}, "path_points=21 on 500 problems"),
+    (low_rank_and_cost, {"adapter_ranks": [4, 10**6]}, "lora_rank=1000000 .* 64 at most"),
+    (low_rank_and_cost, {"ranks": [65]}, "rank=65 "),
+    (grpo_countdown, {"fewer_prompts": [10**6]}, "1000000"),
     *(
         (grpo_countdown, {name: 1}, f"{name.split('_', 1)[1]}=1 ")
         for name in ("es_population_size", "grpo_num_generations")

@@ -56,13 +56,17 @@ def setting(where: str, value: Any) -> None:
         check(f"{where}, {arm}", choices, [dict.fromkeys(arms.swept(arm), Real)])
 
 
+def of_spec(where: str, value: Any) -> None:
+    """Raise ValueError unless a field of specs is a text, a number, a truth value or None, which no spec has."""
+    plain = value is None or isinstance(value, str | Real)
+    require(plain, f"{where} {value!r}: declare what specs have there, a text or a number")
+
+
 def arm(where: str, value: Any) -> None:
     """Raise ValueError if an arm is unknown or its setting is malformed; its other fields are those of specs."""
     check(where, value, dict)
-    if "arm" in value:
-        check(where, value["arm"], arms.ARMS)
+    check(f"{where}, names of fields", list(value), [str])
+    own = {"kind": str, "task?": str, "arm?": arms.ARMS, "base?": str, "seeds?": int, "setting?": setting}
+    check(where, value, own | {name: of_spec for name in value if not {name, f"{name}?"} & own.keys()})
     seeds = value.get("seeds", 1)
-    check(f"{where}, seeds", seeds, int)
     require(seeds > 0, f"{where}: seeds {seeds}: declare how many seeds, counted from 0, judge the claim")
-    if "setting" in value:
-        setting(f"{where}, setting", value["setting"])

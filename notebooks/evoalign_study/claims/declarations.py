@@ -13,7 +13,7 @@ from pathlib import Path
 
 from evoalign_lib.checks import require
 from evoalign_study import history, paths
-from evoalign_study.claims.checks import Schema, check, some
+from evoalign_study.claims.checks import Schema, check, of_spec, some
 from evoalign_study.claims.rules import check_rule
 from evoalign_study.claims.selection import Claim, committed_records, has_runs
 from evoalign_study.records import canonical_json
@@ -79,7 +79,7 @@ def _check(name: str, claim: Claim) -> None:
     least = _FEWEST_REAL if claim["scales"] == ["real"] else _FEWEST_SEEDS
     cells, margin, seeds = claim.get("cells", {}), claim.get("margin", 0), claim.get("min_seeds", least)
     primary = claim.get("primary", claim["notebooks"][0])
-    check(f"{name}, cells", list(cells.values()), [list])
+    check(f"{name}, cells", list(cells.values()), [[of_spec]])
     require(len(cells) < 2, f"{name}: cells vary {', '.join(cells)}: declare one field of the spec")
     require(margin >= 0, f"{name}: margin {margin} is negative: declare 0 for no margin")
     require(seeds >= least, f"{name}: min_seeds {seeds}: declare at least {least}, which a verdict needs in each cell")

@@ -385,7 +385,8 @@ def noise_spec(base: str, end: Mapping[str, Any] | None, settings: Settings, sca
         ValueError: sigmas or trials out of range, an end of another base, a setting that is missing, or a base outside
             the tiny world.
     """
-    spec = specs.begin_tiny("noise", base, scale, {}) | specs.take(settings, _NOISE, "noise")
+    taken = specs.take(settings, _NOISE, "noise")
+    spec = specs.begin_tiny("noise", base, scale, taken) | taken
     _check_sigmas("noise_sigmas", spec["noise_sigmas"], most=8)
     whole_number("noise_trials", spec["noise_trials"], most=8, why="a record has room for so many")
     return weight_cache.at_end(spec, end)
@@ -432,6 +433,17 @@ _JUDGED = ("task", "measure", "validation_problems")
 its questions, which cannot exceed its split."""
 
 
+def begin_path(base: str, settings: Settings, scale: str) -> Spec:
+    """Return a `path_spec` without its ends, which refuses settings before there are ends."""
+    asked = {name: settings[name] for name in _JUDGED if name in settings}
+    spec = specs.begin_tiny("path", base, scale, asked, tiny.BASES + tiny.QUESTION_BASES)
+    spec |= specs.take(settings, _PATH, "a path")
+    points, problems = whole_number("path_points", spec["path_points"], 3, 50), spec["validation_problems"]
+    asked = f"path_points={points} on {problems} problems are {points * problems} answers"
+    require(points * problems <= 7000, f"{asked}, but a record has room for 7,000: use 21 points on 256 problems, say.")
+    return spec
+
+
 def path_spec(
     base: str, first: Mapping[str, Any] | None, last: Mapping[str, Any] | None, settings: Settings, scale: str
 ) -> Spec:
@@ -448,13 +460,8 @@ def path_spec(
         ValueError: both ends are the same; ends of another base; too few or too many points; a setting that is missing;
             a base outside the tiny world or of another task; or whatever the task refuses.
     """
-    asked = {name: settings[name] for name in _JUDGED if name in settings}
-    spec = specs.begin_tiny("path", base, scale, asked, tiny.BASES + tiny.QUESTION_BASES)
-    spec |= specs.take(settings, _PATH, "a path")
+    spec = begin_path(base, settings, scale)
     require(first != last, "both ends of the path are the same model: pass two.")
-    points, problems = whole_number("path_points", spec["path_points"], 3, 50), spec["validation_problems"]
-    asked = f"path_points={points} on {problems} problems are {points * problems} answers"
-    require(points * problems <= 7000, f"{asked}, but a record has room for 7,000: use 21 points on 256 problems, say.")
     for name, end in (("first", first), ("last", last)):
         if end is not None:
             spec[name] = weight_cache.at_end({"base": base}, end)["end"]
@@ -522,8 +529,13 @@ def merge_specs(records: Sequence[Record], settings: Settings, scale: str, **how
             missing, or a base outside the tiny world or of another task.
     """
     end = weight_cache.end(records, **how)
-    spec = specs.begin_tiny("merge", end["of"]["run"]["base"], scale, {})
-    return spec | specs.take(settings, _MERGE, "a merged model") | {"arm": end["of"]["run"]["arm"]} | end
+    taken = specs.take(settings, _MERGE, "a merged model")
+    return (
+        specs.begin_tiny("merge", end["of"]["run"]["base"], scale, taken)
+        | taken
+        | {"arm": end["of"]["run"]["arm"]}
+        | end
+    )
 
 
 def run_merge(spec: Spec) -> Record:

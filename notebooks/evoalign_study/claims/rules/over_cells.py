@@ -48,8 +48,7 @@ def _terms(claim: Claim) -> tuple[dict[str, Fields], Weights, Weights]:
     """
     rule, declared = claim["rule"], dict(cells(claim))
     if "contrast" in rule:
-        levels = [value for where in declared.values() for value in where.values()]
-        weights = dict(zip(declared, CONTRASTS[rule["contrast"]](levels), strict=True))
+        weights = dict(zip(declared, CONTRASTS[rule["contrast"]](_levels(claim)[0]), strict=True))
         return declared, weights, dict.fromkeys(declared, 1 / len(declared))
     terms, weights = {}, {}
     for (label, where), (name, sign) in product(declared.items(), (("best", 1), ("shared", -1))):
@@ -186,9 +185,16 @@ def _under_other(claim: Claim, decoding: str) -> Claim | None:
     return claim | {"rule": kept | {"decodings": (decoding,)}}
 
 
+def _levels(claim: Claim) -> tuple[list[Any], bool]:
+    """Return what the cells vary, and whether all of it is positive numbers, which have logarithms."""
+    levels = [value for _, where in cells(claim) for value in where.values()]
+    return levels, all(isinstance(level, Real) and 0 < level < 2**53 for level in levels)
+
+
 def _asks(claim: Claim) -> Asks:
-    rule = claim["rule"]
-    yield len(cells(claim)) > 1, f"a rule of kind {rule['kind']} combines cells: declare at least two"
+    rule, (levels, logarithms) = claim["rule"], _levels(claim)
+    yield len(levels) > 1, f"a rule of kind {rule['kind']} combines cells: declare at least two"
+    yield logarithms or "log" not in rule.get("contrast", ""), f"cells {levels}: a slope over log10 needs positive ones"
     for arm, bound in rule.get("bounds", {}).items():
         yield len(bound) == 1, f"regret of {arm}: declare one bound, either below or above"
 
@@ -258,8 +264,8 @@ def _find_optimum(case: Case) -> list[Finding]:
 
 
 def _asks_of_optimum(claim: Claim) -> Asks:
-    rule, levels = claim["rule"], [value for _, where in cells(claim) for value in where.values()]
-    yield len(levels) > 2, f"cells {levels}: declare at least three levels, which a quadratic needs."
+    rule, (levels, logarithms) = claim["rule"], _levels(claim)
+    yield len(levels) > 2 and logarithms, f"cells {levels}: declare three positive levels or more, for a quadratic."
     share, (least, most) = rule["share"], rule["between"]
     well = 0 < share <= 1 and least < most
     yield well, f"share={share} must lie in (0, 1], and between={[least, most]} must rise."
