@@ -274,10 +274,9 @@ def sound(resume_from: bool | str | os.PathLike[str] | None, output_dir: str | o
         bad = [name for name in recorded if found.get(name) != recorded[name]] if recorded else [SUMS]
     except (OSError, ValueError, TypeError) as error:
         bad = [str(error)]
-    if bad:
-        others = ", ".join(str(path) for path in known if path != folder) or "none"
-        what = f"{str(folder)!r} is damaged or not complete ({', '.join(bad[:3])})"
-        raise ValueError(f"{what}: name another checkpoint. Complete ones: {others}.")
+    others = ", ".join(str(path) for path in known if path != folder) or "none"
+    what = f"{str(folder)!r} is damaged or not complete ({', '.join(bad[:3])})"
+    require(not bad, f"{what}: name another checkpoint. Complete ones: {others}.")
     return str(folder)
 
 
@@ -358,8 +357,7 @@ def find_run(
     path = output_dir / ledger.NAME
     source = path if folder is None else folder.parent / ledger.NAME
     if not ledger.recorded(source):
-        if folder is not None:
-            raise ValueError(f"{str(folder)!r} has no ledger next to it: copy {ledger.NAME} of its run there.")
+        require(folder is None, f"{str(folder)!r} has no ledger next to it: copy {ledger.NAME} of its run there.")
         if source.exists():
             ledger.refuse_existing(source)
             logger.warning("%s: the run was killed before its first step was recorded, so it starts anew.", source)

@@ -69,13 +69,15 @@ def plain(messages: Messages) -> list[dict[str, Any]]:
             remedy = "pass {'role': 'user', 'content': ...} (trl.maybe_convert_to_chatml renames 'from' and 'value')"
             raise ValueError(f"message {i}, {message!r:.200}, has no role: {remedy}")
         content = message.get("content", "" if "tool_calls" in message else None)
-        parts = content if isinstance(content, list) else [None]
-        texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
-        if parts and len(texts) == len(parts) and None not in texts:
-            message["content"] = content = "".join(texts)
+        if content and isinstance(content, list) and all(_is_text(part) for part in content):
+            message["content"] = content = "".join(part["text"] for part in content)
         if not isinstance(content, str) and message["role"] != "tool":
             raise ValueError(f"the content of message {i}, {content!r:.200}, is not text: pass text alone")
     return found
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and "text" in part
 
 
 def _without_none(value: Any) -> Any:

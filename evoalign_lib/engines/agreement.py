@@ -30,7 +30,6 @@ STEPS = 4
 LATEST = 128
 """new tokens after which nothing else is expected to begin, unless the configuration has a window of attention"""
 _NOISE = 0.01  # standard deviation
-_LONG = 5.0  # seconds, after which a comparison is worth a line
 logger = logging.getLogger(__name__)
 
 Trial = tuple[Tensor, Tensor, Tensor]
@@ -138,7 +137,7 @@ def loop_differs(model: Any, prompts: Prompts, pad: int, new: int) -> str | None
     with shaken(model, torch.float32):
         decoder = Decoder(model.config, dense(model), (), pad, torch.from_numpy(prompts.prefix))
         error = difference(model, trial(model, prompts.ids, prompts.mask, pad, new, longest=True), decoder.generate)
-    if (seconds := time.monotonic() - started) > _LONG:
+    if (seconds := time.monotonic() - started) > 5:  # is worth a line
         logger.warning("comparing the decoding loop with transformers took %.0f s", seconds)
     what = f"its logits differ from the model's by {error:.3g} of their norm"
     return None if error <= TOLERANCE[torch.float32] else what

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -213,16 +212,11 @@ class Decoding:
 
     def stopped(self, raw: list[list[int]]) -> list[bool]:
         """Return whether the texts of completions, token ids, have a stop string, with or without special tokens."""
-        texts = self._texts(raw)
-        if marked := [i for i, row in enumerate(raw) if not self._special.isdisjoint(row)]:
-            for i, text in zip(marked, self._texts([raw[i] for i in marked], skip_special_tokens=False), strict=True):
-                texts[i] += f"\ud800{text}"  # either may hold one; no text has what parts them
-        return [any(stop in text for stop in self.options.stop_strings) for text in texts]
-
-    @cached_property
-    def _special(self) -> set[int]:
-        added = self.tokenizer.added_tokens_decoder.items()
-        return {*self.tokenizer.all_special_ids, *(i for i, token in added if token.special)}
+        stops, texts = self.options.stop_strings, [self._texts(raw, skip_special_tokens=False)]
+        whole = "\n".join(texts[0])
+        if any(str(token) in whole for token in self.tokenizer.added_tokens_decoder.values()):
+            texts.append(self._texts(raw))
+        return [any(stop in text for text in each for stop in stops) for each in zip(*texts, strict=True)]
 
     def just_stopped(self, raw: list[list[int]]) -> list[bool]:
         """Return the same for completions that had no stop string before their last token."""
