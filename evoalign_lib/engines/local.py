@@ -87,10 +87,8 @@ class LocalEngine(Engine):
             with one_thread():
                 reason = agreement.loop_differs(model, first, tokenizer.pad_token_id, self.max_completion_length)
             if reason and decoder == "auto":
-                lost = "A saved one does what its class and adapter do: hooks and what is set by hand are not saved"
-                logger.warning(
-                    "transformers decodes, as the decoding loop does not cover the model: %s. %s", reason, lost
-                )
+                lost = "A saved model does what its class does: hooks, and what else was set by hand, are not saved"
+                logger.warning("transformers decodes, as the loop does not cover this model: %s. %s.", reason, lost)
         if decoder == "loop" and reason:
             raise ValueError(f"decoder='loop' does not cover this model: {reason}. Use decoder='generate'.")
         self.decoder = "generate" if decoder == "generate" or reason else "loop"
