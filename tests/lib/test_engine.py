@@ -4,14 +4,12 @@ import asyncio
 import gc
 import os
 import signal
+import socket
 import threading
 import time
 import weakref
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import httpx
 import numpy as np
 import psutil
 import pytest
@@ -376,35 +374,18 @@ def test_executors_and_event_loops_that_were_used_before_work_in_workers(kind):
     pool.shutdown()
 
 
-def test_no_two_processes_write_on_one_connection():
-    users = defaultdict(set)
+def test_workers_have_no_connection_of_this_process():
+    """Their requests would be mixed with others'; clients open another one in place of one that is at its end."""
 
-    class Server(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"  # keeps connections open
+    def judge(completions, **columns):
+        client.sendall(b".")
+        return [0.0] * len(completions)
 
-        def do_POST(self):
-            users[self.client_address].add(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server, httpx.Client() as client:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-
-        def judge(completions, **columns):
-            client.post(f"http://127.0.0.1:{server.server_port}", content=str(os.getpid())).raise_for_status()
-            return [0.0] * len(completions)
-
-        for workers in (1, 2):  # the first of them opens a connection here
-            e = engine(workers=workers, rewards=judge)
-            evaluate(e, 4)
-            e.close()
-        client.close()
-        server.shutdown()
-    assert len(users) > 1 and {len(processes) for processes in users.values()} == {1}
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        evaluate(engine(rewards=judge), 1)
+        with pytest.raises(RewardError, match="BrokenPipeError"):
+            evaluate(engine(workers=2, rewards=judge), 2)
+        evaluate(engine(rewards=judge), 1)
 
 
 def test_a_worker_that_waits_for_ever_is_named(monkeypatch):

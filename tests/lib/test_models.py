@@ -57,10 +57,8 @@ def test_what_the_arguments_of_from_pretrained_mean(tmp_path, monkeypatch):
 
 def test_secrets_in_long_words_are_masked_in_no_time():
     words, started = [20_000 * part for part in ("a:", "//", "a-", "://", "token=//")], time.process_time()
-    found = [models.masked(f"{word}b:secret@host see a:secret@host") for word in words]
-    assert time.process_time() - started < 2 and not any("secret" in text for text in found)
-    models.masked(words)
-    assert time.process_time() - started < 4
+    found = models.masked([word + end for word in words for end in ("", "b:secret@host", " a:secret@host")])
+    assert time.process_time() - started < 4 and "secret" not in str(found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
