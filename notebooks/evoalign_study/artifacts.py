@@ -21,6 +21,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evoalign_lib.arms import ARMS
 from evoalign_lib.checks import choose, require
 from evoalign_lib.files import canonical_json, locked, replace_text
 from evoalign_study import claims, execution, history, paths, rendering, style
@@ -266,21 +267,24 @@ def render_readme_block(markdown: str) -> None:
             replace_text(path, new)
 
 
-_CLAIMS = [f"generated/{name}" for name in ("claims.csv", "claims.md", "claims.tex", "claims_real.tex")]
-_CLAIM = {"claim": "id", "statement": "statement", "verdict": "verdict", "key": "key", "result": "text"}
-_CLAIM |= {name: name for name in ("placebo", "control", "decodings", "n", "units", "scale")} | {"rule": "rule_hash"}
-"""Column of the table of claims -> field of a verdict."""
 _TABLES = {
     "tiny": ("claims", "scale tiny (tiny models, trained from scratch)"),
     "real": ("claims_real", "scale real (SmolLM2-135M-Instruct, 4-bit, dequantised)"),
 }
 """Scale -> the name of its table of claims, and whose records it is about: numbers of two scales share no table."""
+_CLAIMS = [
+    f"generated/{name}" for name in ("claims.csv", "claims.md", "claims.tex", "claims_real.tex", "real_model.tex")
+]
+_CLAIM = {"claim": "id", "statement": "statement", "verdict": "verdict", "key": "key", "result": "text"}
+_CLAIM |= {name: name for name in ("placebo", "control", "decodings", "n", "units", "scale")} | {"rule": "rule_hash"}
+"""Column of the table of claims -> field of a verdict."""
 
 
 def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
     """Write the claims with their verdicts into a folder.
 
-    All go into claims.csv, a table for each scale into claims.tex and claims_real.tex, the README's into claims.md.
+    All go into claims.csv, a table for each scale, one row a claim, into claims.tex and claims_real.tex, the README's
+    into claims.md, and what the runs of the real model solve into real_model.tex.
 
     Returns:
         The README's table.
@@ -291,24 +295,47 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
     table = DataFrame([{column: getattr(v, field) for column, field in _CLAIM.items()} for v in verdicts])
     replace_text(generated / "claims.csv", rendering.csv_text(table))
     how = (
-        "Declared claims, with the verdicts that code computed from the committed records of {}. A letter marks a rule "
-        "that was declared after the data of the first were seen. Placebo: whether the rule holds as well for arms "
-        "that learned nothing. Control: how many comparisons that equal arms would pass the comparator passes in the "
-        "challenger's place; undecided: it fails one. Decoding: whether the arms keep their order under decodings that "
-        "the claim does not declare."
+        "Declared claims, with the verdicts that code computed from the committed records of {}: the finding that is "
+        "strongest against the claim, with the units in its smallest cell, and arms that learn nothing and pass its "
+        "rule. Statements, all comparisons and checks: paper/generated/claims.csv."
     )
     ragged = r">{\raggedright\arraybackslash}"  # columns too narrow to be justified
-    columns = rf"lp{{0.23\linewidth}}{ragged}p{{0.11\linewidth}}p{{0.40\linewidth}}{ragged}p{{0.14\linewidth}}"
-    found = [{"Placebo": v.placebo, "Control": v.control, "Decoding": v.decodings} for v in verdicts]
-    checks = [". ".join(f"{what}: {said}" for what, said in each.items() if said) for each in found]
-    cells = table[["claim", "statement", "verdict", "result"]].assign(checks=checks)
+    columns = "l" + "".join(rf"{ragged}p{{{width}\linewidth}}" for width in (0.32, 0.18, 0.39))
+    rows = [[v.id, v.title, v.verdict + _passed(v.placebo), v.key] for v in verdicts]
+    cells = DataFrame(rows, columns=["claim", "in short", "verdict", "deciding finding"])
     for scale, (name, models) in _TABLES.items():
         part = cells[table["scale"] == scale]
         text = rendering.tex_long_table(part, name, how.format(models), columns) if len(part) else ""
         replace_text(generated / f"{name}.tex", text)
+    replace_text(generated / "real_model.tex", _real_model(claims.committed_records("real")))
     markdown = _claims_of_the_field(verdicts)
     replace_text(generated / "claims.md", markdown)
     return markdown
+
+
+def _passed(placebo: str) -> str:
+    """Return which null arms passed a claim's rule, to stand behind its verdict."""
+    found = re.match("(passed by .*?)(;|$)", placebo)
+    return "; " + re.sub(r" \(n = \d+\)", "", found[1]) if found else ""
+
+
+def _real_model(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of what the real model's runs solve, a row an arm; empty without records."""
+    from pandas import DataFrame
+
+    decodings = {"greedy": "greedy", "at 0.6": "t0.6", "at 1": "t1"}
+    ends = [
+        run for run in records if run["spec"]["kind"] in ("base", "train") and "test" in run
+    ]  # no sweeps, no merges
+    if not ends:
+        return ""
+    names = [run["spec"].get("arm", run["spec"]["kind"]) for run in ends]
+    rows = [{head: 100 * run["test"][key] for head, key in decodings.items()} for run in ends]
+    of_arms = DataFrame(rows).groupby([ARMS[name].label if name in ARMS else name for name in names], sort=False)
+    cells = of_arms.agg(lambda part: f"{part.mean():.1f}" + (f" ({part.std():.1f})" if len(part) > 1 else ""))
+    cells.insert(0, "n", of_arms.size().astype(str))
+    caption = "SmolLM2-135M-Instruct: test products solved, %, greedily and sampled (standard deviation over runs)"
+    return rendering.tex_table(cells.reset_index(names="arm"), "real_model", f"{caption}. (scale real)")
 
 
 _README_CLAIMS = ("C1", "C2", "C10", "C16", "C19", "C22", "C31", "C36")

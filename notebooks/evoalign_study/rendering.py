@@ -88,8 +88,13 @@ def tex_table(cells: DataFrame, name: str, caption: str) -> str:
 
 
 def tex_long_table(cells: DataFrame, name: str, caption: str, columns: str) -> str:
-    """Return a longtable with caption and label, for one-column pages; its header is repeated on every page."""
-    head, rows = _tex_rows(cells)
+    """Return a longtable with caption and label, for one-column pages; its header is repeated on every page.
+
+    Cells may take several lines, but an interval and a number of units stay on one.
+    """
+    kept = re.compile(r"\[[^\]]*\]|\(n = \d+\)")
+    unbroken = cells.map(lambda cell: kept.sub(lambda found: found.group().replace(" ", "\N{NO-BREAK SPACE}"), cell))
+    head, rows = _tex_rows(unbroken)
     lines = [rf"\begin{{longtable}}{{{columns}}}", rf"\caption{{{tex_escape(caption)}}}\label{{tab:{name}}}\\"]
     lines += [*head, r"\endfirsthead", *head, r"\endhead", r"\bottomrule", r"\endfoot"]
     return "\n".join([*lines, *rows, r"\end{longtable}"]) + "\n"
@@ -172,6 +177,6 @@ def _short(text: str | None) -> str:
 
 
 _TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "|": r"\textbar{}"}
-_TEX |= {sign: "\\" + sign for sign in "&%$#_{}"}
+_TEX |= {sign: "\\" + sign for sign in "&%$#_{}"} | {"\N{NO-BREAK SPACE}": "~"}
 _TEX |= {"<": "$<$", ">": "$>$", "\N{MINUS SIGN}": "$-$", "±": r"$\pm$", "×": r"$\times$", "≤": r"$\le$", "≥": r"$\ge$"}
 _TEX |= {"√": r"$\surd$", "α": r"$\alpha$", "β": r"$\beta$", "ε": r"$\epsilon$", "ρ": r"$\rho$", "σ": r"$\sigma$"}

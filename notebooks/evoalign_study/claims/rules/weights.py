@@ -37,7 +37,8 @@ def _find(case: Case) -> Iterator[Finding]:
                 continue
             finding = _compare(case, comparison, decoding, favoured, decisive)
             for side in bounds:
-                label = f"{finding.label}, {side} {comparison[side]:g}" if len(bounds) > 1 else finding.label
+                bound = exp(comparison[side]) if quantity.unit == "ratio" else comparison[side]  # as it is shown
+                label = f"{finding.label}, {side} {bound:.3g}" if len(bounds) > 1 else finding.label
                 yield replace(finding, label=label, bound=float(comparison[side]), side=side)
 
 
