@@ -238,41 +238,45 @@ def _sums(folder: Path) -> dict[str, str]:
     return found
 
 
-def complete(output_dir: str | os.PathLike[str]) -> list[Path]:
-    """Return the checkpoints of a gradient arm that were written to their end, oldest first; a kill leaves others."""
-    folders = [path.parent for path in Path(output_dir).glob(f"checkpoint-*/{SUMS}")]
-    steps = {path: path.name.removeprefix("checkpoint-") for path in folders}
-    return sorted((path for path in folders if steps[path].isdecimal()), key=lambda path: int(steps[path]))
+def complete(output_dir: str | os.PathLike[str], mark: str = SUMS) -> list[Path]:
+    """Return the checkpoints of a gradient arm that were written to their end, oldest first; a kill leaves others.
+
+    mark: name of the file that tells.
+    """
+    folders = [path.parent for path in Path(output_dir).glob(f"checkpoint-*/{mark}")]
+    steps = {path: path.name.removeprefix("checkpoint-") for path in folders if not (path / _STATE).exists()}
+    return sorted((path for path in steps if steps[path].isdecimal()), key=lambda path: int(steps[path]))
 
 
 def sound(resume_from: bool | str | os.PathLike[str] | None, output_dir: str | os.PathLike[str]) -> str | None:
     """Return the checkpoint that a gradient arm resumes from; None: from none.
 
+    One without sums, as TRL itself writes it, is accepted with a warning if it is asked for or if none has any.
+
     Args:
-        resume_from: a checkpoint's folder; True: the newest complete one in output_dir.
+        resume_from: a checkpoint's folder; True: the newest complete one in output_dir; or a text as in `asked`.
         output_dir: of the run.
 
     Raises:
-        ValueError: there is none, it is incomplete, or files are damaged; names them, and the checkpoint before.
+        ValueError: there is none, it is incomplete, or files are damaged; names them, and the other checkpoints.
     """
-    if not resume_from:
+    if not (resume_from := asked(resume_from)):
         return None
-    known = complete(output_dir)
+    known = complete(output_dir) or complete(output_dir, _TRAINER_STATE)
     if resume_from is True and not known:
-        raise ValueError(
-            f"no complete checkpoint in {str(output_dir)!r}, none has a {SUMS}: call train() to start anew."
-        )
+        raise ValueError(f"no complete checkpoint in {str(output_dir)!r}: call train() to start anew.")
     folder = known[-1] if resume_from is True else Path(resume_from)
+    if (folder / _TRAINER_STATE).is_file() and _is_foreign(folder, SUMS, _STATE):
+        logger.warning("%s has no %s, so nobody can tell whether it is damaged.", folder, SUMS)
+        return str(folder)
     try:
         recorded, found = json.loads((folder / SUMS).read_text()), _sums(folder)
         bad = [name for name in recorded if found.get(name) != recorded[name]] if recorded else [SUMS]
     except (OSError, ValueError, TypeError) as error:
-        bad = [f"incomplete: {error}"]
-    if bad:
-        others = ", ".join(str(path) for path in known if path != folder) or "none"
-        raise ValueError(
-            f"{str(folder)!r} is damaged ({', '.join(bad[:3])}): remove it. Other complete ones: {others}."
-        )
+        bad = [str(error)]
+    others = ", ".join(str(path) for path in known if path != folder) or "none"
+    what = f"{str(folder)!r} is damaged or not complete ({', '.join(bad[:3])})"
+    require(not bad, f"{what}: name another checkpoint. Complete ones: {others}.")
     return str(folder)
 
 
@@ -353,8 +357,7 @@ def find_run(
     path = output_dir / ledger.NAME
     source = path if folder is None else folder.parent / ledger.NAME
     if not ledger.recorded(source):
-        if folder is not None:
-            raise ValueError(f"{str(folder)!r} has no ledger next to it: copy {ledger.NAME} of its run there.")
+        require(folder is None, f"{str(folder)!r} has no ledger next to it: copy {ledger.NAME} of its run there.")
         if source.exists():
             ledger.refuse_existing(source)
             logger.warning("%s: the run was killed before its first step was recorded, so it starts anew.", source)

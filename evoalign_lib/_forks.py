@@ -11,6 +11,8 @@ import re
 import select
 import selectors
 import signal
+import socket
+import sys
 import threading
 import time
 import warnings
@@ -31,7 +33,9 @@ class Forks(ProcessPoolExecutor):
     """A pool of forked processes that call methods of an object, and leave Ctrl-C to this process.
 
     A fork has none of the threads that ran before it, and shares the selectors of event loops. It gets new ones for
-    executors and for asyncio's loops; whatever waits for another thread waits for ever (`waits_for_ever`).
+    executors and for asyncio's loops; whatever waits for another thread waits for ever (`waits_for_ever`). Connections
+    over a network that were open before are closed in it, so that its clients open their own. What it starts ends with
+    it if it is killed.
 
     Args:
         workers: number of processes.
@@ -67,7 +71,7 @@ class Forks(ProcessPoolExecutor):
     def end(self, at_once: bool = False) -> None:
         """End the processes, killing them if `at_once`."""
         for process in list((self._processes or {}).values()) if at_once else ():
-            process.kill()
+            _kill(process)
         self.shutdown(wait=not at_once, cancel_futures=True)
 
 
@@ -75,7 +79,9 @@ def _start(parent: int, owner: Any) -> None:
     global _owner
     _owner = owner
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.setsid()  # so that what it starts can be killed with it
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are gone, too
+    _close_connections()
     start_worker(parent)
     for found in gc.get_referrers(ThreadPoolExecutor, asyncio.SelectorEventLoop):
         if type(found) is ThreadPoolExecutor and not found._shutdown:
@@ -83,6 +89,28 @@ def _start(parent: int, owner: Any) -> None:
         elif type(found) is asyncio.SelectorEventLoop and not found.is_closed():
             found._selector = selectors.DefaultSelector()
             found._make_self_pipe()
+
+
+def _close_connections() -> None:
+    """Put a socket at its end in place of each connection, which would mix this process's requests with others'."""
+    dead, other = socket.socketpair()
+    other.close()
+    for number in map(int, os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")):
+        try:
+            with socket.socket(fileno=os.dup(number)) as found:
+                if found.family in (socket.AF_INET, socket.AF_INET6) and found.getpeername():
+                    os.dup2(dead.fileno(), number, inheritable=False)
+        except OSError:  # no socket, or one without a connection
+            continue
+    dead.close()
+
+
+def _kill(process: Any) -> None:
+    """Kill a fork and all that it has started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:  # it has just been forked
+        process.kill()
 
 
 def _call(method: str, *arguments: Any) -> Any:
@@ -96,7 +124,7 @@ def _watch(reference: weakref.ref) -> None:
             looks[number] = looks.get(number, 0) + 1 if waits_for_ever(number) else 0
             if looks[number] == _STUCK:
                 pool.stuck = True
-                process.kill()
+                _kill(process)
         del pool
         time.sleep(_LOOK)
 
@@ -157,6 +185,8 @@ def end_with(process: int) -> None:
     def watch() -> None:
         while os.getppid() == process if parent else not select.select([watched], [], [], 0)[0]:
             time.sleep(0.5)
+        if os.getsid(0) == os.getpid():
+            os.killpg(0, signal.SIGKILL)  # with what it has started
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

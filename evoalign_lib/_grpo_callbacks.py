@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -52,6 +53,7 @@ class SummedCheckpoints:
             self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()  # each process writes its random state
         if self.args.should_save:
+            torch.save(self.args, folder / "training_args.bin")  # with the limit
             _checkpoints.sum_up(folder)
             _checkpoints.rotate(folder, limit, self.state.best_model_checkpoint)  # not before the new one counts
 

@@ -1,9 +1,12 @@
 """Checks that refuse, before anything runs, models that cannot be trained or cannot decode here."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from evoalign_lib.checks import require
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = "load it unquantised, or let ESTrainer train an adapter over it (peft_config=LoraConfig(...))"
@@ -30,15 +33,38 @@ def check_plain(model: Any) -> None:
     for name, parameter in model.named_parameters():
         check_parameter(name, parameter)
     packed = next((name for name, module in model.named_modules() if hasattr(module, "_packed_params")), None)
-    if packed is not None:
-        raise ValueError(f"module {packed!r} holds packed, quantised weights: {_PLAIN}.")
+    require(packed is None, f"module {packed!r} holds packed, quantised weights: {_PLAIN}.")
+
+
+def check_reloads(model: Any) -> None:
+    """Raise ValueError for parameters that a saved model would lose: its class makes others from its configuration.
+
+    A class that needs more than a configuration is not checked. Weights that the class ties may differ: both are saved.
+    """
+    try:
+        with torch.random.fork_rng([]), torch.device("meta"):
+            made = _parameters(type(model)(copy.deepcopy(model.config)))
+    except Exception:  # it may be the user's own class
+        return
+    found = _parameters(model)
+    for name in sorted(found | made):
+        own, other = found.get(name, "missing"), made.get(name, "missing")
+        if own not in (other, other.partition(", tied")[0]):
+            what = f"{name!r} is {own}, but {other} in the {type(model).__name__} that a saved configuration makes"
+            raise ValueError(f"{what}: change model.config as well, or use a class of your own.")
+
+
+def _parameters(model: Any) -> dict[str, str]:
+    """Return each parameter's shape, and the first of its names if it has several."""
+    first: dict[int, str] = {}
+    named = [(n, p.shape, first.setdefault(id(p), n)) for n, p in model.named_parameters(remove_duplicate=False)]
+    return {n: f"{tuple(shape)}" + (f", tied to {twin!r}" if twin != n else "") for n, shape, twin in named}
 
 
 def check_parameter(name: str, parameter: torch.nn.Parameter) -> None:
     """Raise ValueError unless a parameter is a plain tensor of a dtype to which noise can be added."""
-    if parameter.dtype not in _DTYPES or type(parameter.data) is not torch.Tensor:
-        kind = parameter.dtype if type(parameter.data) is torch.Tensor else type(parameter.data).__name__
-        raise ValueError(f"parameter {name!r} is {kind}, not plain float32, bfloat16 or float16: {_PLAIN}.")
+    kind = parameter.dtype if type(parameter.data) is torch.Tensor else type(parameter.data).__name__
+    require(kind in _DTYPES, f"parameter {name!r} is {kind}, not plain float32, bfloat16 or float16: {_PLAIN}.")
 
 
 def check_quantisation(quantisation: Any) -> None:
@@ -66,9 +92,8 @@ def check_decoder(config: Any) -> None:
 def check_padding(model: Any, tokenizer: Any) -> None:
     """Raise ValueError for a padding token that the model has no embedding for."""
     pad, rows = tokenizer.pad_token_id, _embeddings(model)
-    if pad >= rows:
-        what = f"the padding token {tokenizer.pad_token!r} has the id {pad}, but the model has {rows} embeddings"
-        raise ValueError(f"{what}: set tokenizer.pad_token = tokenizer.eos_token, or resize_token_embeddings().")
+    what = f"the padding token {tokenizer.pad_token!r} has the id {pad}, but the model has {rows} embeddings"
+    require(pad < rows, f"{what}: set tokenizer.pad_token = tokenizer.eos_token, or resize_token_embeddings().")
 
 
 def check_prompts(model: Any, name: str, prompts: Any, max_completion_length: int) -> None:
@@ -77,9 +102,9 @@ def check_prompts(model: Any, name: str, prompts: Any, max_completion_length: in
     name: of the prompts, for the error. max_completion_length: new tokens.
     """
     rows, most = _embeddings(model), prompts.ids.max(axis=1)
-    if most.max() >= rows:
-        what = f"the {name} prompt of row {int(most.argmax())} has a token with the id {most.max()}"
-        raise ValueError(f"{what}, but the model has {rows} embeddings: pass the tokenizer that belongs to the model.")
+    what = f"the {name} prompt of row {int(most.argmax())} has a token with the id {most.max()}"
+    other = f"but the model has {rows} embeddings: pass the tokenizer that belongs to the model."
+    require(most.max() < rows, f"{what}, {other}")
     context = context_of(model.config)
     if context is not None and prompts.width + max_completion_length > context:
         longest = f"the longest {name} prompt, {prompts.width} tokens in row {int(prompts.lengths.argmax())}"

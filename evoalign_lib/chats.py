@@ -40,13 +40,15 @@ def opened(tokenizer: Any, messages: Sequence[Mapping[str, Any]], clock: Clock =
     continued = settings.get("continue_final_message", by_role)
     settings = {"add_generation_prompt": not continued, "continue_final_message": continued} | settings
     text = rendered(tokenizer, messages, clock, **settings)
-    for i, message in enumerate(messages):
-        # tools may answer with JSON, which templates read
-        if message["role"] == "tool" or message.get("content", "").strip() in text:
+    said = [message.get("content", "").strip() if message["role"] != "tool" else "" for message in messages]
+    for i, content in enumerate(said):  # of tools, who may answer with JSON, templates read what they will
+        # a short one may stand anywhere, a long one in another message
+        if not content or len(content) > 20 and text.count(content) >= "\n".join(said).count(content):
             continue
-        other = [*messages[:i], message | {"content": message["content"] + "x"}, *messages[i + 1 :]]
+        other = [*messages[:i], messages[i] | {"content": messages[i]["content"] + "x"}, *messages[i + 1 :]]
         if rendered(tokenizer, other, clock, **settings) == text:
-            raise ValueError(f"the template leaves out message {i}, {message!r:.200}: change its role, or the template")
+            remedy = "change its role, empty its content (beside tool calls), or change the template"
+            raise ValueError(f"the template leaves out what message {i} says, {messages[i]!r:.200}: {remedy}")
     return text
 
 
@@ -67,11 +69,15 @@ def plain(messages: Messages) -> list[dict[str, Any]]:
             remedy = "pass {'role': 'user', 'content': ...} (trl.maybe_convert_to_chatml renames 'from' and 'value')"
             raise ValueError(f"message {i}, {message!r:.200}, has no role: {remedy}")
         content = message.get("content", "" if "tool_calls" in message else None)
-        if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
+        if content and isinstance(content, list) and all(_is_text(part) for part in content):
             message["content"] = content = "".join(part["text"] for part in content)
         if not isinstance(content, str) and message["role"] != "tool":
             raise ValueError(f"the content of message {i}, {content!r:.200}, is not text: pass text alone")
     return found
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and "text" in part
 
 
 def _without_none(value: Any) -> Any:

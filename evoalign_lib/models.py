@@ -16,7 +16,7 @@ import torch
 
 from evoalign_lib import _adapters, precision, smollm2, tiny
 from evoalign_lib._interrupts import interrupts_wait
-from evoalign_lib._model_checks import check_decoder, check_quantisation
+from evoalign_lib._model_checks import check_decoder, check_quantisation, check_reloads
 from evoalign_lib.checks import plain, require
 from evoalign_lib.files import canonical_json
 from evoalign_lib.tiny.base import without_bars
@@ -24,10 +24,12 @@ from evoalign_lib.tiny.base import without_bars
 # arguments of from_pretrained that say where the files come from
 _HUB = {"revision", "cache_dir", "token", "local_files_only", "subfolder", "gguf_file"}
 _SECRET = re.compile("(.*[_-])?(token|key|secret|password|auth|authorization|credentials?|cookies?)", re.IGNORECASE)
-# within a text: what stands before the @ of an address, or after a word such as token=, and known kinds of keys
+# within a text: what stands before the @ of an address, or after a word such as token=, and known kinds of keys; each
+# is tried from one place in a word only, as a search from all of them takes seconds in a long one
+_ADDRESS = re.compile(r"(?<!\S)((?>\S*?//))\S+(?=@)")
 _SECRETS = re.compile(
-    r"(//)\S+(?=@)|((?:bearer|basic) |(?:token|key|secret|password)[=:])[^&\s]+"
-    r"|\b[^\s/:@]+:[^\s/@]+(?=@)|\b(?:hf_|sk-|ghp_)[\w-]{16,}",
+    r"((?:bearer|basic) |(?:token|key|secret|password)[=:])[^&\s]+"
+    r"|(?<![^\s/@])[^\s/:@]++:[^\s/@]+(?=@)|\b(?:hf_|sk-|ghp_)[\w-]{16,}",
     re.IGNORECASE,
 )
 
@@ -121,8 +123,12 @@ def save(model: Any, folder: str | os.PathLike, *beside: Any) -> None:
 def check_saving(model: Any, tokenizer: Any, callbacks: Iterable[Any] = ()) -> None:
     """Raise ValueError, before a run depends on it, if a configuration, tokenizer or callback's state cannot be saved.
 
+    Likewise if a saved model without an adapter would be loaded with other parameters (`check_reloads`).
+
     callbacks: those whose state() checkpoints hold.
     """
+    if not _adapters.is_adapted(model):
+        check_reloads(model)
     parts = (_adapters.base_of(model).config, tokenizer, *getattr(model, "peft_config", {}).values(), *callbacks)
     with interrupts_wait(), tempfile.TemporaryDirectory() as folder:  # or one might leave the folder behind
         for part in parts:
@@ -218,7 +224,7 @@ def masked(keywords: Any, secret: str = "") -> Any:
     if isinstance(keywords, str | bytes) and secret:
         return secret
     if isinstance(keywords, str):
-        return _SECRETS.sub(lambda found: f"{found[1] or found[2] or ''}***", keywords)
+        return _SECRETS.sub(lambda found: f"{found[1] or ''}***", _ADDRESS.sub(r"\1***", keywords))
     if isinstance(keywords, Mapping):
         return {name: masked(value, _mask(name) or secret) for name, value in keywords.items()}
     if isinstance(keywords, list | tuple):

@@ -8,6 +8,8 @@ would only show later, such as B of a new adapter, shows at once.
 The same comparison tells whether padding changes what transformers itself computes, as for models that ignore the mask.
 """
 
+import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -25,7 +27,10 @@ TOLERANCE = {torch.float32: 2e-4, torch.float16: 0.03, torch.bfloat16: 0.15}
 """largest difference from the model's own logits, as a share of their norm about the mean over the vocabulary"""
 STEPS = 4
 """tokens that follow a prompt"""
+LATEST = 128
+"""new tokens after which nothing else is expected to begin, unless the configuration has a window of attention"""
 _NOISE = 0.01  # standard deviation
+logger = logging.getLogger(__name__)
 
 Trial = tuple[Tensor, Tensor, Tensor]
 """ids and mask of prompts, (rows, width) int64, padded on the left; and tokens that follow, (rows, steps) int64"""
@@ -128,9 +133,12 @@ def loop_differs(model: Any, prompts: Prompts, pad: int, new: int) -> str | None
     """
     if reason := misfit(model.config, dense(model)):
         return reason
+    new, started = new if getattr(model.config, "sliding_window", None) else min(new, LATEST), time.monotonic()
     with shaken(model, torch.float32):
         decoder = Decoder(model.config, dense(model), (), pad, torch.from_numpy(prompts.prefix))
         error = difference(model, trial(model, prompts.ids, prompts.mask, pad, new, longest=True), decoder.generate)
+    if (seconds := time.monotonic() - started) > 5:  # is worth a line
+        logger.warning("comparing the decoding loop with transformers took %.0f s", seconds)
     what = f"its logits differ from the model's by {error:.3g} of their norm"
     return None if error <= TOLERANCE[torch.float32] else what
 

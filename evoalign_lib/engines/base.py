@@ -89,7 +89,7 @@ class Prompts:
                 raise ValueError(f"row {i} of the data set has the columns {columns}")
         if taken := sorted(rows[0].keys() & set(ARGUMENTS)):
             raise ValueError(f"the column {taken[0]!r} is an argument of reward functions: rename the column.")
-        if seen := sorted(rows[0].keys() & {"image", "images"}):
+        if seen := [name for name in ("image", "images") if any(row.get(name) is not None for row in rows)]:
             raise ValueError(f"the column {seen[0]!r} holds images, which models here cannot read: remove it.")
         texts = self.prompts = [row["prompt"] for row in rows]
         self.conversational = not isinstance(texts[0], str)
@@ -212,9 +212,11 @@ class Decoding:
 
     def stopped(self, raw: list[list[int]]) -> list[bool]:
         """Return whether the texts of completions, token ids, have a stop string, with or without special tokens."""
-        stops = self.options.stop_strings
-        both = zip(self._texts(raw), self._texts(raw, skip_special_tokens=False), strict=True)
-        return [any(stop in text for text in texts for stop in stops) for texts in both]
+        stops, texts = self.options.stop_strings, [self._texts(raw, skip_special_tokens=False)]
+        whole = "\n".join(texts[0])
+        if any(str(token) in whole for token in self.tokenizer.added_tokens_decoder.values()):
+            texts.append(self._texts(raw))
+        return [any(stop in text for text in each for stop in stops) for each in zip(*texts, strict=True)]
 
     def just_stopped(self, raw: list[list[int]]) -> list[bool]:
         """Return the same for completions that had no stop string before their last token."""

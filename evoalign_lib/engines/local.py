@@ -28,7 +28,7 @@ from torch import Tensor
 from evoalign_lib import noise
 from evoalign_lib._adapters import dense, not_dense, quantisation_of
 from evoalign_lib._forks import Forks
-from evoalign_lib.checks import choose
+from evoalign_lib.checks import choose, require
 from evoalign_lib.engines import agreement
 from evoalign_lib.engines.base import Engine, Options, Prompts
 from evoalign_lib.engines.decode import Decoder, Draw, greedy, inversion, product_dtype, rows_are_exact, supports
@@ -75,11 +75,9 @@ class LocalEngine(Engine):
         if workers > 1 and not sys.platform.startswith("linux"):
             raise ValueError(f"workers={workers} needs Linux, as workers are forked. Set workers=1 on {sys.platform}.")
         precision = common.get("precision", "master")
-        if workers > 1 and precision != "master":
-            raise ValueError(
-                f"workers={workers} needs precision='master': precision={precision!r} keeps a single replica of the "
-                "weights, which members use in turn. Set workers=1."
-            )
+        what = f"precision={precision!r} keeps a single replica of the weights, which members use in turn"
+        alone = workers == 1 or precision == "master"
+        require(alone, f"workers={workers} needs precision='master': {what}. Set workers=1.")
         super().__init__(model, tokenizer, rewards, prompts, threads=workers, **common)
         self.chunk_rows, self.workers = chunk_rows, workers
         self._pool: Forks | None = None
@@ -89,7 +87,8 @@ class LocalEngine(Engine):
             with one_thread():
                 reason = agreement.loop_differs(model, first, tokenizer.pad_token_id, self.max_completion_length)
             if reason and decoder == "auto":
-                logger.warning("transformers decodes, because the decoding loop does not cover this model: %s.", reason)
+                lost = "A saved model does what its class does: hooks, and what else was set by hand, are not saved"
+                logger.warning("transformers decodes, as the loop does not cover this model: %s. %s.", reason, lost)
         if decoder == "loop" and reason:
             raise ValueError(f"decoder='loop' does not cover this model: {reason}. Use decoder='generate'.")
         self.decoder = "generate" if decoder == "generate" or reason else "loop"

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import signal
+import socket
 import threading
 import time
 import weakref
@@ -56,6 +57,7 @@ def test_prompts_are_rendered_and_padded_on_the_left():
     rendered = Prompts([{"prompt": chat, "answer": 3}], tok)
     assert tok.decode(rendered.ids[0]) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert rendered.conversational and rendered.columns == {"answer": [3]} and rendered.prompts == [chat]
+    assert Prompts([{"prompt": "a", "image": None}], tok).columns == {"image": [None]}
     assert len({Prompts([{"prompt": p}], tok).digest for p in PROMPTS}) == len(PROMPTS)
     # what all begin with, of which each keeps a token to itself
     assert [len(Prompts([{"prompt": "ab"}, {"prompt": p}], tok).prefix) for p in ("abc", "ba")] == [1, 0]
@@ -89,6 +91,8 @@ SHOWN += [([USER | {"content": PARTS}], {}, OPEN), ([USER | {"role": "system"}],
 SHOWN += [([USER | {"calls": None}], {"chat_template": CALLS}, "hi"), ([USER, SO], {}, OPEN + "so ")]  # is continued
 SHOWN += [([USER, SO], {"add_generation_prompt": False, "continue_final_message": True}, OPEN + "so ")]
 SHOWN += [([USER, SO], {"add_generation_prompt": True}, OPEN + "so <|im_end|>\n<|im_start|>assistant\n")]
+LAST = "{{ messages[-1].content }}"
+SHOWN += [([SO | {"content": "", "tool_calls": [{"name": "f"}]}, USER], {"chat_template": LAST}, "hi")]
 SHOWN += [([USER], {"continue_final_message": True}, "<|im_start|>user\nhi")]
 
 
@@ -102,10 +106,14 @@ test_prompts_that_cannot_be_rendered = refused(
     *(([bad], {}, f"row 1 .*{named}") for bad, named in (
         ({"from": "human", "value": "hi"}, "maybe_convert_to_chatml"), ({"role": "user", "text": "hi"}, "None"),
         (USER | {"content": None}, "None"), (USER | {"content": [{"type": "image"}]}, "'image'"), ("hi", "'hi'"),
+        (USER | {"content": [{"type": "text", "text": None}]}, "message 0"), (USER | {"content": []}, "message 0"),
     )),
+    ([USER | {"role": "system"}, USER | {"content": "say hi"}], {"chat_template": LAST}, "row 1 .*message 0"),
+    ([USER | {"content": 9 * "hi, "}, USER | {"content": 18 * "hi, "}], {"chat_template": LAST}, "row 1 .*message 0"),
+    ([SO | {"tool_calls": [{"name": "f"}]}, USER], {"chat_template": LAST}, "row 1 .*message 0.*empty its content"),
     ([], {}, "row 1"),
-    ([SO, USER], {"chat_template": "{{ messages[-1].content }}"}, "row 1 .*'so '"),  # is left out
-    ([SO, USER], {"chat_template": "{{ 'hi' if messages | length == 1 else raise_exception('no') }}"}, "row 1 .*no"),
+    ([SO, USER], {"chat_template": LAST}, "row 1 .*'so '"),  # is left out
+    ([SO, USER], {"chat_template": "{{ raise_exception(4) if messages[1:] }}" + LAST}, "row 1 .*4"),
     *(([USER], {name: True}, f"chat_template_kwargs=.*'{name}'") for name in ("tokenize", "truncation")),
     call=lambda messages, template: Prompts([{"prompt": [USER]}, {"prompt": messages}], tokenizer(), template),
 )  # fmt: skip
@@ -121,7 +129,7 @@ test_bad_prompts = refused(
     (["a", "b"], TypeError, "row 0 .*'a'"),
     ({"train": [{"prompt": "a"}]}, TypeError, "'train'"),
     ([{"prompt": "a", "completions": "b"}], ValueError, "'completions'"),
-    ([{"prompt": "a", "images": []}], ValueError, "'images'"),
+    ([{"prompt": "a", "images": None}, {"prompt": "b", "images": []}], ValueError, "'images'"),
     ([{"prompt": "a"}, {"prompt": "b<|im_end|>"}], ValueError, "row 1 .*'<|im_end|>'"),
     ([{"prompt": "a"}, {"prompt": "b\ud800"}], ValueError, "row 1"),
     call=lambda rows: Prompts(rows, tokenizer()),
@@ -209,6 +217,12 @@ def test_a_model_without_an_end_and_a_system_that_does_not_fork(monkeypatch):
 def test_what_begins_late_is_seen_and_the_model_stays_as_it_is():
     late = logits(lambda out: -out.logits if out.past_key_values.get_seq_length() > 40 else out.logits)
     assert [engine(late(), max_completion_length=n).decoder for n in (22, 40)] == ["loop", "generate"]
+    # a long run is compared to its end only where attention has a window, as it has in transformers' cache here
+    seen, models = [], [random_model("llama", max_position_embeddings=512) for _ in range(2)]
+    models[0].register_forward_hook(lambda model, given, out: seen.append(out.past_key_values.get_seq_length()))
+    models[1].config.sliding_window = 300
+    assert [engine(model, max_completion_length=400).decoder for model in models] == ["loop", "generate"]
+    assert max(seen) < 200
     model = random_model().to(torch.bfloat16).train()  # with rounded rotary frequencies, which are not saved
     tensors = {**model.state_dict(keep_vars=True), **dict(model.named_buffers())}
     before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in tensors.items()}
@@ -358,6 +372,20 @@ def test_executors_and_event_loops_that_were_used_before_work_in_workers(kind):
     assert (evaluate(engine(workers=2, rewards=judge), 9) == alone).all()
     loop.close()
     pool.shutdown()
+
+
+def test_workers_have_no_connection_of_this_process():
+    """Their requests would be mixed with others'; clients open another one in place of one that is at its end."""
+
+    def judge(completions, **columns):
+        client.sendall(b".")
+        return [0.0] * len(completions)
+
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        evaluate(engine(rewards=judge), 1)
+        with pytest.raises(RewardError, match="BrokenPipeError"):
+            evaluate(engine(workers=2, rewards=judge), 2)
+        evaluate(engine(rewards=judge), 1)
 
 
 def test_a_worker_that_waits_for_ever_is_named(monkeypatch):

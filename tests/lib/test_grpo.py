@@ -318,7 +318,7 @@ def test_a_resumed_run_has_the_bits_and_the_budget_of_an_uninterrupted_one(tmp_p
         damaged, bit = bytearray(data), int(rng.integers(8 * len(data)))
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="checkpoint-2' is .*remove"):
+        with pytest.raises(ValueError, match="checkpoint-2' is damaged"):
             resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         path.write_bytes(data)
 
@@ -330,14 +330,31 @@ def test_a_checkpoint_counts_once_it_is_complete_and_a_users_folders_stay(tmp_pa
     trainer.train()
     names = {"checkpoint-0", "checkpoint-best", "checkpoint-2", "checkpoint-3"}
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == names
-    for left in (["checkpoint-2"], []):  # a kill left the newest without its sums
-        (_checkpoints.complete(tmp_path)[-1] / _checkpoints.SUMS).unlink()
-        assert [path.name for path in _checkpoints.complete(tmp_path)] == left
-    for resume in (True, str(tmp_path / "checkpoint-3"), str(tmp_path / "checkpoint-0"), str(tmp_path / "none")):
-        with pytest.raises(
-            ValueError, match=f"complete.*{re.escape(str(tmp_path))}|{re.escape(str(tmp_path))}.*complete"
-        ):
+    (tmp_path / "checkpoint-3" / _checkpoints.SUMS).unlink()  # a kill left the newest without
+    assert [path.name for path in _checkpoints.complete(tmp_path)] == ["checkpoint-2"]
+    for path in tmp_path.glob("checkpoint-[23]/*"):
+        path.unlink()
+    for bad, resume in ((tmp_path, True), *((bad, str(bad)) for bad in (tmp_path / "checkpoint-0", tmp_path / "none"))):
+        with pytest.raises(ValueError, match=f"complete.*{re.escape(str(bad))}|{re.escape(str(bad))}.*complete"):
             trainer.train(resume_from_checkpoint=resume)
+
+
+def test_checkpoints_without_sums_are_resumed_with_a_warning(tmp_path, monkeypatch):
+    """TRL itself writes such."""
+    built(tmp_path, **SAVING | {"save_steps": 1, "save_total_limit": 5})[0].train()
+    assert torch.load(tmp_path / "checkpoint-2/training_args.bin", weights_only=False).save_total_limit == 5
+    said = []
+    monkeypatch.setattr(_checkpoints.logger, "warning", lambda *text: said.append(text))
+    assert _checkpoints.sound("last", tmp_path) == str(tmp_path / "checkpoint-2") and not said
+    (tmp_path / "checkpoint-2" / _checkpoints.SUMS).unlink()
+    assert _checkpoints.sound(True, tmp_path) == str(tmp_path / "checkpoint-1") and not said
+    (tmp_path / "checkpoint-1" / _checkpoints.SUMS).unlink()
+    for asked in (str(tmp_path / "checkpoint-2"), "True", True):
+        assert _checkpoints.sound(asked, tmp_path) == str(tmp_path / "checkpoint-2")
+    resumed, _ = built(tmp_path, steps=3, **SAVING)
+    resumed.train(resume_from_checkpoint="last")
+    assert resumed.state.log_history[0]["step"] == 1 and resumed.state.global_step == 3
+    assert len(said) == 4 and _checkpoints.sound("false", tmp_path) is None
 
 
 # ---- nulls and sanity arms

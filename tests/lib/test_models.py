@@ -1,11 +1,16 @@
 """Models are found by name, folder or shipped base, and are told apart by digests."""
 
 import hashlib
+import re
 import sys
+import time
 
 import pytest
 import torch
-from helpers import random_model, saved
+from helpers import random_model, saved, with_another_head
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import Qwen2ForCausalLM
 
 from evoalign_lib import _adapters, _singular, models, precision, tiny
 from evoalign_lib.quantisation import quantise
@@ -50,6 +55,12 @@ def test_what_the_arguments_of_from_pretrained_mean(tmp_path, monkeypatch):
         models.load("./other")
 
 
+def test_secrets_in_long_words_are_masked_in_no_time():
+    words, started = [20_000 * part for part in ("a:", "//", "a-", "://", "token=//")], time.process_time()
+    found = models.masked([word + end for word in words for end in ("", "b:secret@host", " a:secret@host")])
+    assert time.process_time() - started < 4 and "secret" not in str(found)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_base_has_the_digest_of_its_float32_weights(dtype):
     model = random_model().to(dtype)
@@ -75,6 +86,39 @@ def test_a_folder_has_the_digest_of_its_files(tmp_path):
     path.unlink()
     with pytest.raises(ValueError, match=r"has no \*.safetensors"):
         models.origin_digest(str(tmp_path))
+
+
+CHANGES = {
+    "lm_head.bias": lambda model: setattr(model.lm_head, "bias", nn.Parameter(torch.zeros(len(model.lm_head.weight)))),
+    "model.layers.1.": lambda model: setattr(model.model, "layers", model.model.layers[:1]),
+    "tied to 'model.layers.0.mlp.": lambda model: setattr(model.model.layers[1], "mlp", model.model.layers[0].mlp),
+    "(9, 32)": lambda model: setattr(model.model, "embed_tokens", nn.Embedding(9, 32)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_parameters_that_a_saved_model_would_lose_are_named(name):
+    CHANGES[name](model := random_model("llama"))
+    with pytest.raises(ValueError, match=re.escape(name)):
+        models.check_saving(model, tiny.tokenizer())
+
+
+class Valued(Qwen2ForCausalLM):
+    """A user's model with a head of its own."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.value = nn.Linear(config.hidden_size, 1)
+
+
+def test_models_that_load_as_they_are_saved_are_accepted():
+    resized, adapted = random_model(), get_peft_model(random_model(), LoraConfig(lora_bias=True))
+    resized.resize_token_embeddings(300)
+    given = with_another_head(random_model()), resized, Valued(resized.config), adapted
+    state = torch.get_rng_state()
+    for model in given:
+        models.check_saving(model, tiny.tokenizer())
+    assert torch.get_rng_state().equal(state)
 
 
 @pytest.mark.parametrize(

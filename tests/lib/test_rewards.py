@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -19,6 +20,7 @@ import types
 
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 import torch
 from helpers import in_child, refused
@@ -488,6 +490,15 @@ def test_no_call_outlives_its_limit_and_the_next_one_begins_anew(hang):
         process.kill()
         process.join()
     assert score(rewards, ["a"]).rewards.tolist() == [1.0]
+
+
+def test_what_a_call_has_started_ends_with_it_at_the_limit(tmp_path):
+    def shell(completions, **columns):
+        return [float(os.system(f"echo $$ > {tmp_path}/id; exec sleep 60")) for _ in completions]
+
+    assert score(Rewards(shell, floor=-1.0, timeout=0.2), ["x"]).counts["timeout"] == 1
+    with contextlib.suppress(psutil.NoSuchProcess):  # it may not have been collected yet
+        psutil.Process(int((tmp_path / "id").read_text())).wait(5)
 
 
 def cannot_be_sent():
