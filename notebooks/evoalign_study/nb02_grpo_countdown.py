@@ -33,7 +33,7 @@ presets, TINY, SMOKE, FULL = shared.scales(
         "best_of": (64, 4),  # samples of best-of-n
         "seeds_long": (2, 1),
         "finalists": (3, 1, 0),  # settings of each sweep that are tried again at full length
-        "fewer_prompts": ([32], [8], []),  # per step of ES, also tried there
+        "fewer_prompts": ([32, 16], [8], []),  # per step of ES, also tried there
         "finals_seeds": ([101, 102], [101]),  # which no other run uses
         "gains": [0.05, 0.10, 0.15],  # over the base, whose budgets section 8 compares
         "margin": 0.02,  # within which accuracies match
