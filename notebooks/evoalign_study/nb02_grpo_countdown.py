@@ -111,12 +111,14 @@ def tuned_again(run: SimpleNamespace, records: Records) -> Groups:
     """Return both arms with the settings that `final_scores` ranks first at equal FLOPs, for claim C2c.
 
     ES takes as many steps as it needs to spend what the costliest trial of GRPO's winner did. Until the trials are
-    loaded the sweep's best settings stand for the winners; without trials there are no such runs.
+    loaded the sweep's best settings stand for the winners; without trials there are no such runs. Prompts per step
+    that were tried after C2c was locked, all but the first of `fewer_prompts`, do not count.
     """
     names = {arm: ("grpo", *FINALS[arm]) for arm in ARMS}
     tried, changes = [name for arm in ARMS for name in names[arm]], {arm: {} for arm in ARMS}
     if run.finalists and all(name in records for name in tried):
-        won = {arm: winners(records, arm, "equal FLOPs") for arm in ARMS}
+        before = [r for r in records["prompts es"] if r["spec"]["prompts_per_step"] >= run.fewer_prompts[0]]
+        won = {arm: winners(records | {"prompts es": before}, arm, "equal FLOPs") for arm in ARMS}
         changes = {
             arm: {name: own[0]["spec"][name] for name in TRIED if name in own[0]["spec"]} for arm, own in won.items()
         }
