@@ -272,9 +272,9 @@ class Rewards:
         metrics, counts, extra, failed = {}, dict.fromkeys(KINDS, 0), {}, {}
         table: dict[str, list] = {"prompt": list(prompts), "completion": list(completions)}
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
-        for function, weight, floor, name in zip(self.functions, self.weights, self.floors, self.names, strict=True):
-            _check_signature(function, name, columns)
-            call = functools.partial(self._call, function, given, trainer_state)
+        for i, (weight, floor, name) in enumerate(zip(self.weights, self.floors, self.names, strict=True)):
+            _check_signature(self.functions[i], name, columns)
+            call = functools.partial(self._call, i, given, trainer_state)
             values = np.empty(n)
             failures: list[tuple[str, str]] = []  # kind and cause
             for items, returned, logged, shown in _calls(call, n, name, floor, prompts, failures):
@@ -316,12 +316,12 @@ class Rewards:
                 remedy = "Correct it, or the columns that it reads; the floor is for single failures"
                 raise RewardError(f"reward function {name!r} {what}. {remedy}.")
 
-    def _call(self, function: RewardFunction, given: Mapping[str, Sequence], trainer_state: Any, items: slice) -> _Part:
-        """Call a function with some of the completions."""
+    def _call(self, i: int, given: Mapping[str, Sequence], trainer_state: Any, items: slice) -> _Part:
+        """Call function i with some of the completions."""
         arguments = {name: [_own(value) for value in values[items]] for name, values in given.items()}
         if self.timeout is None:
-            return items, *_called(function, arguments, trainer_state)
-        *found, after = self._limited(self.functions.index(function), self.state(), arguments, trainer_state)
+            return items, *_called(self.functions[i], arguments, trainer_state)
+        *found, after = self._limited(i, self.state(), arguments, trainer_state)
         self.load_state(after)  # `__call__` compares it with that before
         return items, *found
 

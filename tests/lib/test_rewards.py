@@ -431,6 +431,19 @@ def test_a_time_out_costs_only_the_completion_that_hangs():
         score(Rewards(hangs_on_x, timeout=0.05), ["x", "a"])
 
 
+def test_equal_functions_are_called_each_for_itself():
+    class Equal:
+        __eq__, __hash__ = (lambda self, other: True), None
+
+        def __init__(self, value):
+            self.value = value
+
+        def __call__(self, **columns):
+            return [self.value]
+
+    assert score(Rewards([Equal(1.0), Equal(10.0)], timeout=60), ["a"]).rewards.tolist() == [11.0]
+
+
 def test_a_batch_that_is_slow_though_no_completion_is():
     def slow(completions, **columns):
         time.sleep(0.01 if len(completions) == 1 else 60)
