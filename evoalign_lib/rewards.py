@@ -486,8 +486,8 @@ def _own(value: Any) -> Any:
     kind = type(value)
     if kind in _ATOMS:
         return value
-    if kind is list:
-        return value[:] if _ATOMS.issuperset(map(type, value)) else [_own(entry) for entry in value]
+    if kind in (list, tuple):
+        return kind(value) if _ATOMS.issuperset(map(type, value)) else kind(map(_own, value))
     if kind is dict:
         return {name: _own(entry) for name, entry in value.items()}
     try:
