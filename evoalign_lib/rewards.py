@@ -47,6 +47,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
 from numbers import Real
 from typing import Any
 
@@ -87,7 +88,10 @@ class RewardOutage(RuntimeError):
 
 
 class DataError(TypeError, ValueError):
-    """Raised by a reward function for a column by which no completion can be scored: the run stops, floor or not."""
+    """Raised by a reward function for a column by which no completion can be scored: the run stops, floor or not.
+
+    Also raised for a result that is no list of numbers, and for a column that no process can be sent.
+    """
 
 
 class RewardTimeout(RuntimeError):
@@ -277,8 +281,8 @@ class Rewards:
             call = functools.partial(self._call, i, given, trainer_state)
             values = np.empty(n)
             failures: list[tuple[str, str]] = []  # kind and cause
-            for items, returned, logged, shown in _calls(call, n, name, floor, prompts, failures):
-                values[items] = _numbers(returned, name, floor, prompts[items], failures)
+            for items, numbers, logged, shown in _calls(call, n, name, floor, prompts, failures):
+                values[items] = _floored(numbers, name, floor, prompts[items], failures)
                 for metric, value in logged:
                     metrics.setdefault(metric, []).append(value)
                 for column, cells in shown:
@@ -320,8 +324,14 @@ class Rewards:
         """Call function i with some of the completions."""
         arguments = {name: [_own(value) for value in values[items]] for name, values in given.items()}
         if self.timeout is None:
-            return items, *_called(self.functions[i], arguments, trainer_state)
-        *found, after = self._limited(i, self.state(), arguments, trainer_state)
+            return items, *_called(self.functions[i], self.names[i], arguments, trainer_state)
+        try:
+            *found, after = self._limited(i, self.state(), arguments, trainer_state)
+        except Exception:
+            if unsendable := [name for name, values in arguments.items() if not _can_be_sent(values)]:
+                what = f"column {unsendable[0]!r} cannot be sent to another process"
+                raise DataError(f"{what}, where reward_timeout has it scored: set reward_timeout=None.") from None
+            raise
         self.load_state(after)  # `__call__` compares it with that before
         return items, *found
 
@@ -366,12 +376,14 @@ class Rewards:
         started = time.process_time()
         try:
             self.load_state(states)
-            return *plain(_called(self.functions[i], arguments, trainer_state)), self.state()
+            numbers, logged, shown = _called(self.functions[i], self.names[i], arguments, trainer_state)
+            if not _can_be_sent(shown := plain(shown)):
+                shown = [(column, list(map(repr, cells))) for column, cells in shown]
+            return numbers, logged, shown, self.state()
         except BaseException as error:
-            try:
-                copy.copy(error)
-            except Exception:  # nor could it be sent
-                raise RuntimeError(repr(error)) from error.__cause__
+            if not _can_be_sent(error):
+                kinds = (kind for kind in (RewardOutage, DataError) if isinstance(error, kind))
+                raise next(kinds, RuntimeError)(repr(error)) from error.__cause__
             raise
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the call has just ended
@@ -416,15 +428,24 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _called(function: RewardFunction, arguments: Mapping[str, list], trainer_state: Any) -> tuple[Any, list, list]:
-    """Call a function; return its result, and what it passed to `log_metric` and `log_extra`."""
-    logged, shown = [], []
+def _called(function: RewardFunction, name: str, arguments: Mapping[str, list], trainer_state: Any) -> tuple:
+    """Call a function; return its rewards as numbers, and what it passed to `log_metric` and `log_extra`."""
+    prompts, logged, shown = list(arguments["prompts"]), [], []
     given = arguments | {
         "trainer_state": trainer_state,
         "log_metric": lambda metric, value: logged.append((metric, float(value))),
         "log_extra": lambda column, values: shown.append((column, list(values))),
     }
-    return _taken(_result(function, given), len(arguments["prompts"]) + 1), logged, shown
+    return _numbers(_result(function, given), name, prompts), logged, shown
+
+
+def _can_be_sent(value: Any) -> bool:
+    """Return whether a value arrives in another process."""
+    try:
+        ForkingPickler.loads(ForkingPickler.dumps(value))
+    except Exception:  # whatever its class raises
+        return False
+    return True
 
 
 def _result(function: RewardFunction, arguments: Mapping[str, Any]) -> Any:
@@ -442,8 +463,10 @@ def _result(function: RewardFunction, arguments: Mapping[str, Any]) -> Any:
     future = asyncio.run_coroutine_threadsafe(guarded(), _event_loop(os.getpid()))
     try:
         return future.result()
-    except BaseException:  # Ctrl-C, or a time-out
+    except BaseException as error:  # Ctrl-C, or a time-out
         future.cancel()
+        if isinstance(error, _TimeIsUp):  # a function that blocks the loop would block later calls: wait to be killed
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), _event_loop(os.getpid())).result()
         raise
 
 
@@ -466,16 +489,6 @@ def _event_loop(process: int) -> asyncio.AbstractEventLoop:
             loop.close()
 
     return loop
-
-
-def _taken(result: Any, most: int) -> Any:
-    """Return a function's result; of a generator, a `map` or another lazy iterable a list of at most `most` items.
-
-    The rewards of a lazy iterable are computed only here, which may fail, hang or never end.
-    """
-    known = isinstance(result, (Sequence, Mapping, Set)) or hasattr(result, "tolist") or hasattr(result, "columns")
-    lazy = hasattr(result, "__iter__") and not known
-    return list(itertools.islice(result, most)) if lazy else result
 
 
 _ATOMS = frozenset((str, int, float, bool, bytes, type(None)))
@@ -543,24 +556,29 @@ def _calls(
     return parts(slice(0, n), True)
 
 
-def _numbers(returned: Any, name: str, floor: float | None, prompts: Sequence, failures: list) -> list[float]:
-    """Return the rewards of a call, with None as NaN and non-finite numbers as the floor."""
+def _numbers(returned: Any, name: str, prompts: Sequence) -> list[float | None]:
+    """Return the rewards that a function returned as numbers, with None where it did not apply."""
     remedy = "return a list with a number (or None) for each completion"
     named = isinstance(returned, (Mapping, Set, str, bytes)) or hasattr(returned, "columns")  # iterates over names
     if named or not hasattr(returned, "__iter__"):
-        raise TypeError(f"reward function {name!r} returned a {type(returned).__name__}, {returned!r:.200}: {remedy}.")
-    if len(returned := list(returned)) != len(prompts):
+        raise DataError(f"reward function {name!r} returned a {type(returned).__name__}, {returned!r:.200}: {remedy}.")
+    # a generator, a map or another lazy iterable is computed only here, which may fail, hang or never end
+    returned = list(returned if hasattr(returned, "__len__") else itertools.islice(returned, len(prompts) + 1))
+    if len(returned) != len(prompts):
         what = f"{len(returned)} rewards for {len(prompts)} completions"
-        raise ValueError(f"reward function {name!r} returned {what}: {remedy}.")
-    values = []
-    for value, prompt in zip(returned, prompts, strict=True):
-        number = math.nan if value is None else _number(value, name, prompt)
-        if value is not None and not math.isfinite(number):
+        raise DataError(f"reward function {name!r} returned {what}: {remedy}.")
+    return [v if v is None else _number(v, name, prompt) for v, prompt in zip(returned, prompts, strict=True)]
+
+
+def _floored(numbers: Sequence, name: str, floor: float | None, prompts: Sequence, failures: list) -> list[float]:
+    """Return the rewards of a call, with None as NaN and non-finite numbers as the floor."""
+    values = [math.nan if number is None else number for number in numbers]
+    for i, number in enumerate(numbers):
+        if number is not None and not math.isfinite(number):
             if floor is None:
-                raise RewardError(_failure(name, _shown(prompt), str(number)))
+                raise RewardError(_failure(name, _shown(prompts[i]), str(number)))
             failures.append(("nan", str(number)))
-            number = floor
-        values.append(number)
+            values[i] = floor
     return values
 
 
@@ -573,7 +591,7 @@ def _number(value: Any, name: str, prompt: Any) -> float:
             return math.inf
         except (TypeError, ValueError, RuntimeError):
             pass
-    raise TypeError(f"reward function {name!r} returned {value!r:.200} {_shown(prompt)}: return a number or None.")
+    raise DataError(f"reward function {name!r} returned {value!r:.200} {_shown(prompt)}: return a number or None.")
 
 
 def _failure(name: str, where: str, what: str) -> str:

@@ -96,6 +96,14 @@ def test_what_fails_in_an_asynchronous_function_scores_the_floor():
         score(Rewards(sometimes), ["exit"])
 
 
+def test_an_asynchronous_function_that_blocks_costs_only_its_completion():
+    async def blocks(completions, **columns):
+        time.sleep(60 if "x" in completions else 0)
+        return [float(c) for c in completions]
+
+    assert score(Rewards(blocks, floor=-1.0, timeout=1.0), ["0", "x", "2"]).rewards.tolist() == [0.0, -1.0, 2.0]
+
+
 # ---- the table of completions
 
 
@@ -503,13 +511,21 @@ def test_no_call_outlives_its_limit_and_the_next_one_begins_anew(hang):
     assert score(rewards, ["a"]).rewards.tolist() == [1.0]
 
 
-def cannot_be_sent():
-    raise subprocess.CalledProcessError(3, "x")
+def raises(error):
+    raise error
+
+
+Local = type("Local", (ValueError,), {"__module__": "nowhere"})
 
 
 @pytest.mark.parametrize(
     ("fail", "named"),
-    [(cannot_be_sent, r"CalledProcessError\(3, 'x'\)"), (lambda: os._exit(1), "function ended the process")],
+    [
+        (lambda: raises(subprocess.CalledProcessError(3, "x")), r"CalledProcessError\(3, 'x'\)"),
+        (lambda: raises(Local("the cause")), r"Local\('the cause'\)"),
+        (lambda: raises(ValueError("the cause", threading.Lock())), r"ValueError\('the cause', "),
+        (lambda: os._exit(1), "function ended the process"),
+    ],
 )
 def test_a_failure_that_no_process_can_send_is_named_and_counted(fail, named):
     def fails(completions, **columns):
@@ -518,6 +534,17 @@ def test_a_failure_that_no_process_can_send_is_named_and_counted(fail, named):
     assert score(Rewards(fails, floor=-1.0, timeout=60), ["a"]).counts["exception"] == 1
     with pytest.raises(RewardError, match=f"'fails' gave .*{named}.*'prompt 0'"):
         score(Rewards(fails, timeout=60), ["a"])
+
+
+def test_rewards_and_columns_that_no_process_can_send():
+    def odd(completions, log_extra, **columns):
+        log_extra("why", [threading.Lock() for _ in completions])
+        return {c: type("Own", (float,), {})(len(c)) for c in completions}.values()
+
+    scored = score(Rewards(odd, timeout=60, table=True), ["a", "bc"])
+    assert scored.rewards.tolist() == [1.0, 2.0] and all("lock" in cell for cell in scored.table["why"])
+    with pytest.raises(TypeError, match="column 'check' cannot be sent.*reward_timeout=None"):
+        score(Rewards(length, floor=-1.0, timeout=60), ["a"], {"check": [lambda text: True]})
 
 
 def test_a_wait_for_another_thread_is_named_with_the_users_threads_alone():
