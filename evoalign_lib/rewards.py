@@ -269,6 +269,7 @@ class Rewards:
             RewardError: a function failed and has no floor.
             RuntimeError: a function that changed its state.
         """
+        self.check_columns(columns)
         if (given := getattr(trainer_state, "reward_state", None)) is not None:
             self.load_state(given)
         self._seconds, before, n = 0.0, self.state(), len(completions)
@@ -277,7 +278,6 @@ class Rewards:
         table: dict[str, list] = {"prompt": list(prompts), "completion": list(completions)}
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
         for i, (weight, floor, name) in enumerate(zip(self.weights, self.floors, self.names, strict=True)):
-            _check_signature(self.functions[i], name, columns)
             call = functools.partial(self._call, i, given, trainer_state)
             values = np.empty(n)
             failures: list[tuple[str, str]] = []  # kind and cause
@@ -308,6 +308,17 @@ class Rewards:
             raise ValueError(f"log_extra got a column {taken[0]!r}, which the table already has: use another name.")
         rewards = np.where(applied, total, np.nan)
         return Scored(rewards, functions, metrics, counts, table | extra if self.table else {}, failed, self._seconds)
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Raise TypeError if a function cannot take these columns, since a wrong signature must not score the floor."""
+        for function, name in zip(self.functions, self.names, strict=True):
+            try:
+                inspect.signature(function).bind(**dict.fromkeys([*ARGUMENTS, *columns]))
+            except ValueError:  # some functions written in C have no signature
+                continue
+            except TypeError as error:
+                remedy = f"let it take the columns it needs from {sorted(columns)}, and **columns for the rest"
+                raise TypeError(f"reward function {name!r} does not fit its call ({error}): {remedy}.") from None
 
     def check_failures(self, batches: Sequence[Scored]) -> None:
         """Raise RewardError if a function failed on every completion of a step; batches: all of the step's.
@@ -518,19 +529,6 @@ def _unwrapped(function: RewardFunction) -> RewardFunction:
 def _declared_floor(function: RewardFunction) -> float | None:
     function = _unwrapped(function)
     return getattr(function, "REWARD_FLOOR", getattr(inspect.getmodule(function), "REWARD_FLOOR", None))
-
-
-def _check_signature(function: RewardFunction, name: str, columns: Mapping[str, Any]) -> None:
-    """Raise TypeError if the function cannot accept the call, since a wrong signature must not score the floor."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some functions written in C have no signature
-        return
-    try:
-        signature.bind(**dict.fromkeys([*ARGUMENTS, *columns]))
-    except TypeError as error:
-        remedy = f"let it take the columns it needs from {sorted(columns)}, and **columns for the rest"
-        raise TypeError(f"reward function {name!r} does not fit its call ({error}): {remedy}.") from None
 
 
 def _calls(

@@ -123,10 +123,14 @@ test_what_the_trainer_refuses = refused(
     ({"model_init_kwargs": {"revision": "x"}}, "model_init_kwargs"),
     ({"seed": -1}, "seed"),
     ({"eval_strategy": "steps", "eval_steps": 1}, "eval_strategy='steps'"),
+    *(({"reward": reward}, TypeError, "does not fit its call")
+      for reward in (lambda other, **columns: None, lambda completions: None)),
+    ({"reward": lambda number, **columns: None, "eval_dataset": {"its": [{"prompt": "a"}]}}, TypeError,
+     "eval_dataset 'its'.*'number'"),
     ({"arm": ""}, "arm"),
     *(({"model": name}, f"'{name}'") for name in ("/no/such/folder", "./none", "nobody/no-model")),
     call=lambda how, tmp_path: trainer(tmp_path, **how),
-)
+)  # fmt: skip
 
 
 def test_a_model_without_its_tokenizer(tmp_path):
