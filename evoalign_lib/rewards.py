@@ -10,8 +10,8 @@ to the worker processes with every member and a log would grow. Every call gets 
 columns, at any depth, so what a function changes in them reaches nobody else. Functions of one name are numbered in
 metrics and tables: reward, reward_2.
 
-A floor is for single failures. A function that fails on every completion of a step stops the run, as does a `DataError`
-that it raises because of its columns.
+A floor is for single failures. A function that fails on every completion of a step stops the run (unless all are of one
+prompt, which gives a warning), as does a `DataError` that it raises because of its columns.
 
 A reward that changes during training, such as reward - lambda * cost with the Lagrange multiplier of Safe-RLHF (Dai et
 al., arXiv 2310.12773), is an object with three more methods (all or none):
@@ -42,6 +42,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import wait
@@ -114,7 +115,8 @@ class Scored:
             which are left out.
         table: if requested, column -> (completions,) values: "prompt", "completion", each function by its name (None
             where it did not apply), then the columns from `log_extra`.
-        failed: name -> the first failure of each function that failed on every completion that it applies to.
+        failed: name -> the first failure, and the prompts, of each function that failed on every completion that it
+            applies to.
         seconds: CPU time of the process in which functions with a time limit are called; of a call for which it was
             killed, all seconds that it took.
     """
@@ -124,7 +126,7 @@ class Scored:
     metrics: dict[str, list[float]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     table: dict[str, list] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, tuple[str, set[str]]] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
@@ -295,7 +297,7 @@ class Rewards:
             for kind, _ in failures:
                 counts[kind] += 1
             if failures and len(failures) == has.sum():
-                failed[name] = failures[0][1]
+                failed[name] = failures[0][1], {str(prompts[j]) for j in np.flatnonzero(has)}
             total[has] += weight * values[has]
             applied |= has
             if has.any():
@@ -323,13 +325,16 @@ class Rewards:
     def check_failures(self, batches: Sequence[Scored]) -> None:
         """Raise RewardError if a function failed on every completion of a step; batches: all of the step's.
 
-        A floor is for single failures: a step of nothing but floors teaches nothing.
+        A floor is for single failures: a step of nothing but floors teaches nothing. If all are of one prompt, the
+        fault may be that row's alone: then warn.
         """
         for name in self.names:
             if all(name in batch.failed for batch in batches):
-                what = f"gave {batches[0].failed[name]} on every completion of the step"
-                remedy = "Correct it, or the columns that it reads; the floor is for single failures"
-                raise RewardError(f"reward function {name!r} {what}. {remedy}.")
+                what = f"reward function {name!r} gave {batches[0].failed[name][0]} on every completion of"
+                if len(set().union(*(batch.failed[name][1] for batch in batches))) > 1:
+                    remedy = "Correct it, or the columns that it reads; the floor is for single failures"
+                    raise RewardError(f"{what} the step. {remedy}.")
+                warnings.warn(f"{what} the one prompt of a step: correct that row, or the function.", stacklevel=2)
 
     def _call(self, i: int, given: Mapping[str, Sequence], trainer_state: Any, items: slice) -> _Part:
         """Call function i with some of the completions."""

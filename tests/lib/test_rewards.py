@@ -251,14 +251,19 @@ def test_floor_declared_by_the_module_or_by_the_function(monkeypatch):
     assert all(Rewards(tasks.get(name).reward).floors == [tasks.get(name).REWARD_FLOOR] for name in tasks.TASKS)
 
 
-@pytest.mark.parametrize(("function", "cause"), [(parse, "ValueError.*'x'"), (lambda **_: [math.nan, None], "nan")])
+@pytest.mark.parametrize(
+    ("function", "cause"), [(parse, "ValueError.*'x'"), (lambda **_: [math.nan, None, 1e999], "nan")]
+)
 def test_a_floor_is_for_single_failures(function, cause):
     """A function that fails whatever is written shows a fault of its own, or of its columns."""
     rewards = Rewards([length, function], floor=-1.0)
-    bad, good = score(rewards, ["x", "y"]), score(Rewards(length), ["x"])
+    bad, good = score(rewards, ["x", "y", "z"]), score(Rewards(length), ["x"])
     rewards.check_failures([bad, good])
     with pytest.raises(RewardError, match=f"'{function.__name__}' gave {cause}"):
         rewards.check_failures([bad, bad])
+    one = score(rewards, ["x", "y", "z"], prompts=["the one row at fault"] * 3)
+    with pytest.warns(UserWarning, match=f"'{function.__name__}' gave {cause}"):
+        rewards.check_failures([one, one])
 
 
 COUNTDOWN = [{"numbers": bad, "target": "3"} for bad in ([1.0], "[1, 2]", torch.tensor([1, 2]), None, 5)]
