@@ -32,16 +32,20 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import copy
 import functools
+import gc
 import inspect
 import itertools
+import logging
 import math
 import mmap
 import os
 import signal
 import threading
 import time
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -49,7 +53,7 @@ from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
-from numbers import Real
+from numbers import Number, Real
 from typing import Any
 
 import numpy as np
@@ -148,8 +152,9 @@ class Rewards:
         timeout: seconds that a call of a function may take; None: no limit. A batch that takes longer (or raises) is
             scored again, one completion at a time with the same limit for each, so that only the completions at fault
             fail and can be named; this takes little more than (completions + 1) * timeout. The functions are then
-            called in a process of their own, forked at the first call (not on Windows): what they keep stays there,
-            and GPUs that this process uses are out of their reach. At the limit a function receives an exception that
+            called in a process of their own, forked at the first call (not on Windows), and again when a number, a text
+            or an array that they read has changed in this process: what they keep stays there, until then, and GPUs
+            that this process uses are out of their reach. At the limit a function receives an exception that
             `except Exception` does not catch; if the call has not ended half a second later, whatever it does, the
             process is killed with all that the functions kept.
         table: whether to fill `Scored.table`.
@@ -355,10 +360,13 @@ class Rewards:
         """Return what `_answer` returns in a process of its own; raise RewardTimeout if that takes too long.
 
         The process is forked at the first call. A signal interrupts a call that has reached the limit; if it swallows
-        or blocks that, or runs in C, the process is killed, and the next call forks another one.
+        or blocks that, or runs in C, the process is killed, and the next call forks another one. So does one for which
+        a callback, say, has changed what the functions read.
         """
-        if (forks := _LIMITED.get(self)) is None or forks.parent != os.getpid():
+        read = _read(self.functions, map(id, self.stateful.values()))
+        if (forks := _LIMITED.get(self)) is None or forks.parent != os.getpid() or forks.read != read:
             forks = _LIMITED[self] = Forks(1, self)
+            forks.read = read
             forks.seconds = np.frombuffer(mmap.mmap(-1, 8))  # which both processes see
             forks.submit("state").result()  # what starts the process does not count
         future, why, started = None, "", time.perf_counter()
@@ -398,8 +406,7 @@ class Rewards:
             return numbers, logged, shown, self.state()
         except BaseException as error:
             if not _can_be_sent(error):
-                kinds = (kind for kind in (RewardOutage, DataError) if isinstance(error, kind))
-                raise next(kinds, RuntimeError)(repr(error)) from error.__cause__
+                raise RuntimeError(repr(error)) from error.__cause__
             raise
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the call has just ended
@@ -529,6 +536,33 @@ def _unwrapped(function: RewardFunction) -> RewardFunction:
     while isinstance(function, functools.partial):
         function = function.func
     return function
+
+
+def _read(functions: Sequence[RewardFunction], known: Iterable[int]) -> list:
+    """Return the numbers, texts and arrays that functions reach by attributes, entries, closures and global names.
+
+    Nothing is returned of what modules and libraries hold, nor of objects whose id is known, nor all of large data: it
+    takes a few milliseconds at most.
+    """
+    homes = {getattr(_unwrapped(function), "__module__", None) for function in functions}
+    due, met, found = list(functions), set(known), []
+    for value in due:  # which grows
+        with contextlib.suppress(Exception):  # of a proxy, whose attributes may raise anything
+            code = isinstance(value, (type, types.FunctionType))
+            if isinstance(value, (str, bytes, Number, np.ndarray)):
+                found.append(value.flat[:1000].tobytes() if isinstance(value, np.ndarray) else value)
+            elif isinstance(value, (types.ModuleType, logging.Logger)) or code and value.__module__ not in homes:
+                continue
+            elif isinstance(value, types.FunctionType) and id(value) not in met:
+                codes = [value.__code__]
+                for inner in codes:  # those of comprehensions, too
+                    codes += [each for each in inner.co_consts if isinstance(each, types.CodeType)]
+                due += [value.__globals__.get(name) for inner in codes for name in inner.co_names]
+                due += [value.__closure__, value.__dict__, value.__defaults__, value.__kwdefaults__]
+            elif id(value) not in met and len(due) < 10_000:
+                due += [getattr(value, "__dict__", None), *gc.get_referents(value)[:1000]]
+            met.add(id(value))
+    return found
 
 
 def _declared_floor(function: RewardFunction) -> float | None:

@@ -444,6 +444,27 @@ def test_a_time_out_costs_only_the_completion_that_hangs():
         score(Rewards(hangs_on_x, timeout=0.05), ["x", "a"])
 
 
+BONUS = 0.0
+
+
+def test_a_limit_lets_a_function_read_what_has_changed_and_keep_what_it_made(monkeypatch):
+    made, scale, weights = [], {"of": [1.0]}, np.ones(2)
+
+    def reward(completions, **columns):
+        made.append(1)
+        return [scale["of"][0] * len(made) + weights[1] + BONUS for _ in completions]
+
+    rewards = Rewards([functools.partial(reward), Multiplied()], timeout=60)
+    assert [score(rewards, ["a"]).rewards[0] for _ in range(2)] == [1.0, 2.0]
+    scale["of"][0] = 5.0
+    assert score(rewards, ["a"]).rewards[0] == 5.0
+    weights[1], state = 3.0, {"Multiplied": {"scale": 2.0}}
+    monkeypatch.setitem(globals(), "BONUS", 10.0)
+    assert score(rewards, ["a"], state=types.SimpleNamespace(reward_state=state)).rewards[0] == 16.0
+    rewards.load_state({"Multiplied": {"scale": 1.0}})  # which is sent with every call
+    assert score(rewards, ["a"]).rewards[0] == 22.0
+
+
 def test_equal_functions_are_called_each_for_itself():
     class Equal:
         __eq__, __hash__ = (lambda self, other: True), None
