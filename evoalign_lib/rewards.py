@@ -607,11 +607,11 @@ def _numbers(returned: Any, name: str, prompts: Sequence) -> list[float | None]:
     return [v if v is None else _number(v, name, prompt) for v, prompt in zip(returned, prompts, strict=True)]
 
 
-def _floored(numbers: Sequence, name: str, floor: float | None, prompts: Sequence, failures: list) -> list[float]:
+def _floored(numbers: Sequence, name: str, floor: float | None, prompts: Sequence, failures: list) -> np.ndarray:
     """Return the rewards of a call, with None as NaN and non-finite numbers as the floor."""
-    values = [math.nan if number is None else number for number in numbers]
-    for i, number in enumerate(numbers):
-        if number is not None and not math.isfinite(number):
+    values = np.array(numbers, dtype=float)
+    for i in np.flatnonzero(~np.isfinite(values)):
+        if (number := numbers[i]) is not None:
             if floor is None:
                 raise RewardError(_failure(name, _shown(prompts[i]), str(number)))
             failures.append(("nan", str(number)))

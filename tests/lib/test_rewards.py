@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import ctypes
+import dataclasses
 import functools
 import itertools
 import math
@@ -87,21 +88,15 @@ def test_what_fails_in_an_asynchronous_function_scores_the_floor():
             sys.exit(3)
         if "slow" in completions:
             await asyncio.sleep(30)
+        if "blocks" in completions:
+            time.sleep(30)
         return [float(c) for c in completions]
 
-    scored = score(Rewards(sometimes, floor=-1.0, timeout=1.0), ["1", "slow", "x", "exit"])
-    assert scored.rewards.tolist() == [1.0, -1.0, -1.0, -1.0]
-    assert (scored.counts["timeout"], scored.counts["exception"]) == (1, 2)
+    scored = score(Rewards(sometimes, floor=-1.0, timeout=1.0), ["slow", "1", "blocks", "2", "x", "exit"])
+    assert scored.rewards.tolist() == [-1.0, 1.0, -1.0, 2.0, -1.0, -1.0]
+    assert (scored.counts["timeout"], scored.counts["exception"]) == (2, 2)
     with pytest.raises(RewardError, match=r"sys.exit\(3\)"):
         score(Rewards(sometimes), ["exit"])
-
-
-def test_an_asynchronous_function_that_blocks_costs_only_its_completion():
-    async def blocks(completions, **columns):
-        time.sleep(60 if "x" in completions else 0)
-        return [float(c) for c in completions]
-
-    assert score(Rewards(blocks, floor=-1.0, timeout=1.0), ["0", "x", "2"]).rewards.tolist() == [0.0, -1.0, 2.0]
 
 
 # ---- the table of completions
@@ -251,9 +246,7 @@ def test_floor_declared_by_the_module_or_by_the_function(monkeypatch):
     assert all(Rewards(tasks.get(name).reward).floors == [tasks.get(name).REWARD_FLOOR] for name in tasks.TASKS)
 
 
-@pytest.mark.parametrize(
-    ("function", "cause"), [(parse, "ValueError.*'x'"), (lambda **_: [math.nan, None, 1e999], "nan")]
-)
+@pytest.mark.parametrize(("function", "cause"), [(parse, "ValueError.*x'"), (lambda **_: [None, 1e999, 1e999], "inf")])
 def test_a_floor_is_for_single_failures(function, cause):
     """A function that fails whatever is written shows a fault of its own, or of its columns."""
     rewards = Rewards([length, function], floor=-1.0)
@@ -390,21 +383,16 @@ WRONG = {
 @pytest.mark.parametrize("floor", [None, 0.0])
 @pytest.mark.parametrize(("error", "returned"), [(error, bad) for error, bads in WRONG.items() for bad in bads])
 def test_wrong_results(floor, returned, error):
-    def reward(**columns):
-        return returned
-
-    with pytest.raises(error, match="'reward' returned "):
-        score(Rewards(reward, floor=floor), ["a", "b"])
+    with pytest.raises(error, match="'<lambda>' returned "):
+        score(Rewards(lambda **columns: returned, floor=floor), ["a", "b"])
 
 
-@pytest.mark.parametrize("floor", [None, 0.0])
-def test_a_function_that_does_not_take_the_columns(floor):
-    for function, named in (
-        (lambda prompts, completions: [0.0], "'<lambda>'"),
-        (lambda answer, **columns: [0.0], r"'<lambda>'.*'answer'.*\['target'\]"),
-    ):
-        with pytest.raises(TypeError, match=named):
-            score(Rewards(function, floor=floor), ["a"], {"target": ["1"]})
+test_functions_that_do_not_take_the_columns = refused(
+    (lambda prompts, completions: [0.0], "'<lambda>'"),
+    (lambda answer, **columns: [0.0], r"'<lambda>'.*'answer'.*\['target'\]"),
+    call=lambda function: score(Rewards(function, floor=0.0), ["a"], {"target": ["1"]}),
+    error=TypeError,
+)
 
 
 test_settings_that_cannot_be_are_named = refused(
@@ -433,9 +421,10 @@ def hangs_on_x(completions, log_metric, **columns):
     return [float(len(c)) for c in completions]
 
 
-def test_a_time_out_costs_only_the_completion_that_hangs():
+def test_a_time_out_costs_only_the_completion_that_hangs_in_any_thread():
     started = time.monotonic()
-    scored = score(Rewards(hangs_on_x, floor=-1.0, timeout=1.0), ["a", "x", "bbb"])
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        scored = pool.submit(score, Rewards(hangs_on_x, floor=-1.0, timeout=1.0), ["a", "x", "bbb"]).result()
     assert time.monotonic() - started >= 2.0  # the batch, then the culprit alone
     assert scored.rewards.tolist() == [1.0, -1.0, 3.0]
     assert scored.counts == {"none": 0, "nan": 0, "exception": 0, "timeout": 1}
@@ -466,15 +455,8 @@ def test_a_limit_lets_a_function_read_what_has_changed_and_keep_what_it_made(mon
 
 
 def test_equal_functions_are_called_each_for_itself():
-    class Equal:
-        __eq__, __hash__ = (lambda self, other: True), None
-
-        def __init__(self, value):
-            self.value = value
-
-        def __call__(self, **columns):
-            return [self.value]
-
+    fields = [("value", float, dataclasses.field(compare=False))]
+    Equal = dataclasses.make_dataclass("Equal", fields, namespace={"__call__": lambda self, **columns: [self.value]})
     assert score(Rewards([Equal(1.0), Equal(10.0)], timeout=60), ["a"]).rewards.tolist() == [11.0]
 
 
@@ -489,10 +471,7 @@ def test_a_batch_that_is_slow_though_no_completion_is():
         score(Rewards(slow, timeout=2.0), ["a"] * 4)
 
 
-def test_a_time_out_works_in_any_thread_and_needs_forks(monkeypatch):
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        scored = pool.submit(score, Rewards(hangs_on_x, floor=-1.0, timeout=1.0), ["x", "a"]).result()
-    assert scored.rewards.tolist() == [-1.0, 1.0] and scored.counts["timeout"] == 1
+def test_a_limit_needs_forks(monkeypatch):
     monkeypatch.delattr(os, "fork")
     with pytest.raises(ValueError, match="reward_timeout=3"):
         Rewards(length, timeout=3)
@@ -537,25 +516,21 @@ def test_no_call_outlives_its_limit_and_the_next_one_begins_anew(hang):
     assert score(rewards, ["a"]).rewards.tolist() == [1.0]
 
 
-def raises(error):
-    raise error
-
-
 Local = type("Local", (ValueError,), {"__module__": "nowhere"})
 
 
 @pytest.mark.parametrize(
-    ("fail", "named"),
+    ("error", "named"),
     [
-        (lambda: raises(subprocess.CalledProcessError(3, "x")), r"CalledProcessError\(3, 'x'\)"),
-        (lambda: raises(Local("the cause")), r"Local\('the cause'\)"),
-        (lambda: raises(ValueError("the cause", threading.Lock())), r"ValueError\('the cause', "),
-        (lambda: os._exit(1), "function ended the process"),
+        (subprocess.CalledProcessError(3, "x"), r"CalledProcessError\(3, 'x'\)"),
+        (Local("the cause"), r"Local\('the cause'\)"),
+        (ValueError("the cause", threading.Lock()), r"ValueError\('the cause', "),
+        (None, "function ended the process"),
     ],
 )
-def test_a_failure_that_no_process_can_send_is_named_and_counted(fail, named):
+def test_a_failure_that_no_process_can_send_is_named_and_counted(error, named):
     def fails(completions, **columns):
-        fail()
+        raise error or os._exit(1)
 
     assert score(Rewards(fails, floor=-1.0, timeout=60), ["a"]).counts["exception"] == 1
     with pytest.raises(RewardError, match=f"'fails' gave .*{named}.*'prompt 0'"):
