@@ -193,6 +193,7 @@ class ESTrainer(TrainerSurface):
         self._frozen = _adapters.frozen_digest(self.model, _adapters.moved(self.model))
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         prompts = {"train": Prompts(train_dataset, self.processing_class, args.chat_template_kwargs)}
+        self.rewards.check_columns(prompts["train"].columns)
         self._eval_sets: dict[str, str] = {}  # name ("" for a single set) -> name of its prompts in the engine
         for name, suffix, rows in sets_of(eval_dataset) if eval_dataset is not None else ():
             self._eval_sets[name] = f"eval{suffix}"

@@ -10,8 +10,8 @@ to the worker processes with every member and a log would grow. Every call gets 
 columns, at any depth, so what a function changes in them reaches nobody else. Functions of one name are numbered in
 metrics and tables: reward, reward_2.
 
-A floor is for single failures. A function that fails on every completion of a step stops the run, as does a `DataError`
-that it raises because of its columns.
+A floor is for single failures. A function that fails on every completion of a step stops the run (unless all are of one
+prompt, which gives a warning), as does a `DataError` that it raises because of its columns.
 
 A reward that changes during training, such as reward - lambda * cost with the Lagrange multiplier of Safe-RLHF (Dai et
 al., arXiv 2310.12773), is an object with three more methods (all or none):
@@ -32,22 +32,28 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import copy
 import functools
+import gc
 import inspect
 import itertools
+import logging
 import math
 import mmap
 import os
 import signal
 import threading
 import time
+import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from numbers import Real
+from multiprocessing.reduction import ForkingPickler
+from numbers import Number, Real
 from typing import Any
 
 import numpy as np
@@ -87,7 +93,10 @@ class RewardOutage(RuntimeError):
 
 
 class DataError(TypeError, ValueError):
-    """Raised by a reward function for a column by which no completion can be scored: the run stops, floor or not."""
+    """Raised by a reward function for a column by which no completion can be scored: the run stops, floor or not.
+
+    Also raised for a result that is no list of numbers, and for a column that no process can be sent.
+    """
 
 
 class RewardTimeout(RuntimeError):
@@ -110,7 +119,8 @@ class Scored:
             which are left out.
         table: if requested, column -> (completions,) values: "prompt", "completion", each function by its name (None
             where it did not apply), then the columns from `log_extra`.
-        failed: name -> the first failure of each function that failed on every completion that it applies to.
+        failed: name -> the first failure, and the prompts, of each function that failed on every completion that it
+            applies to.
         seconds: CPU time of the process in which functions with a time limit are called; of a call for which it was
             killed, all seconds that it took.
     """
@@ -120,7 +130,7 @@ class Scored:
     metrics: dict[str, list[float]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     table: dict[str, list] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, tuple[str, set[str]]] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
@@ -142,8 +152,9 @@ class Rewards:
         timeout: seconds that a call of a function may take; None: no limit. A batch that takes longer (or raises) is
             scored again, one completion at a time with the same limit for each, so that only the completions at fault
             fail and can be named; this takes little more than (completions + 1) * timeout. The functions are then
-            called in a process of their own, forked at the first call (not on Windows): what they keep stays there,
-            and GPUs that this process uses are out of their reach. At the limit a function receives an exception that
+            called in a process of their own, forked at the first call (not on Windows), and again when a number, a text
+            or an array that they read has changed in this process: what they keep stays there, until then, and GPUs
+            that this process uses are out of their reach. At the limit a function receives an exception that
             `except Exception` does not catch; if the call has not ended half a second later, whatever it does, the
             process is killed with all that the functions kept.
         table: whether to fill `Scored.table`.
@@ -265,6 +276,7 @@ class Rewards:
             RewardError: a function failed and has no floor.
             RuntimeError: a function that changed its state.
         """
+        self.check_columns(columns)
         if (given := getattr(trainer_state, "reward_state", None)) is not None:
             self.load_state(given)
         self._seconds, before, n = 0.0, self.state(), len(completions)
@@ -272,13 +284,12 @@ class Rewards:
         metrics, counts, extra, failed = {}, dict.fromkeys(KINDS, 0), {}, {}
         table: dict[str, list] = {"prompt": list(prompts), "completion": list(completions)}
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
-        for function, weight, floor, name in zip(self.functions, self.weights, self.floors, self.names, strict=True):
-            _check_signature(function, name, columns)
-            call = functools.partial(self._call, function, given, trainer_state)
+        for i, (weight, floor, name) in enumerate(zip(self.weights, self.floors, self.names, strict=True)):
+            call = functools.partial(self._call, i, given, trainer_state)
             values = np.empty(n)
             failures: list[tuple[str, str]] = []  # kind and cause
-            for items, returned, logged, shown in _calls(call, n, name, floor, prompts, failures):
-                values[items] = _numbers(returned, name, floor, prompts[items], failures)
+            for items, numbers, logged, shown in _calls(call, n, name, floor, prompts, failures):
+                values[items] = _floored(numbers, name, floor, prompts[items], failures)
                 for metric, value in logged:
                     metrics.setdefault(metric, []).append(value)
                 for column, cells in shown:
@@ -291,7 +302,7 @@ class Rewards:
             for kind, _ in failures:
                 counts[kind] += 1
             if failures and len(failures) == has.sum():
-                failed[name] = failures[0][1]
+                failed[name] = failures[0][1], {str(prompts[j]) for j in np.flatnonzero(has)}
             total[has] += weight * values[has]
             applied |= has
             if has.any():
@@ -305,23 +316,43 @@ class Rewards:
         rewards = np.where(applied, total, np.nan)
         return Scored(rewards, functions, metrics, counts, table | extra if self.table else {}, failed, self._seconds)
 
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Raise TypeError if a function cannot take these columns, since a wrong signature must not score the floor."""
+        for function, name in zip(self.functions, self.names, strict=True):
+            try:
+                inspect.signature(function).bind(**dict.fromkeys([*ARGUMENTS, *columns]))
+            except ValueError:  # some functions written in C have no signature
+                continue
+            except TypeError as error:
+                remedy = f"let it take the columns it needs from {sorted(columns)}, and **columns for the rest"
+                raise TypeError(f"reward function {name!r} does not fit its call ({error}): {remedy}.") from None
+
     def check_failures(self, batches: Sequence[Scored]) -> None:
         """Raise RewardError if a function failed on every completion of a step; batches: all of the step's.
 
-        A floor is for single failures: a step of nothing but floors teaches nothing.
+        A floor is for single failures: a step of nothing but floors teaches nothing. If all are of one prompt, the
+        fault may be that row's alone: then warn.
         """
         for name in self.names:
             if all(name in batch.failed for batch in batches):
-                what = f"gave {batches[0].failed[name]} on every completion of the step"
-                remedy = "Correct it, or the columns that it reads; the floor is for single failures"
-                raise RewardError(f"reward function {name!r} {what}. {remedy}.")
+                what = f"reward function {name!r} gave {batches[0].failed[name][0]} on every completion of"
+                if len(set().union(*(batch.failed[name][1] for batch in batches))) > 1:
+                    remedy = "Correct it, or the columns that it reads; the floor is for single failures"
+                    raise RewardError(f"{what} the step. {remedy}.")
+                warnings.warn(f"{what} the one prompt of a step: correct that row, or the function.", stacklevel=2)
 
-    def _call(self, function: RewardFunction, given: Mapping[str, Sequence], trainer_state: Any, items: slice) -> _Part:
-        """Call a function with some of the completions."""
+    def _call(self, i: int, given: Mapping[str, Sequence], trainer_state: Any, items: slice) -> _Part:
+        """Call function i with some of the completions."""
         arguments = {name: [_own(value) for value in values[items]] for name, values in given.items()}
         if self.timeout is None:
-            return items, *_called(function, arguments, trainer_state)
-        *found, after = self._limited(self.functions.index(function), self.state(), arguments, trainer_state)
+            return items, *_called(self.functions[i], self.names[i], arguments, trainer_state)
+        try:
+            *found, after = self._limited(i, self.state(), arguments, trainer_state)
+        except Exception:
+            if unsendable := [name for name, values in arguments.items() if not _can_be_sent(values)]:
+                what = f"column {unsendable[0]!r} cannot be sent to another process"
+                raise DataError(f"{what}, where reward_timeout has it scored: set reward_timeout=None.") from None
+            raise
         self.load_state(after)  # `__call__` compares it with that before
         return items, *found
 
@@ -329,10 +360,13 @@ class Rewards:
         """Return what `_answer` returns in a process of its own; raise RewardTimeout if that takes too long.
 
         The process is forked at the first call. A signal interrupts a call that has reached the limit; if it swallows
-        or blocks that, or runs in C, the process is killed, and the next call forks another one.
+        or blocks that, or runs in C, the process is killed, and the next call forks another one. So does one for which
+        a callback, say, has changed what the functions read.
         """
-        if (forks := _LIMITED.get(self)) is None or forks.parent != os.getpid():
+        read = _read(self.functions, map(id, self.stateful.values()))
+        if (forks := _LIMITED.get(self)) is None or forks.parent != os.getpid() or forks.read != read:
             forks = _LIMITED[self] = Forks(1, self)
+            forks.read = read
             forks.seconds = np.frombuffer(mmap.mmap(-1, 8))  # which both processes see
             forks.submit("state").result()  # what starts the process does not count
         future, why, started = None, "", time.perf_counter()
@@ -366,11 +400,12 @@ class Rewards:
         started = time.process_time()
         try:
             self.load_state(states)
-            return *plain(_called(self.functions[i], arguments, trainer_state)), self.state()
+            numbers, logged, shown = _called(self.functions[i], self.names[i], arguments, trainer_state)
+            if not _can_be_sent(shown := plain(shown)):
+                shown = [(column, list(map(repr, cells))) for column, cells in shown]
+            return numbers, logged, shown, self.state()
         except BaseException as error:
-            try:
-                copy.copy(error)
-            except Exception:  # nor could it be sent
+            if not _can_be_sent(error):
                 raise RuntimeError(repr(error)) from error.__cause__
             raise
         finally:
@@ -416,15 +451,24 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _called(function: RewardFunction, arguments: Mapping[str, list], trainer_state: Any) -> tuple[Any, list, list]:
-    """Call a function; return its result, and what it passed to `log_metric` and `log_extra`."""
-    logged, shown = [], []
+def _called(function: RewardFunction, name: str, arguments: Mapping[str, list], trainer_state: Any) -> tuple:
+    """Call a function; return its rewards as numbers, and what it passed to `log_metric` and `log_extra`."""
+    prompts, logged, shown = list(arguments["prompts"]), [], []
     given = arguments | {
         "trainer_state": trainer_state,
         "log_metric": lambda metric, value: logged.append((metric, float(value))),
         "log_extra": lambda column, values: shown.append((column, list(values))),
     }
-    return _taken(_result(function, given), len(arguments["prompts"]) + 1), logged, shown
+    return _numbers(_result(function, given), name, prompts), logged, shown
+
+
+def _can_be_sent(value: Any) -> bool:
+    """Return whether a value arrives in another process."""
+    try:
+        ForkingPickler.loads(ForkingPickler.dumps(value))
+    except Exception:  # whatever its class raises
+        return False
+    return True
 
 
 def _result(function: RewardFunction, arguments: Mapping[str, Any]) -> Any:
@@ -442,8 +486,10 @@ def _result(function: RewardFunction, arguments: Mapping[str, Any]) -> Any:
     future = asyncio.run_coroutine_threadsafe(guarded(), _event_loop(os.getpid()))
     try:
         return future.result()
-    except BaseException:  # Ctrl-C, or a time-out
+    except BaseException as error:  # Ctrl-C, or a time-out
         future.cancel()
+        if isinstance(error, _TimeIsUp):  # a function that blocks the loop would block later calls: wait to be killed
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), _event_loop(os.getpid())).result()
         raise
 
 
@@ -468,16 +514,6 @@ def _event_loop(process: int) -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _taken(result: Any, most: int) -> Any:
-    """Return a function's result; of a generator, a `map` or another lazy iterable a list of at most `most` items.
-
-    The rewards of a lazy iterable are computed only here, which may fail, hang or never end.
-    """
-    known = isinstance(result, (Sequence, Mapping, Set)) or hasattr(result, "tolist") or hasattr(result, "columns")
-    lazy = hasattr(result, "__iter__") and not known
-    return list(itertools.islice(result, most)) if lazy else result
-
-
 _ATOMS = frozenset((str, int, float, bool, bytes, type(None)))
 
 
@@ -486,8 +522,8 @@ def _own(value: Any) -> Any:
     kind = type(value)
     if kind in _ATOMS:
         return value
-    if kind is list:
-        return value[:] if _ATOMS.issuperset(map(type, value)) else [_own(entry) for entry in value]
+    if kind in (list, tuple):
+        return kind(value) if _ATOMS.issuperset(map(type, value)) else kind(map(_own, value))
     if kind is dict:
         return {name: _own(entry) for name, entry in value.items()}
     try:
@@ -502,22 +538,36 @@ def _unwrapped(function: RewardFunction) -> RewardFunction:
     return function
 
 
+def _read(functions: Sequence[RewardFunction], known: Iterable[int]) -> list:
+    """Return the numbers, texts and arrays that functions reach by attributes, entries, closures and global names.
+
+    Nothing is returned of what modules and libraries hold, nor of objects whose id is known, nor all of large data: it
+    takes a few milliseconds at most.
+    """
+    homes = {getattr(_unwrapped(function), "__module__", None) for function in functions}
+    due, met, found = list(functions), set(known), []
+    for value in due:  # which grows
+        with contextlib.suppress(Exception):  # of a proxy, whose attributes may raise anything
+            code = isinstance(value, (type, types.FunctionType))
+            if isinstance(value, (str, bytes, Number, np.ndarray)):
+                found.append(value.flat[:1000].tobytes() if isinstance(value, np.ndarray) else value)
+            elif isinstance(value, (types.ModuleType, logging.Logger)) or code and value.__module__ not in homes:
+                continue
+            elif isinstance(value, types.FunctionType) and id(value) not in met:
+                codes = [value.__code__]
+                for inner in codes:  # those of comprehensions, too
+                    codes += [each for each in inner.co_consts if isinstance(each, types.CodeType)]
+                due += [value.__globals__.get(name) for inner in codes for name in inner.co_names]
+                due += [value.__closure__, value.__dict__, value.__defaults__, value.__kwdefaults__]
+            elif id(value) not in met and len(due) < 10_000:
+                due += [getattr(value, "__dict__", None), *gc.get_referents(value)[:1000]]
+            met.add(id(value))
+    return found
+
+
 def _declared_floor(function: RewardFunction) -> float | None:
     function = _unwrapped(function)
     return getattr(function, "REWARD_FLOOR", getattr(inspect.getmodule(function), "REWARD_FLOOR", None))
-
-
-def _check_signature(function: RewardFunction, name: str, columns: Mapping[str, Any]) -> None:
-    """Raise TypeError if the function cannot accept the call, since a wrong signature must not score the floor."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some functions written in C have no signature
-        return
-    try:
-        signature.bind(**dict.fromkeys([*ARGUMENTS, *columns]))
-    except TypeError as error:
-        remedy = f"let it take the columns it needs from {sorted(columns)}, and **columns for the rest"
-        raise TypeError(f"reward function {name!r} does not fit its call ({error}): {remedy}.") from None
 
 
 def _calls(
@@ -543,24 +593,29 @@ def _calls(
     return parts(slice(0, n), True)
 
 
-def _numbers(returned: Any, name: str, floor: float | None, prompts: Sequence, failures: list) -> list[float]:
-    """Return the rewards of a call, with None as NaN and non-finite numbers as the floor."""
+def _numbers(returned: Any, name: str, prompts: Sequence) -> list[float | None]:
+    """Return the rewards that a function returned as numbers, with None where it did not apply."""
     remedy = "return a list with a number (or None) for each completion"
     named = isinstance(returned, (Mapping, Set, str, bytes)) or hasattr(returned, "columns")  # iterates over names
     if named or not hasattr(returned, "__iter__"):
-        raise TypeError(f"reward function {name!r} returned a {type(returned).__name__}, {returned!r:.200}: {remedy}.")
-    if len(returned := list(returned)) != len(prompts):
+        raise DataError(f"reward function {name!r} returned a {type(returned).__name__}, {returned!r:.200}: {remedy}.")
+    # a generator, a map or another lazy iterable is computed only here, which may fail, hang or never end
+    returned = list(returned if hasattr(returned, "__len__") else itertools.islice(returned, len(prompts) + 1))
+    if len(returned) != len(prompts):
         what = f"{len(returned)} rewards for {len(prompts)} completions"
-        raise ValueError(f"reward function {name!r} returned {what}: {remedy}.")
-    values = []
-    for value, prompt in zip(returned, prompts, strict=True):
-        number = math.nan if value is None else _number(value, name, prompt)
-        if value is not None and not math.isfinite(number):
+        raise DataError(f"reward function {name!r} returned {what}: {remedy}.")
+    return [v if v is None else _number(v, name, prompt) for v, prompt in zip(returned, prompts, strict=True)]
+
+
+def _floored(numbers: Sequence, name: str, floor: float | None, prompts: Sequence, failures: list) -> np.ndarray:
+    """Return the rewards of a call, with None as NaN and non-finite numbers as the floor."""
+    values = np.array(numbers, dtype=float)
+    for i in np.flatnonzero(~np.isfinite(values)):
+        if (number := numbers[i]) is not None:
             if floor is None:
-                raise RewardError(_failure(name, _shown(prompt), str(number)))
+                raise RewardError(_failure(name, _shown(prompts[i]), str(number)))
             failures.append(("nan", str(number)))
-            number = floor
-        values.append(number)
+            values[i] = floor
     return values
 
 
@@ -573,7 +628,7 @@ def _number(value: Any, name: str, prompt: Any) -> float:
             return math.inf
         except (TypeError, ValueError, RuntimeError):
             pass
-    raise TypeError(f"reward function {name!r} returned {value!r:.200} {_shown(prompt)}: return a number or None.")
+    raise DataError(f"reward function {name!r} returned {value!r:.200} {_shown(prompt)}: return a number or None.")
 
 
 def _failure(name: str, where: str, what: str) -> str:

@@ -125,9 +125,11 @@ class TrainerSurface:
     def _tokenised(self, rows: Rows, which: str = "") -> Prompts:
         """Tokenise a data set for evaluation; which: its name, for errors, if there are several."""
         try:
-            return Prompts(rows, self.processing_class, self.args.chat_template_kwargs)
+            prompts = Prompts(rows, self.processing_class, self.args.chat_template_kwargs)
+            self.rewards.check_columns(prompts.columns)
         except (TypeError, ValueError) as error:
             raise type(error)(f"eval_dataset{which}: {error}") from error
+        return prompts
 
     def _show_completions(self, table: completions.Table, what: str) -> None:
         """Print completions, send them to trackers and write them; what: "step", or the prefix of an evaluation."""

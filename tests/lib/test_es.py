@@ -123,10 +123,13 @@ test_what_the_trainer_refuses = refused(
     ({"model_init_kwargs": {"revision": "x"}}, "model_init_kwargs"),
     ({"seed": -1}, "seed"),
     ({"eval_strategy": "steps", "eval_steps": 1}, "eval_strategy='steps'"),
+    ({"reward": lambda other, **columns: None}, TypeError, "'other'"),
+    ({"reward": lambda number, **columns: None, "eval_dataset": {"its": [{"prompt": "a"}]}}, TypeError,
+     "eval_dataset 'its'.*'number'"),
     ({"arm": ""}, "arm"),
     *(({"model": name}, f"'{name}'") for name in ("/no/such/folder", "./none", "nobody/no-model")),
     call=lambda how, tmp_path: trainer(tmp_path, **how),
-)
+)  # fmt: skip
 
 
 def test_a_model_without_its_tokenizer(tmp_path):
@@ -413,7 +416,7 @@ class Unsaved(TrainerCallback, ExportableState):
 
 @pytest.mark.parametrize("part", ["Qwen2Config", "Tokenizer", "Unsaved", "LoraConfig"])
 def test_what_cannot_be_saved_is_refused_before_the_first_step(tmp_path, part):
-    tested = trainer(tmp_path, never, rest={"peft_config": lora(r=np.int64(2))} if part == "LoraConfig" else {})
+    tested = trainer(tmp_path, never, rest={"peft_config": lora(revision=object())} if part == "LoraConfig" else {})
     tested.processing_class = copy.deepcopy(tokenizer())
     if part == "Qwen2Config":
         tested.model.config.seen = {1}

@@ -362,7 +362,8 @@ def test_checkpoints_without_sums_are_resumed_with_a_warning(tmp_path, monkeypat
 
 @pytest.mark.parametrize("arm", ["grpo", "rloo"])
 def test_prompts_and_failures_are_treated_as_by_es(tmp_path, arm):
-    data = [{"prompt": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "It is "}]}] * 2
+    answer = {"role": "assistant", "content": "It is "}
+    data = [{"prompt": [{"role": "user", "content": asked}, answer]} for asked in ("1+1", "2+2")]
     tested, budget = built(tmp_path, arm, fails_later, data=data, given={"reward_floor": 0.0})
     with pytest.raises(RewardError, match="'fails_later' gave ZeroDivisionError"):
         tested.train()

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import itertools
 import math
@@ -89,11 +90,13 @@ def test_what_fails_in_an_asynchronous_function_scores_the_floor():
             sys.exit(3)
         if "slow" in completions:
             await asyncio.sleep(30)
+        if "blocks" in completions:
+            time.sleep(30)
         return [float(c) for c in completions]
 
-    scored = score(Rewards(sometimes, floor=-1.0, timeout=1.0), ["1", "slow", "x", "exit"])
-    assert scored.rewards.tolist() == [1.0, -1.0, -1.0, -1.0]
-    assert (scored.counts["timeout"], scored.counts["exception"]) == (1, 2)
+    scored = score(Rewards(sometimes, floor=-1.0, timeout=1.0), ["slow", "1", "blocks", "2", "x", "exit"])
+    assert scored.rewards.tolist() == [-1.0, 1.0, -1.0, 2.0, -1.0, -1.0]
+    assert (scored.counts["timeout"], scored.counts["exception"]) == (2, 2)
     with pytest.raises(RewardError, match=r"sys.exit\(3\)"):
         score(Rewards(sometimes), ["exit"])
 
@@ -245,14 +248,17 @@ def test_floor_declared_by_the_module_or_by_the_function(monkeypatch):
     assert all(Rewards(tasks.get(name).reward).floors == [tasks.get(name).REWARD_FLOOR] for name in tasks.TASKS)
 
 
-@pytest.mark.parametrize(("function", "cause"), [(parse, "ValueError.*'x'"), (lambda **_: [math.nan, None], "nan")])
+@pytest.mark.parametrize(("function", "cause"), [(parse, "ValueError.*x'"), (lambda **_: [None, 1e999, 1e999], "inf")])
 def test_a_floor_is_for_single_failures(function, cause):
     """A function that fails whatever is written shows a fault of its own, or of its columns."""
     rewards = Rewards([length, function], floor=-1.0)
-    bad, good = score(rewards, ["x", "y"]), score(Rewards(length), ["x"])
+    bad, good = score(rewards, ["x", "y", "z"]), score(Rewards(length), ["x"])
     rewards.check_failures([bad, good])
     with pytest.raises(RewardError, match=f"'{function.__name__}' gave {cause}"):
         rewards.check_failures([bad, bad])
+    one = score(rewards, ["x", "y", "z"], prompts=["the one row at fault"] * 3)
+    with pytest.warns(UserWarning, match=f"'{function.__name__}' gave {cause}"):
+        rewards.check_failures([one, one])
 
 
 COUNTDOWN = [{"numbers": bad, "target": "3"} for bad in ([1.0], "[1, 2]", torch.tensor([1, 2]), None, 5)]
@@ -379,21 +385,16 @@ WRONG = {
 @pytest.mark.parametrize("floor", [None, 0.0])
 @pytest.mark.parametrize(("error", "returned"), [(error, bad) for error, bads in WRONG.items() for bad in bads])
 def test_wrong_results(floor, returned, error):
-    def reward(**columns):
-        return returned
-
-    with pytest.raises(error, match="'reward' returned "):
-        score(Rewards(reward, floor=floor), ["a", "b"])
+    with pytest.raises(error, match="'<lambda>' returned "):
+        score(Rewards(lambda **columns: returned, floor=floor), ["a", "b"])
 
 
-@pytest.mark.parametrize("floor", [None, 0.0])
-def test_a_function_that_does_not_take_the_columns(floor):
-    for function, named in (
-        (lambda prompts, completions: [0.0], "'<lambda>'"),
-        (lambda answer, **columns: [0.0], r"'<lambda>'.*'answer'.*\['target'\]"),
-    ):
-        with pytest.raises(TypeError, match=named):
-            score(Rewards(function, floor=floor), ["a"], {"target": ["1"]})
+test_functions_that_do_not_take_the_columns = refused(
+    (lambda prompts, completions: [0.0], "'<lambda>'"),
+    (lambda answer, **columns: [0.0], r"'<lambda>'.*'answer'.*\['target'\]"),
+    call=lambda function: score(Rewards(function, floor=0.0), ["a"], {"target": ["1"]}),
+    error=TypeError,
+)
 
 
 test_settings_that_cannot_be_are_named = refused(
@@ -422,15 +423,43 @@ def hangs_on_x(completions, log_metric, **columns):
     return [float(len(c)) for c in completions]
 
 
-def test_a_time_out_costs_only_the_completion_that_hangs():
+def test_a_time_out_costs_only_the_completion_that_hangs_in_any_thread():
     started = time.monotonic()
-    scored = score(Rewards(hangs_on_x, floor=-1.0, timeout=1.0), ["a", "x", "bbb"])
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        scored = pool.submit(score, Rewards(hangs_on_x, floor=-1.0, timeout=1.0), ["a", "x", "bbb"]).result()
     assert time.monotonic() - started >= 2.0  # the batch, then the culprit alone
     assert scored.rewards.tolist() == [1.0, -1.0, 3.0]
     assert scored.counts == {"none": 0, "nan": 0, "exception": 0, "timeout": 1}
     assert scored.metrics == {"scored": [1.0, 1.0]} and scored.seconds > 0.02  # both times it hung in a busy loop
     with pytest.raises(RewardError, match="'hangs_on_x' gave RewardTimeout.*0.05 s.*'prompt 0'"):
         score(Rewards(hangs_on_x, timeout=0.05), ["x", "a"])
+
+
+BONUS = 0.0
+
+
+def test_a_limit_lets_a_function_read_what_has_changed_and_keep_what_it_made(monkeypatch):
+    made, scale, weights = [], {"of": [1.0]}, np.ones(2)
+
+    def reward(completions, **columns):
+        made.append(1)
+        return [scale["of"][0] * len(made) + weights[1] + BONUS for _ in completions]
+
+    rewards = Rewards([functools.partial(reward), Multiplied()], timeout=60)
+    assert [score(rewards, ["a"]).rewards[0] for _ in range(2)] == [1.0, 2.0]
+    scale["of"][0] = 5.0
+    assert score(rewards, ["a"]).rewards[0] == 5.0
+    weights[1], state = 3.0, {"Multiplied": {"scale": 2.0}}
+    monkeypatch.setitem(globals(), "BONUS", 10.0)
+    assert score(rewards, ["a"], state=types.SimpleNamespace(reward_state=state)).rewards[0] == 16.0
+    rewards.load_state({"Multiplied": {"scale": 1.0}})  # which is sent with every call
+    assert score(rewards, ["a"]).rewards[0] == 22.0
+
+
+def test_equal_functions_are_called_each_for_itself():
+    fields = [("value", float, dataclasses.field(compare=False))]
+    Equal = dataclasses.make_dataclass("Equal", fields, namespace={"__call__": lambda self, **columns: [self.value]})
+    assert score(Rewards([Equal(1.0), Equal(10.0)], timeout=60), ["a"]).rewards.tolist() == [11.0]
 
 
 def test_a_batch_that_is_slow_though_no_completion_is():
@@ -444,10 +473,7 @@ def test_a_batch_that_is_slow_though_no_completion_is():
         score(Rewards(slow, timeout=2.0), ["a"] * 4)
 
 
-def test_a_time_out_works_in_any_thread_and_needs_forks(monkeypatch):
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        scored = pool.submit(score, Rewards(hangs_on_x, floor=-1.0, timeout=1.0), ["x", "a"]).result()
-    assert scored.rewards.tolist() == [-1.0, 1.0] and scored.counts["timeout"] == 1
+def test_a_limit_needs_forks(monkeypatch):
     monkeypatch.delattr(os, "fork")
     with pytest.raises(ValueError, match="reward_timeout=3"):
         Rewards(length, timeout=3)
@@ -501,21 +527,36 @@ def test_what_a_call_has_started_ends_with_it_at_the_limit(tmp_path):
         psutil.Process(int((tmp_path / "id").read_text())).wait(5)
 
 
-def cannot_be_sent():
-    raise subprocess.CalledProcessError(3, "x")
+Local = type("Local", (ValueError,), {"__module__": "nowhere"})
 
 
 @pytest.mark.parametrize(
-    ("fail", "named"),
-    [(cannot_be_sent, r"CalledProcessError\(3, 'x'\)"), (lambda: os._exit(1), "function ended the process")],
+    ("error", "named"),
+    [
+        (subprocess.CalledProcessError(3, "x"), r"CalledProcessError\(3, 'x'\)"),
+        (Local("the cause"), r"Local\('the cause'\)"),
+        (ValueError("the cause", threading.Lock()), r"ValueError\('the cause', "),
+        (None, "function ended the process"),
+    ],
 )
-def test_a_failure_that_no_process_can_send_is_named_and_counted(fail, named):
+def test_a_failure_that_no_process_can_send_is_named_and_counted(error, named):
     def fails(completions, **columns):
-        fail()
+        raise error or os._exit(1)
 
     assert score(Rewards(fails, floor=-1.0, timeout=60), ["a"]).counts["exception"] == 1
     with pytest.raises(RewardError, match=f"'fails' gave .*{named}.*'prompt 0'"):
         score(Rewards(fails, timeout=60), ["a"])
+
+
+def test_rewards_and_columns_that_no_process_can_send():
+    def odd(completions, log_extra, **columns):
+        log_extra("why", [threading.Lock() for _ in completions])
+        return {c: type("Own", (float,), {})(len(c)) for c in completions}.values()
+
+    scored = score(Rewards(odd, timeout=60, table=True), ["a", "bc"])
+    assert scored.rewards.tolist() == [1.0, 2.0] and all("lock" in cell for cell in scored.table["why"])
+    with pytest.raises(TypeError, match="column 'check' cannot be sent.*reward_timeout=None"):
+        score(Rewards(length, floor=-1.0, timeout=60), ["a"], {"check": [lambda text: True]})
 
 
 def test_a_wait_for_another_thread_is_named_with_the_users_threads_alone():
