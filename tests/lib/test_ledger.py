@@ -255,9 +255,10 @@ def test_what_is_no_list_of_rewards_and_no_state_and_what_no_step_can_have_spent
         ledger.read(path)
 
 
-@pytest.mark.parametrize(
-    "text", [None, b"", b'{"evoalign_ledger":4,"noise"', b'{"some": "json"}\n', b'{"step":0}\n{"step":1}\n']
-)
+NO_LEDGER = [None, b"", b'{"evoalign_ledger":4,"noise"', b'{"some": "json"}\n', b'{"step":0}\n{"step":1}\n']
+
+
+@pytest.mark.parametrize("text", NO_LEDGER)
 def test_no_ledger(tmp_path, text):
     if text is not None:
         (tmp_path / "ledger.jsonl").write_bytes(text)
