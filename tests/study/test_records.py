@@ -348,12 +348,6 @@ def test_the_history_is_read_whatever_git_is_told_and_an_index_does_not_begin_an
 # ---- packed numbers
 
 
-@given(arrays(np.int64, st.integers(0, 50), elements=st.integers(0, 4095)))
-def test_packed_integers_come_back(values):
-    text = records.pack_integers(values)
-    assert len(text) == 2 * len(values) and np.array_equal(records.unpack_integers(text), values)
-
-
 @given(arrays(np.float64, st.integers(0, 50), elements=st.floats(0, 1)))
 def test_packed_probabilities_come_back_to_a_quarter_of_a_percent(values):
     back, small = records.unpack_probabilities(records.pack_probabilities(values)), values < 1.3e-9

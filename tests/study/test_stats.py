@@ -161,13 +161,6 @@ test_packed_results_that_are_none_are_refused = refused(
 )
 
 
-@given(st.lists(st.integers(0, 16), min_size=1, max_size=70))
-def test_counts_survive_packing(counts: list[int]) -> None:
-    text = pack_counts(counts)
-    assert unpack_counts(text).tolist() == counts
-    assert [int(digit, 17) for digit in text] == counts
-
-
 def test_nested_bootstrap_resamples_settings_and_their_runs() -> None:
     found = stats.nested_bootstrap([[1, 2, 3], [4, 5]], [[0, 1, 0, 1]])
     assert found.value == pytest.approx((2 + 4.5) / 2 - 0.5) and found.n == 4
