@@ -56,9 +56,8 @@ def state(seed: int, spread: float = 1.0, shapes: Mapping = STATE_SHAPES) -> dic
 
 def same_bits(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
     """Return whether two state dicts have the same names and bits, including the sign of 0."""
-    return list(first) == list(second) and all(
-        first[name].numpy().tobytes() == second[name].numpy().tobytes() for name in first
-    )
+    one, other = ([(name, part.numpy().tobytes()) for name, part in each.items()] for each in (first, second))
+    return one == other
 
 
 def flat(weights: Mapping[str, torch.Tensor]) -> np.ndarray:

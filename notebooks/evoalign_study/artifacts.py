@@ -460,9 +460,8 @@ def lost_from_history() -> list[str]:
 
 def _compare(notebook: str, folder: Path) -> list[str]:
     """Return how a notebook's artefacts, just drawn into a folder, differ from the committed ones."""
-    committed, drawn = (
-        _entries(place / "manifest.json", notebook) for place in (paths.GENERATED, folder / "generated")
-    )
+    places = paths.GENERATED, folder / "generated"
+    committed, drawn = (_entries(place / "manifest.json", notebook) for place in places)
     difference = rendering.first_difference(*map(rendering.pretty_json, (committed, drawn)))
     problems = [f"manifest.json: the entries of {notebook} differ: {difference}"] if difference else []
     return problems + _compare_files(folder, sorted({file for entry in drawn.values() for file in entry["files"]}))
@@ -588,9 +587,7 @@ def _write_manifest(path: Path, manifest: dict[str, dict[str, Any]]) -> None:
     """Write a manifest, leaving out records and pictures that belong to none of its artefacts."""
     entries = manifest["artefacts"].values()
     used = {"records": {entry["records"] for entry in entries}, "pictures": {f for e in entries for f in e["files"]}}
-    kept = {
-        part: {name: manifest[part][name] for name in manifest[part].keys() & names} for part, names in used.items()
-    }
+    kept = {part: {n: manifest[part][n] for n in manifest[part].keys() & names} for part, names in used.items()}
     replace_text(path, rendering.pretty_json(manifest | kept))
 
 

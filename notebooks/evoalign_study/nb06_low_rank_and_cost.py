@@ -317,9 +317,7 @@ def results(run: SimpleNamespace, records: Records, verdicts: Mapping[str, Any])
         records: of every group.
         verdicts: claim -> its verdict.
     """
-    values: dict[str, Any] = {
-        f"{claim}: {words}": interval for claim, each in verdicts.items() for words, interval in each.intervals.items()
-    }
+    values: Results = {f"{c}: {words}": x for c, each in verdicts.items() for words, x in each.intervals.items()}
     searched = {g: r for g, r in records.items() if r and "curve" in r[0] and not g.startswith("sweep")}
     tested = {group: runs for group, runs in (records | searched).items() if group == "base" or group in searched}
     for group in [group for group in searched if group.startswith("precision")]:

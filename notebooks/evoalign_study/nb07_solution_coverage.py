@@ -375,12 +375,6 @@ def solved_by_copies(records: Records, sigma: float, k: int = SOLVED_WITHIN) -> 
     return stats.crossed_bootstrap(copies(records, sigma, k), n_resamples=_RESAMPLES)
 
 
-def best_sigma(run: SimpleNamespace, records: Records) -> float:
-    """Return the sigma at which `VALIDATED_BY` copies, or all if fewer, solve most validation problems."""
-    solved_by = {sigma: copies(records, sigma, VALIDATED_BY, "validation").mean() for sigma in run.perturbed_sigmas}
-    return max(solved_by, key=solved_by.get)
-
-
 def perturbed_table(run: SimpleNamespace, records: Records) -> DataFrame:
     """Return a row per temperature and per sigma: what equally many completions of the base solve, and their vote."""
     (base,), rows = records[reach_name(BASE)], []
@@ -411,7 +405,9 @@ def perturbed_table(run: SimpleNamespace, records: Records) -> DataFrame:
 def results(run: SimpleNamespace, records: Records) -> Results:
     """Return by name the numbers that the answers and the paper's macros quote; shares are fractions."""
     entries: Results = {"problems": records[reach_name(BASE)][0]["n"], "within": SOLVED_WITHIN}
-    entries |= {"runs": len(records["es"]), "sigma": best_sigma(run, records)}
+    # the one at which `VALIDATED_BY` copies, or all if fewer, solve most validation problems
+    solved_by = {sigma: copies(records, sigma, VALIDATED_BY, "validation").mean() for sigma in run.perturbed_sigmas}
+    entries |= {"runs": len(records["es"]), "sigma": max(solved_by, key=solved_by.get)}
     for model in (BASE, "es", "es_sampled", "grpo"):
         entries |= {f"{model} at 1": solved(records, model, "t1"), f"{model} at own": solved(records, model, OWN)}
     entries |= {f"{model} cold": change(records, model, "t0.6") for model in ("es", "grpo")}

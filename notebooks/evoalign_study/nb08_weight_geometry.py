@@ -185,9 +185,8 @@ def _merged(run: SimpleNamespace, records: Records, scale: str, varied: Iterable
         asked = enumerate(own[:size] if len(own) > 2 else [])  # one other run would be as long as the run itself
         others = [make(own[:i] + own[i + 1 :], as_long_as=[one], walk=one["spec"]["seed"]) for i, one in asked]
         merged[f"{arm} others"] = After(others, (arm,))
-    merged["es decoded"] = After(
-        decoding_specs(es[: run.decoded], [TEMPERATURE], curve_temperature=TEMPERATURE) if es else [], ("es",)
-    )
+    decoded = decoding_specs(es[: run.decoded], [TEMPERATURE], curve_temperature=TEMPERATURE) if es else []
+    merged["es decoded"] = After(decoded, ("es",))
     for factor in run.multiples:
         merged[f"es times {factor:g}"] = After([make(es, factor=factor)] if es else [], ("es",))
     return merged | {f"{name} mean=1": After([make(each) for each in means(name, 1)], (name,)) for name in varied}
@@ -217,12 +216,6 @@ def label(arm: str) -> str:
 def displacements(records: Records, *names: str) -> geometry.Displacements:
     """Return the inner products of the displacements of all runs of some arms, by layer, in the order of the arms."""
     return geometry.recorded(records["products"], [run for arm in names for run in records[arm]])
-
-
-def gram_of_two(records: Records, a: str, b: str) -> tuple[np.ndarray, list[int], list[int]]:
-    """Return the inner products of all runs of two arms, and the rows that belong to each."""
-    n, m = len(records[a]), len(records[b])
-    return displacements(records, a, b).total, list(range(n)), list(range(n, n + m))
 
 
 def norms(records: Records, arm: str) -> np.ndarray:
@@ -285,7 +278,8 @@ def factorial_table(run: SimpleNamespace, records: Records) -> DataFrame:
 
 def corrected(records: Records, a: str, b: str) -> attenuation.Corrected:
     """Return the cosine of two arms' signals, corrected for the noise of single runs."""
-    return attenuation.corrected_cosine(*gram_of_two(records, a, b))
+    n, both = len(records[a]), displacements(records, a, b).total
+    return attenuation.corrected_cosine(both, list(range(n)), list(range(n, len(both))))
 
 
 def signal(records: Records, arm: str) -> attenuation.Signal:

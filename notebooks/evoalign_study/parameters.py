@@ -116,13 +116,12 @@ def table(presets: Mapping[str, Mapping[str, Any]]) -> DataFrame:
     """
     from pandas import DataFrame
 
-    first, *others = presets.values()
+    first, columns = next(iter(presets.values())), {}
     names = list(dict.fromkeys(name for preset in presets.values() for name in preset))
-    columns = [[first.get(name, "") for name in names]]
-    for preset in others:
-        own = {name: value for name, value in preset.items() if name not in first or value != first[name]}
-        columns.append([own.get(name, "") for name in names])
-    return DataFrame(dict(zip(presets, columns, strict=True)), index=names, dtype=object)
+    for scale, preset in presets.items():
+        own = {k: v for k, v in preset.items() if preset is first or k not in first or v != first[k]}
+        columns[scale] = [own.get(name, "") for name in names]
+    return DataFrame(columns, index=names, dtype=object)
 
 
 def _given(namespace: Mapping[str, Any], presets: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -104,10 +104,8 @@ def in_words(cells: DataFrame) -> DataFrame:
     for cell in cells.sort_values(["base", "filler_steps", *NAMES[3:]]).to_dict("records"):
         fillers = "" if np.isnan(cell["filler_steps"]) else f", {cell['filler_steps']:g} fillers"
         row = {"base": cell["base"] + fillers} | {name.replace("_", " "): f"{cell[name]:g}" for name in NAMES[3:]}
-        row |= {
-            "rho": f"{cell['rho']:.2f}",
-            "predicted [95 %]": "{predicted:z.1f} [{low:z.1f}, {high:z.1f}]".format(**cell),
-        }
+        row |= {"rho": f"{cell['rho']:.2f}"}
+        row |= {"predicted [95 %]": "{predicted:z.1f} [{low:z.1f}, {high:z.1f}]".format(**cell)}
         rows.append(row | {"gained": f"{cell['gained']:.1f}", "runs": cell["runs"], "said": cell["recommendation"]})
     return DataFrame(rows)
 

@@ -60,8 +60,7 @@ def _code(notebook: str) -> list[str]:
 
 
 def _code_now(name: str) -> list[str] | None:
-    path = paths.ROOT / name
     try:
-        return _code(path.read_text(encoding="utf-8"))
+        return _code((paths.ROOT / name).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):  # removed, or a conflict that is not resolved
         return None

@@ -33,6 +33,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -119,31 +120,22 @@ class Plan:
         asked = {k: v for k, v in self.settings.items() if not k.startswith("curve")}
         return self._made(base_specs([self.base], asked, self.scale)[0])
 
-    def es(self, arm: str, seed: int, setting: Mapping[str, float], steps: int, **changed: Any) -> Spec:
-        """Return the spec of an ES run."""
-        own = {"population_size": self.population_size, "prompts_per_step": self.es_prompts, "steps": steps}
-        return self._made(
-            *train_specs(arm, [self.base], [seed], self.settings | own | dict(setting) | changed, self.scale)
-        )
-
-    def grpo(self, seed: int, setting: Mapping[str, float], steps: int, **changed: Any) -> Spec:
-        """Return the spec of a GRPO run."""
-        own = {"num_generations": self.num_generations, "prompts_per_step": self.grpo_prompts, "steps": steps}
-        asked = self.settings | own | {"beta": 0.0} | dict(setting) | changed
-        return self._made(*train_specs("grpo", [self.base], [seed], asked, self.scale), products="tf32")
+    def run(self, arm: str, seed: int, setting: Mapping[str, float], steps: int, **changed: Any) -> Spec:
+        """Return the spec of a run."""
+        own: dict[str, Any] = {"population_size": self.population_size, "prompts_per_step": self.es_prompts}
+        if arm == "grpo":
+            own = {"num_generations": self.num_generations, "prompts_per_step": self.grpo_prompts, "beta": 0.0}
+        asked = self.settings | own | {"steps": steps} | dict(setting) | changed
+        products = {"products": "tf32"} if arm == "grpo" else {}
+        return self._made(*train_specs(arm, [self.base], [seed], asked, self.scale), **products)
 
     @property
     def sweep(self) -> list[tuple[Spec, Spec]]:
         """The specs of the sweep: a setting of ES and one of GRPO in turn."""
-        how = {"test_problems": 0}
-        es = [{"sigma": sigma, "alpha": alpha} for sigma, alpha in self.es_sweep]
-        return [
-            (
-                self.es("es", SWEEP_SEED, a, self.sweep_steps[0], **how),
-                self.grpo(SWEEP_SEED, b, self.sweep_steps[1], **how),
-            )
-            for a, b in zip(es, ({"learning_rate": rate} for rate in self.grpo_sweep), strict=True)
-        ]
+        (steps, others), how = self.sweep_steps, {"test_problems": 0}
+        es = [self.run("es", SWEEP_SEED, {"sigma": s, "alpha": a}, steps, **how) for s, a in self.es_sweep]
+        grpo = [self.run("grpo", SWEEP_SEED, {"learning_rate": rate}, others, **how) for rate in self.grpo_sweep]
+        return list(zip(es, grpo, strict=True))
 
 
 TRIAL = Plan(
@@ -181,9 +173,8 @@ def chosen(records: Sequence[Record]) -> dict[str, float]:
     return {name: best[name] for name in ("sigma", "alpha", "learning_rate") if name in best}
 
 
-def flops(record: Record) -> float:
-    """Return the forward-equivalent FLOPs of a step."""
-    return record["budget"]["forward_flops"] / record["spec"]["steps"]
+def _tested(record: Record) -> dict[str, float]:
+    return {name: record["test"][name] for name in ("greedy", "t0.6", "t1")}
 
 
 def length(plan: Plan, left: float, cost: Callable[[int, int], float], ratio: float) -> Sequence[int]:
@@ -321,7 +312,7 @@ class Session:
         if record is None:
             self.failed |= {arm} if spec["seed"] < SWEEP_SEED else set()
             return None
-        told = {name: record["test"][name] for name in ("greedy", "t0.6", "t1")} if "test" in record else score(record)
+        told = _tested(record) if "test" in record else score(record)
         wall, (step, rest) = record["budget"]["wall_seconds"], self.cost(arm)
         self.say(f"{name}: {wall:.1f} s, {step:.3f} s a step and {rest:.1f} s; {told}")
         return record
@@ -354,11 +345,9 @@ class Session:
             all(self.timed("end trained again", partial(self.bench.again, run)) for run in runs)
 
     def _replay(self, run: Record, place: Path) -> None:
-        here = self.out / "ledgers.zip"
-        if here.is_file() and f"{run['spec_hash']}.jsonl.gz" in zipfile.ZipFile(here).namelist():
-            self.bench.replayed(run, _ledger(run, self.out, place))
-        else:
-            self.bench.replayed(run, ledger_file(run))
+        here, name = self.out / "ledgers.zip", f"{run['spec_hash']}.jsonl.gz"
+        kept = here.is_file() and name in zipfile.ZipFile(here).namelist()
+        self.bench.replayed(run, _ledger(run, self.out, place) if kept else ledger_file(run))
 
     # ---- the list
 
@@ -370,9 +359,7 @@ class Session:
         again = time.monotonic()  # without capturing graphs, unless the record was there already
         self.bench.tested()
         self.tested = time.monotonic() - again
-        self.say(
-            f"base: { ({name: base['test'][name] for name in ('greedy', 't0.6', 't1')}) }; {self.tested:.1f} s a test"
-        )
+        self.say(f"base: {_tested(base)}; {self.tested:.1f} s a test")
         es, grpo = self.sweep()
         if es:
             self.of_weights(self.rounds(es, grpo))
@@ -416,16 +403,15 @@ class Session:
             steps: Sequence[int] = known["es"]["steps"], known["grpo"]["steps"]
         else:
             lengths = tuple(each for each in plan.lengths if "es" not in known or each[1] == known["es"]["steps"])
-            ratio = flops(es[-1]) / flops(grpo[-1]) if grpo else 1.0
-            steps = length(replace(plan, lengths=lengths), self.left - plan.reserve, cost, ratio)
+            of_step = [r["budget"]["forward_flops"] / r["spec"]["steps"] for r in (es[-1], *grpo[-1:])]
+            steps = length(replace(plan, lengths=lengths), self.left - plan.reserve, cost, of_step[0] / of_step[-1])
         self.say(f"ES {best}, {steps[0]} steps; GRPO {other}, {steps[1]} steps; {self.left:.0f} s left")
         found: dict[str, list[Record]] = {arm: [] for arm in TRAINED}
-        for seed in range(plan.seeds):
-            specs = [plan.es("es", seed, best, steps[0])]
-            specs += [] if other is None else [plan.grpo(seed, other, steps[1])]
-            for spec in (*specs, plan.es("es_random", seed, best, steps[0])):
-                if (record := self.train(spec, plan.reserve)) is not None:
-                    found[spec["arm"]].append(record)
+        wanted = {"es": (best, steps[0]), "grpo": (other, steps[1]), "es_random": (best, steps[0])}
+        for seed, arm in product(range(plan.seeds), TRAINED):
+            setting, n = wanted[arm]
+            if setting and (record := self.train(plan.run(arm, seed, setting, n), plan.reserve)) is not None:
+                found[arm].append(record)
         return found
 
     def of_weights(self, runs: Mapping[str, Sequence[Record]]) -> None:
@@ -436,7 +422,7 @@ class Session:
         from evoalign_study import real_runs
 
         plan, groups = self.plan, [records for records in runs.values() if records]
-        begun = {k: v for k, v in plan.of_base.items() if k not in ("validation_problems",)}
+        begun = {k: v for k, v in plan.of_base.items() if k != "validation_problems"}
         wanted = [(spec, "products") for spec in blocks(groups, begun)]
         for arm in ("es", "es_random"):
             lines = pairs(runs[arm], runs["grpo"])
@@ -456,10 +442,8 @@ class Session:
 
     def told(self) -> None:
         """Add this command to those in the device file: the machine, the plan, times, and what was left out."""
-        told = provenance.environment("cuda") | {
-            "seconds": round(time.monotonic() - self.began, 1),
-            "minutes": self.minutes,
-        }
+        seconds = round(time.monotonic() - self.began, 1)
+        told = provenance.environment("cuda") | {"seconds": seconds, "minutes": self.minutes}
         told |= {"plan": asdict(self.plan), "costs": self.costs, "left_out": self.left_out, "commit": self.commit}
         path = self.out / "device.json"
         files.replace_text(path, json.dumps([*read_commands(path), told], indent=1) + "\n")
@@ -512,11 +496,6 @@ def committed(plan: Plan) -> list[Record]:
     return [record for path in record_files(plan.scale) for record in read_records(path)]
 
 
-def read_folder(out: Path) -> list[Record]:
-    """Return the records in a folder of `run`; none if there is no such file."""
-    return read_records(out / "records.jsonl")
-
-
 def checked(out: Path) -> Iterator[tuple[Record, Path | None]]:
     """Yield the records in a folder, each with its unpacked ledger, once all of them have passed.
 
@@ -525,7 +504,7 @@ def checked(out: Path) -> Iterator[tuple[Record, Path | None]]:
             setting than the sweep chose, or of another length than others; products, a line or a merge of ends that no
             run has; a ledger that is missing or not the recorded one. Runs and sweep may be committed ones.
     """
-    found, plan = read_folder(out), Plan()
+    found, plan = read_records(out / "records.jsonl"), Plan()
     require(found, f"{out} holds no records.jsonl: run `python -m evoalign_study.real run --out {out}` first.")
     runs = [r for r in (*committed(plan), *found) if r["spec"]["kind"] == "train"]
     sweep = {arm: [r for r in runs if r["spec"]["seed"] == SWEEP_SEED and r["spec"]["arm"] == arm] for arm in TRAINED}
@@ -539,8 +518,7 @@ def checked(out: Path) -> Iterator[tuple[Record, Path | None]]:
             alike = [r["spec"] for r in runs if (r["spec"]["arm"] == "grpo") == (arm == "grpo")]
             steps = sorted({each["steps"] for each in alike if each["seed"] < SWEEP_SEED})
             require(len(steps) == 1, f"{where}: runs of {arm}, committed ones included, have {steps} steps.")
-            seed, made = spec["seed"], (chosen(sweep[arm]), spec["steps"])
-            declared.add(spec_hash(plan.grpo(seed, *made) if arm == "grpo" else plan.es(spec["arm"], seed, *made)))
+            declared.add(spec_hash(plan.run(spec["arm"], spec["seed"], chosen(sweep[arm]), spec["steps"])))
         known = record["spec_hash"] in declared or (spec["kind"] in NOTEBOOK and digests(spec) <= ends)
         require(known and spec["scale"] == plan.scale, f"{where} is not what the plan and its sweep declare.")
         require(" x " in record["environment"]["device"], f"{where} was made on {record['environment']['device']}.")
@@ -573,7 +551,7 @@ def run(out: Path, minutes: float, commit: str, trial: bool, plan: str, began: f
     changes = {name: _tuples(value) for name, value in json.loads(plan).items()}
     require(trial or not changes, "--plan is for --trial alone: the declared plan stands in the code.")
     wanted = replace(TRIAL, **changes) if trial else Plan()
-    known = [*([] if trial else committed(wanted)), *read_folder(out)]
+    known = [*([] if trial else committed(wanted)), *read_records(out / "records.jsonl")]
     session = Session(wanted, out, minutes, commit or provenance.commit(), known, began)
     try:
         session.work()

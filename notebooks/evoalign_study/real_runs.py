@@ -68,16 +68,14 @@ class Judge(Decoding):
         check_temperature(temperature)
         asked, new = self.prompts[name], self.max_completion_length
         rows = np.arange(len(asked)) if indices is None else np.asarray(indices)
-        draws = range(samples) if samples else [None]
-        numbers = None
-        if samples:
-            seeds = [np.random.default_rng(np.random.SeedSequence([seed, draw])) for draw in draws]
-            numbers = np.concatenate([rng.random((len(asked), new), dtype=np.float32)[rows] for rng in seeds])
-        every = np.tile(rows, len(draws))
+        every, numbers = np.tile(rows, samples or 1), None
         full = np.arange(len(every))
         if self.decoder.device.type == "cuda":
             full = np.resize(full, -(-len(every) // _ROWS) * _ROWS)
-        numbers = None if numbers is None else numbers[full]
+        if samples:
+            seeds = [np.random.default_rng(np.random.SeedSequence([seed, draw])) for draw in range(samples)]
+            drawn = np.concatenate([rng.random((len(asked), new), dtype=np.float32)[rows] for rng in seeds])
+            numbers = drawn[full]
         ids, mask = asked.ids[every[full]], asked.mask[every[full]]
         how = {"temperature": temperature, "prefix": len(asked.prefix)}
         found = self.decoder.decode(ids, mask, new, self.eos_ids, numbers, **how)[0][: len(every)]
@@ -149,19 +147,13 @@ class Bench:
     def untrained(self, spec: Spec) -> Record:
         """Return the record of the base: the test set under three decodings, and validation."""
         self.put(self.start)
-        return {"test": self.tested(), "validation": self._validated(), "measured_by": self.judge.plan}
+        return {"test": self.tested(), "validation": self.tested("validation"), "measured_by": self.judge.plan}
 
-    def tested(self) -> dict[str, Any]:
-        """Return the results on the test set, greedily and with 16 samples at temperatures 0.6 and 1."""
-        return self._asked("test", 16)
-
-    def _validated(self) -> dict[str, Any]:
-        return self._asked("validation", 16)
-
-    def _asked(self, name: str, samples: int) -> dict[str, Any]:
+    def tested(self, name: str = "test") -> dict[str, Any]:
+        """Return the results on a set of problems, greedily and with 16 samples at temperatures 0.6 and 1."""
         problems = self.sets[name]
         told: dict[str, Any] = {"n": len(problems)}
-        for decoding, how in decodings(samples).items():
+        for decoding, how in decodings(16).items():
             told |= tallied(decoding, self.measure.accuracy(self.judge, name, problems, **how))
         return told
 

@@ -25,13 +25,10 @@ from evoalign_lib import _noise_triton  # noqa: E402
 # On a CPU `device_weights` takes the kernels in the interpreter, and numba outside it: tests without the mark `kernels`
 # run with both.
 DEVICE = "cuda" if torch.cuda.is_available() and not _noise_triton.INTERPRETED else "cpu"
-gpu = pytest.mark.skipif(
-    _noise_triton.INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU that torch sees"
-)
-kernels = pytest.mark.skipif(
-    not _noise_triton.INTERPRETED and not torch.cuda.is_available(),
-    reason="no GPU here: test_all_of_this_in_the_interpreter runs it",
-)
+has_gpu = torch.cuda.is_available()
+gpu = pytest.mark.skipif(_noise_triton.INTERPRETED or not has_gpu, reason="needs a GPU that torch sees")
+elsewhere = "no GPU here: test_all_of_this_in_the_interpreter runs it"
+kernels = pytest.mark.skipif(not _noise_triton.INTERPRETED and not has_gpu, reason=elsewhere)
 VECTORS = json.loads(Path(noise.__file__).with_name("noise_vectors.json").read_text())
 KEY = member_key(run_key("test", 0), step=3, pair=1)
 # One row, many rows, columns that are no multiple of four, one element, three dimensions, more than one tile. Smaller

@@ -255,9 +255,10 @@ def test_what_is_no_list_of_rewards_and_no_state_and_what_no_step_can_have_spent
         ledger.read(path)
 
 
-@pytest.mark.parametrize(
-    "text", [None, b"", b'{"evoalign_ledger":4,"noise"', b'{"some": "json"}\n', b'{"step":0}\n{"step":1}\n']
-)
+NO_LEDGER = [None, b"", b'{"evoalign_ledger":4,"noise"', b'{"some": "json"}\n', b'{"step":0}\n{"step":1}\n']
+
+
+@pytest.mark.parametrize("text", NO_LEDGER)
 def test_no_ledger(tmp_path, text):
     if text is not None:
         (tmp_path / "ledger.jsonl").write_bytes(text)
@@ -417,7 +418,6 @@ def test_the_wrong_model_or_step(run, copy):
         (random_model(seed=9), "not the weights that the run started from"),
         (random_model(intermediate_size=40), "'model.layers.0.mlp.down_proj.weight'"),
         (random_model(tie_word_embeddings=False), "'lm_head.weight'.* None"),
-        (str(run / "out/checkpoint-5"), "not the weights that the run started from"),
     ]:
         with pytest.raises(LedgerError, match=named):
             ledger.replay(copy, model)
@@ -477,7 +477,6 @@ def test_the_command_says_what_is_wrong(run, tmp_path):
     for arguments, named in [
         ((path, "--out", run), "exists"),
         ((path, "--out", tmp_path / "x", "--model", run / "base", "--step", 99), "step 99"),
-        ((path, "--verify", "--model", run / "out/checkpoint-5"), "not the weights that the run started from"),
         ((path, "--verify", "--model", "no-such-model"), "'no-such-model'"),
         ((unnamed, "--verify"), "--model"),
         ((unnamed, "--out", tmp_path / "x"), "--model"),

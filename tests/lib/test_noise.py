@@ -55,10 +55,11 @@ def test_known_answers_of_words_keys_and_ids():
     assert {name: f"{number:08x}" for name, number in ids.items()} == VECTORS["parameter_ids"]
 
 
+KNOWN = VECTORS["normals"] + VECTORS["alternatives"] + VECTORS["low_rank"]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "case", VECTORS["normals"] + VECTORS["alternatives"] + VECTORS["low_rank"], ids=lambda c: c.get("about")
-)
+@pytest.mark.parametrize("case", KNOWN, ids=lambda case: case.get("about"))
 def test_known_answers_of_noise(case, backend):
     given = {name: case[name] for name in ("rows", "cols", "stream", "distribution", "rank") if name in case}
     draw = noise.eps if "rank" in case else normals
@@ -183,9 +184,8 @@ def test_uniforms_by_hand():
 def test_layout_places_tensors_on_multiples_of_16_and_a_vector_holds_their_noise():
     layout = Layout.from_shapes([("a", (3, 5)), ("b", ()), ("c", (2, 4, 2)), ("d", (17,))])
     expected = [("a", (3, 5), 3, 5, 0), ("b", (), 1, 1, 16), ("c", (2, 4, 2), 2, 8, 32), ("d", (17,), 1, 17, 48)]
-    assert [e[:5] for e in layout.entries] == expected and [e.id for e in layout.entries] == [
-        *map(parameter_id, "abcd")
-    ]
+    assert [e[:5] for e in layout.entries] == expected
+    assert [e.id for e in layout.entries] == [*map(parameter_id, "abcd")]
     assert (layout.size, layout.d) == (80, 15 + 1 + 16 + 17)
     assert layout.padding.tolist() == [15, *range(17, 32), *range(65, 80)]
     vector = noise.noise_vector(LAYOUT, KEY)

@@ -48,9 +48,8 @@ def test_prompts_are_the_published_one_or_the_chat_template():
 
 def test_the_objective_is_reward_less_lambda_times_cost():
     logged = {}
-    found = Objective(_length, _harm, 2.0)(
-        ["a bomb", "a cake"], ["x", "y"], log_metric=lambda name, value: logged.update({name: value})
-    )
+    given = ["a bomb", "a cake"], ["x", "y"]
+    found = Objective(_length, _harm, 2.0)(*given, log_metric=lambda name, value: logged.update({name: value}))
     assert found == pytest.approx([0.6 - 2, 0.6 + 2])
     assert logged == pytest.approx({"helpfulness": 0.6, "cost": 0.0, "unsafe": 0.5})
     # a response with turn markers reaches the scorers whole: the published service split texts at these

@@ -168,17 +168,14 @@ VALUES = [
 def places(declared, own: tuple = ()):
     """The path of every value in a declaration."""
     yield own
-    inside = (
-        declared.items() if isinstance(declared, dict) else enumerate(declared if isinstance(declared, list) else ())
-    )
+    plain = declared if isinstance(declared, list) else ()
+    inside = declared.items() if isinstance(declared, dict) else enumerate(plain)
     for key, value in list(inside):
         yield from places(value, (*own, key))
 
 
 def test_any_edit_of_a_declaration_is_judged_or_refused_by_its_name(committed_records: list[dict]) -> None:
-    kinds = {
-        tuple(record["spec"].get(name) for name in ("kind", "arm", "task")): record for record in committed_records
-    }
+    kinds = {tuple(r["spec"].get(name) for name in ("kind", "arm", "task")): r for r in committed_records}
     rng, refused = random.Random(0), 0
     for name, claim in [*DECLARED.items()] * 12:
         edited = copy.deepcopy(claim)

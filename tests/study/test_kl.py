@@ -120,9 +120,8 @@ def test_gradients_of_the_losses_are_those_of_autograd(pair):
             total += p[x] * torch.autograd.grad(loss(log_p, log_ref[x]), theta)[0]
         return total
 
-    k1, k2, k3 = (
-        expected(lambda a, b, name=name: getattr(kl.kl_policy_ref_tokens(a, b), name)) for name in kl.ESTIMATORS
-    )
+    tokens = kl.kl_policy_ref_tokens
+    k1, k2, k3 = (expected(lambda a, b, name=name: getattr(tokens(a, b), name)) for name in kl.ESTIMATORS)
     k3_ratio = expected(lambda a, b: kl.kl_policy_ref_tokens(a, b).k3 * (a - a.detach()).exp())
     forward, true = (
         torch.autograd.grad(kl.exact_kl_policy_ref_tokens(*both), theta)[0]

@@ -201,9 +201,10 @@ def test_maps_frame_the_tuned_setting(study):
         assert steps == sorted(steps) and tuned[nb05.STEP[arm]] in steps  # to the right in both
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "head"), [(1, 2, "It is ahead"), (-2, -1, "It is behind"), (-1, 1, "Neither is ahead")]
-)
+HEADS = [(1, 2, "It is ahead"), (-2, -1, "It is behind"), (-1, 1, "Neither is ahead")]
+
+
+@pytest.mark.parametrize(("low", "high", "head"), HEADS)
 def test_answers_say_where_the_intervals_lie(low, high, head, found):
     interval, (run, _) = Interval((low + high) / 2, low, high, 3), loaded(nb02)
     leads = {key: interval for key in found(nb02) if key.startswith("C2c")}

@@ -1,6 +1,5 @@
 """Notebook 04: what it reads from its runs' curves, and what it makes of it, on runs whose numbers are known."""
 
-import numpy as np
 import pytest
 from evoalign_study import nb04_safety_judges as study
 from evoalign_study.results import answered
@@ -65,13 +64,8 @@ def test_a_quantity_is_read_where_a_run_first_comes_to_a_place(of):
     assert study.at(of, own, "true", "greedy", None) is None
 
 
-def test_arms_are_compared_as_the_claims_compare_them(of):
-    found = study.difference(of, "true", "greedy", 0.75)
-    # GRPO has .2 - .01 * seed at .5 and .1 at 1: half way .15 - .005 * seed, whose mean is .1425
-    assert found.value == pytest.approx(0.35 - 0.1425) and found.low > 0 and found.n == 2  # judges
-    assert study.difference(of, "bert", "t1", 0.75, study.TRAINING).value == 0
+def test_a_mean_needs_three_quarters_of_the_runs_on_each_judge_and_a_difference_two(of):
     assert study.difference(of, "true", "greedy", 9) is None
-    assert study.mean(of, "es", "true", "greedy", 1).value == pytest.approx(0.3)
     for short in of["es"][:2]:  # two of four on the first judge
         short["curve"]["proxy_greedy"] = [1.0, 1.1, 1.2, 1.3]
     assert study.mean(of, "es", "true", "greedy", 1) is None
@@ -86,16 +80,6 @@ def test_random_fitness_is_read_after_the_steps_that_the_runs_took(of):
     assert "-0.10" in study.reached_rows(of, "greedy", (1.5,))["true reward"].tolist()
     of["es_random"][0]["spec"]["alpha"] = 0.1  # other steps
     assert study.walked(of, "true", "greedy", 0.75) is None
-
-
-def test_laws_are_fitted_to_even_seeds_and_asked_of_odd_ones(of):
-    for own in of["es"]:
-        d = np.sqrt(own["curve"]["kl"])
-        own["curve"]["true_t1"] = (0.2 + d * (1 - 0.5 * np.log(np.where(d > 0, d, 1)))).tolist()
-    assert study.explained(of, "es", "true", "rl") == pytest.approx([1, 1])
-    assert max(study.explained(of, "es", "true", "linear")) < 1
-    even, odd = study.law_points(study.on_judge(of["es"], "length 1"), "proxy", lambda run: study.spread(of, run))
-    assert len(even) == len(odd) == 2 and even[0][1].tolist() == [0, 0.5, 1, 2]
 
 
 def test_sentences_tables_and_figures_are_made_of_results(of, drawn):

@@ -64,20 +64,14 @@ def test_mistakes_are_named(changed):
 
 READ = [("rates", "[1e-3, 3]", [1e-3, 3]), ("rates", "[.5]", [0.5]), ("bases", "[A2, A1]", ["A2", "A1"])]
 READ += [("factors", "{alpha: .2}", {"alpha": 0.2}), ("steps", np.int64(3), 3), ("rates", np.float32([0.5]), [0.5])]
+# `papermill -p force false` gives the text, which Python would take for true
+READ += [(name, text, text == "true") for name in ("force", "curve") for text in ("true", "false")]
 
 
 @pytest.mark.parametrize(("name", "given", "value"), READ)
-def test_lists_as_papermill_gives_them_and_numbers_of_numpy(name, given, value):
-    run = check_parameters(GIVEN | {name: given}, PRESETS)
-    assert repr(getattr(run, name)) == repr(value)  # of the same types: it is hashed
-
-
-@pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False)])
-def test_truth_values_as_papermill_gives_them(text, value):
-    """`papermill -p force false` gives the text, which Python would take for true."""
-    namespace = GIVEN | {"force": text, "curve": text}
-    run = check_parameters(namespace, PRESETS)
-    assert run.force is value and run.curve is value and namespace["force"] is value
+def test_values_as_papermill_gives_them_and_numbers_of_numpy(name, given, value):
+    run = check_parameters(namespace := GIVEN | {name: given}, PRESETS)
+    assert repr(getattr(run, name)) == repr(namespace[name]) == repr(value)  # of the same types: it is hashed
 
 
 def test_the_cell_may_run_again_after_later_cells():

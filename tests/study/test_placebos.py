@@ -139,16 +139,16 @@ def test_a_threshold_that_the_comparator_fails_is_void(es: int, grpo: int, expec
     assert verdict.intervals["ES - base, test greedy"].value == pytest.approx((es - 20) / 200)
 
 
-@pytest.mark.parametrize(
-    ("jitter", "grpo", "expected"), [(1, 56, "supported"), (9, 56, "undecided"), (9, 90, "contradicted")]
-)
+CONTROLLED = [(1, 56, "supported"), (9, 56, "undecided"), (9, 90, "contradicted")]
+
+
+@pytest.mark.parametrize(("jitter", "grpo", "expected"), CONTROLLED)
 def test_arms_match_only_if_the_comparator_matches_itself(jitter: int, grpo: int, expected: str) -> None:
     """An interval that is too wide for equal arms to match contradicts all the same where the arms are far apart."""
     verdict = judge("C2", [*SWEEPS, *runs_of("es", 60, jitter=jitter), *runs_of("grpo", grpo)])
     assert verdict.verdict == expected, verdict.text
-    assert verdict.control.startswith(
-        "passed 2 of 2" if jitter == 1 else "passed 0 of 2; failed ES - ES again, validation"
-    )
+    passed = "passed 2 of 2" if jitter == 1 else "passed 0 of 2; failed ES - ES again, validation"
+    assert verdict.control.startswith(passed)
 
 
 CONTROLS = {"C2": 2, "C2b": 1, "C10": 2, "C14": 8, "C25": 1, "C32": 2, "E6b": 1, "E9": 1, "E10": 2}  # tolerances

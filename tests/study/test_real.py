@@ -22,8 +22,8 @@ def test_the_plan_declares_a_sweep_of_equal_size_and_three_arms_from_one_base() 
     plan = real.Plan()
     es, grpo = zip(*plan.sweep, strict=True)
     assert len(es) == len(grpo) == 4 and {spec["test_problems"] for spec in (*es, *grpo)} == {0}
-    runs = [plan.es(arm, 3, {"sigma": 0.002, "alpha": 0.001}, 60) for arm in ("es", "es_random")]
-    runs += [plan.grpo(3, {"learning_rate": 1e-5}, 110)]
+    runs = [plan.run(arm, 3, {"sigma": 0.002, "alpha": 0.001}, 60) for arm in ("es", "es_random")]
+    runs += [plan.run("grpo", 3, {"learning_rate": 1e-5}, 110)]
     base = plan.of_base
     assert base["base_digest"] == smollm2.DIGEST and base["scale"] == "real"
     for spec in runs:  # so that claims find the base of a run, and a null that stands in

@@ -200,10 +200,8 @@ def test_the_committed_index(committed_file):
     digests = [hashlib.sha256(line).hexdigest() for line in lines]
     wanted = [f"{r['spec_hash']} {own} {ledger}" for r, own, ledger in zip(made, digests, ledgers, strict=True)]
     assert committed_file.with_suffix(".index").read_text().splitlines() == wanted
-    beside = [
-        json.loads(line) for file in committed_file.parent.glob("*.jsonl") for line in file.read_bytes().splitlines()
-    ]
-    kept = {f"{r['spec_hash']}.jsonl.gz" for r in beside if "ledger" in r}
+    beside = (line for file in committed_file.parent.glob("*.jsonl") for line in file.read_bytes().splitlines())
+    kept = {f"{r['spec_hash']}.jsonl.gz" for r in map(json.loads, beside) if "ledger" in r}
     assert kept == {path.name for path in (committed_file.parent / "ledgers").glob("*")}
     assert index_problems(committed_file) == []
 
@@ -297,11 +295,10 @@ def git(*arguments: str) -> None:
 
 
 BETTER = {"test": {"greedy": 1.0}}
+FORGED = [[record(0, **BETTER), record(1)], [record(0)], [record(1, **BETTER), record(0)], []]
 
 
-@pytest.mark.parametrize(
-    "forged", [[record(0, **BETTER), record(1)], [record(0)], [record(1, **BETTER), record(0)], []]
-)
+@pytest.mark.parametrize("forged", FORGED)
 def test_whoever_rewrites_records_and_index_is_found_by_the_history(tmp_path, monkeypatch, forged):
     monkeypatch.setattr(paths, "ROOT", tmp_path)
     monkeypatch.setattr(paths, "RESULTS", tmp_path / "paper/results")
@@ -349,12 +346,6 @@ def test_the_history_is_read_whatever_git_is_told_and_an_index_does_not_begin_an
 
 
 # ---- packed numbers
-
-
-@given(arrays(np.int64, st.integers(0, 50), elements=st.integers(0, 4095)))
-def test_packed_integers_come_back(values):
-    text = records.pack_integers(values)
-    assert len(text) == 2 * len(values) and np.array_equal(records.unpack_integers(text), values)
 
 
 @given(arrays(np.float64, st.integers(0, 50), elements=st.floats(0, 1)))

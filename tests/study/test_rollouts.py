@@ -92,10 +92,8 @@ def weighted(folder, steps=3, **changed):
     model, tokenizer = tiny.load("A0")
     rows = measures.get("countdown").rows({}, tokenizer, tiny.problems("train", 8))
     settings = {"population_size": 4, "sigma": 0.01, "alpha": 0.01, "num_generations": 3, "prompts_per_step": 4}
-    settings |= {"sampling": "common", "max_steps": steps}
-    args = short_run(
-        folder, ESConfig, max_completion_length=16, **{"arm": "es_weighted", "seed": 1} | settings | changed
-    )
+    settings |= {"sampling": "common", "max_steps": steps, "arm": "es_weighted", "seed": 1}
+    args = short_run(folder, ESConfig, max_completion_length=16, **settings | changed)
     reward = lambda prompts, completions, **columns: [hash_of(c) for c in completions]  # noqa: E731
     return rollouts.WeightedTrainer(model, reward, args, rows, None, tokenizer)
 

@@ -40,11 +40,10 @@ def record_of(arm: str):
 
 
 ONE_OF_EACH = ("es", "es_weighted", "es_random", "es_lora", "essa", "grpo", "grpo_lora", "sft")
+ARMS = [arm if arm in ONE_OF_EACH else pytest.param(arm, marks=pytest.mark.slow) for arm in arms.ARMS]
 
 
-@pytest.mark.parametrize(
-    "arm", [arm if arm in ONE_OF_EACH else pytest.param(arm, marks=pytest.mark.slow) for arm in arms.ARMS]
-)
+@pytest.mark.parametrize("arm", ARMS)
 def test_the_record_of_every_arm(arm, tmp_path):
     r, entry = record_of(arm), arms.get(arm)
     append_record(tmp_path / "x.jsonl", r)
@@ -90,9 +89,10 @@ def test_a_base_that_is_never_right_is_left_as_it_is_and_the_record_says_so(tmp_
     assert r["digest"] == models.flat_digest(weight_cache.of_base("A0"))
 
 
-@pytest.mark.parametrize(
-    ("precision", "same"), [pytest.param("float32", True, marks=pytest.mark.slow), ("int4", False)]
-)
+PRECISIONS = [pytest.param("float32", True, marks=pytest.mark.slow), ("int4", False)]
+
+
+@pytest.mark.parametrize(("precision", "same"), PRECISIONS)
 def test_an_adapter_over_another_precision_is_tested_over_the_base_as_loaded_too(precision, same):
     """With the precision that the base is loaded in both tests are one; a run over it is the run without."""
     r = sweep.run(spec_of("essa", test_problems=100, base_precision=precision), "nb", "commit")
@@ -126,9 +126,10 @@ def test_a_run_that_diverges_is_recorded_like_any_other(arm, changed, step, tmp_
         assert r["ledger"]["replay_error"] == 0 and ledger.verify(kept, "A0").weights == r["ledger"]["weights"]
 
 
-@pytest.mark.parametrize(
-    ("arm", "more"), [("dr_grpo", {"scale_rewards": "group", "micro_batch": 8}), ("grpo_lora", {})]
-)
+BY_HAND = [("dr_grpo", {"scale_rewards": "group", "micro_batch": 8}), ("grpo_lora", {})]
+
+
+@pytest.mark.parametrize(("arm", "more"), BY_HAND)
 def test_a_gradient_run_is_the_one_of_its_spec_and_evaluation_leaves_no_trace_in_it(arm, more, tmp_path):
     """The same run made by hand, without a curve, ends with the same weights (W + B A) and the same accuracy."""
     spec = spec_of(arm, seed=5, beta=0.04, **COLD, **more)
@@ -157,9 +158,8 @@ def test_a_gradient_run_is_the_one_of_its_spec_and_evaluation_leaves_no_trace_in
 
 def test_fine_tuning_keeps_right_answers_alone(monkeypatch):
     kept, original = [], grpo.filtered_sft
-    monkeypatch.setattr(
-        grpo, "filtered_sft", lambda m, t, pairs, **how: kept.extend(pairs) or original(m, t, pairs, **how)
-    )
+    noted = lambda m, t, pairs, **how: kept.extend(pairs) or original(m, t, pairs, **how)  # noqa: E731
+    monkeypatch.setattr(grpo, "filtered_sft", noted)
     record = train.run(spec_of("sft"))
     _, tokenizer, sets = training.world(spec_of("sft"))
     texts = [row["prompt"] for row in countdown.dataset(sets["train"], tokenizer)]

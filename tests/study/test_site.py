@@ -175,9 +175,8 @@ def test_hostile_texts_are_nothing_but_data_of_the_explorer(coverages, tmp_path)
     assert one.isascii() and not set("<>&'`\n") & set(one)
     # what shows them knows no HTML
     assert "textContent" in other
-    assert not re.search(
-        r"innerHTML|outerHTML|insertAdjacent|document\.write|DOMParser|Fragment|eval|Function\(", other
-    )
+    hazards = r"innerHTML|outerHTML|insertAdjacent|document\.write|DOMParser|Fragment|eval|Function\("
+    assert not re.search(hazards, other)
     with pytest.raises(ValueError, match="no record says"):
         explorer.data([record for record in coverages if "end" in record["spec"]])
     with pytest.raises(ValueError, match="600000"):
@@ -200,9 +199,7 @@ def test_categories_are_the_support_of_the_records(coverages):
         chances = np.array([unpack_probabilities(record["reach"]["t1"]) for record in records])
         after = coverage.pass_at(chances, coverage.SOLVED_WITHIN)
         counted = coverage.support(before >= 0.5, after.mean(0) >= 0.5)
-        assert [model["categories"].count(name[0]) for name in explorer.CATEGORIES] == [
-            getattr(counted, name) for name in explorer.CATEGORIES
-        ]
+        assert all(model["categories"].count(name[0]) == getattr(counted, name) for name in explorer.CATEGORIES)
         expected = [coverage.support(before, run) for run in after]
         means = [np.mean([getattr(each, name) for each in expected]) for name in explorer.CATEGORIES]
         assert model["expected"] == pytest.approx(means, abs=0.051) and model["runs"] == len(records)
@@ -285,9 +282,8 @@ def test_javascript_reads_a_ledger_as_python_does_and_finds_an_edit(name, tmp_pa
 def test_the_page_replays_its_run_to_the_recorded_digest_and_its_models_answer_as_recorded(tmp_path):
     shutil.copytree(SITE / "static", tmp_path / "_static")
     page = tmp_path / "index.html"
-    page.write_text(
-        '<!doctype html><meta charset="utf-8">' + explorer.filled("replay.html", replay.data()), encoding="utf-8"
-    )
+    filled = explorer.filled("replay.html", replay.data())
+    page.write_text(f'<!doctype html><meta charset="utf-8">{filled}', encoding="utf-8")
     assert list(check.problems(tmp_path)) == []
     run, other = replay.both()
     bits = [unpack_bits(record["test"]["greedy_bits"], 2000)[:: replay.EVERY] for record in (run, other)]

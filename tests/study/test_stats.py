@@ -99,9 +99,8 @@ def test_stratified_bootstrap_of_a_difference_matches_the_enumeration() -> None:
     exact = np.array([(a + b - c - d) / 2 for a, b, c, d in every])
     interval = stats.stratified_bootstrap(arm, other, level=0.8)
     assert interval.value == pytest.approx(np.mean(arm) - np.mean(other))
-    assert (interval.low, interval.high) == pytest.approx(
-        np.quantile(exact, [0.1, 0.9], method="inverted_cdf"), abs=0.026
-    )
+    low, high = np.quantile(exact, [0.1, 0.9], method="inverted_cdf")
+    assert (interval.low, interval.high) == pytest.approx((low, high), abs=0.026)
 
 
 def test_log_std_ratio_by_hand() -> None:
@@ -160,13 +159,6 @@ test_packed_results_that_are_none_are_refused = refused(
     (lambda: unpack_bits("f8", 4), "beyond problem 4"),
     (lambda: unpack_counts("0h"), "'h'"),
 )
-
-
-@given(st.lists(st.integers(0, 16), min_size=1, max_size=70))
-def test_counts_survive_packing(counts: list[int]) -> None:
-    text = pack_counts(counts)
-    assert unpack_counts(text).tolist() == counts
-    assert [int(digit, 17) for digit in text] == counts
 
 
 def test_nested_bootstrap_resamples_settings_and_their_runs() -> None:

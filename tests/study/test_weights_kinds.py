@@ -342,7 +342,6 @@ test_what_cannot_be_measured_is_refused = refused(  # what makes a spec from an 
     (of_base(weights.answers_spec, max_completion_length=...), "'max_completion_length'"),
     (of_base(weights.answers_spec, "B0"), "'B0'"),
     (of_base(weights.answers_spec, "gpt2"), "'gpt2'"),
-    (copies([]), "sigmas="),
     (copies([0.1, 0.1]), "sigmas="),
     (copies([0.1], 0), "repeats=0"),
     (copies([0.1], perturbed_members=1), "perturbed_members=1"),
@@ -362,7 +361,6 @@ test_what_cannot_be_measured_is_refused = refused(  # what makes a spec from an 
     (lambda end: weights.products_specs([], "tiny"), "no base"),
     (lambda end: weights.products_specs([OTHERS[:1], OTHERS[1:]], "t"), "A0, A1"),
     (lambda end: weights.coverage_spec("A1", end, SIZES, "tiny"), "'A0'.*'A1'"),
-    (lambda end: weights.answers_spec("A1", end, SIZES, "tiny"), "'A0'.*'A1'"),
     call=lambda make, end: make(end),
 )
 

@@ -123,9 +123,10 @@ def beside(arm: str, right: int) -> list[dict]:
     return made
 
 
-@pytest.mark.parametrize(
-    ("lost", "null", "expected"), [(4, 0, "supported"), (-4, 0, "contradicted"), (4, 4, "not evidence")]
-)
+LOST = [(4, 0, "supported"), (-4, 0, "contradicted"), (4, 4, "not evidence")]
+
+
+@pytest.mark.parametrize(("lost", "null", "expected"), LOST)
 def test_a_run_is_held_against_its_own_model_of_the_others(lost: int, null: int, expected: str) -> None:
     """Runs of ES solve 54, of random fitness 22, under every decoding."""
     trained = []

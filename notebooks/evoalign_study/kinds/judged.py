@@ -234,17 +234,10 @@ def run_published(spec: Spec) -> Record:
     targets = [p.answer for p in asked]
     rewards = {m: conciseness.reward(targets, texts, targets, m) for m in conciseness.MEASURES}
     right = [conciseness.is_correct(text, p) for text, p in zip(texts, asked, strict=True)]
-    report = hacking.hack_report(
-        texts,
-        prompts=released.questions,
-        rewards=rewards["strict"],
-        right=right,
-        tokens=released.tokens,
-        max_tokens=released.max_tokens,
-        best_reward=0.0,
-        base_reward=NEAREST_BASE["reward"],
-        base_correct=NEAREST_BASE["right"],
-    )
+    of_texts = {"rewards": rewards["strict"], "right": right, "tokens": released.tokens}
+    bounds = {"max_tokens": released.max_tokens, "best_reward": 0.0}
+    bounds |= {"base_reward": NEAREST_BASE["reward"], "base_correct": NEAREST_BASE["right"]}
+    report = hacking.hack_report(texts, prompts=released.questions, **of_texts, **bounds)
     first = dict(reversed(list(zip(released.questions, texts, strict=True))))
     return {
         "completions": len(asked),

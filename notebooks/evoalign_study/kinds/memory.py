@@ -324,10 +324,8 @@ def _arrays(thing: Any, seen: set[int]) -> Iterator[Any]:
     if id(thing) in seen:
         return
     seen.add(id(thing))
-    if isinstance(thing, np.ndarray) and not isinstance(thing.base, np.ndarray):
-        yield thing
-    elif isinstance(thing, np.ndarray):
-        yield from _arrays(thing.base, seen)
+    if isinstance(thing, np.ndarray):
+        yield from _arrays(thing.base, seen) if isinstance(thing.base, np.ndarray) else [thing]
     elif not isinstance(thing, type):
         parts = getattr(thing, "__dict__", thing)
         parts = list(parts.values()) if isinstance(parts, Mapping) else parts

@@ -118,11 +118,6 @@ def judges_of(spec: Spec) -> list[str]:
     return list(dict.fromkeys((*JUDGES, spec.get("judge", RULE))))
 
 
-def _on_the_way(spec: Spec) -> list[str]:
-    """Return the judges at a point of a curve: the training judge, and those that train no run. All would not fit."""
-    return list(dict.fromkeys((*([spec["judge"]] if "judge" in spec else []), *scorers.OUTSIDERS, RULE)))
-
-
 def _judged(
     spec: Spec, problems: Sequence[Request], rows: Sequence[Sequence[Any]], judges: Sequence[str]
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
@@ -261,7 +256,9 @@ class _Tiny(Measures):
             if "test" not in sets:
                 continue
             rows = engine.generate("test", **how)
-            said, what = _judged(spec, sets["test"], rows, judges := _on_the_way(spec))
+            # the training judge, and those that train no run: all would not fit
+            judges = [*([spec["judge"]] if "judge" in spec else []), *scorers.OUTSIDERS, RULE]
+            said, what = _judged(spec, sets["test"], rows, judges := list(dict.fromkeys(judges)))
             now = dict(zip(judges, said["win"], strict=True)) | {"true": said["score"][-1]}
             now |= {name: what[name] for name in (*CURVE, *(["template"] if decoding == "greedy" else []))}
             shown |= {f"{name}_{decoding}": value for name, value in now.items()}
