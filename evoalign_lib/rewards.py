@@ -32,20 +32,16 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
 import copy
 import functools
-import gc
 import inspect
 import itertools
-import logging
 import math
 import mmap
 import os
 import signal
 import threading
 import time
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -152,11 +148,11 @@ class Rewards:
         timeout: seconds that a call of a function may take; None: no limit. A batch that takes longer (or raises) is
             scored again, one completion at a time with the same limit for each, so that only the completions at fault
             fail and can be named; this takes little more than (completions + 1) * timeout. The functions are then
-            called in a process of their own, forked at the first call (not on Windows), and again when a number, a text
-            or an array that they read has changed in this process: what they keep stays there, until then, and GPUs
-            that this process uses are out of their reach. At the limit a function receives an exception that
-            `except Exception` does not catch; if the call has not ended half a second later, whatever it does, the
-            process is killed with all that the functions kept.
+            called in a process of their own, forked at the first call (not on Windows), and again when a number or text
+            that is their attribute has changed in this process: what they keep stays there, until then; other changes
+            of this process, such as of global names, and GPUs that it uses are out of their reach. At the limit a
+            function receives an exception that `except Exception` does not catch; if the call has not ended half a
+            second later, whatever it does, the process is killed with all that the functions kept.
         table: whether to fill `Scored.table`.
 
     Attributes:
@@ -361,9 +357,9 @@ class Rewards:
 
         The process is forked at the first call. A signal interrupts a call that has reached the limit; if it swallows
         or blocks that, or runs in C, the process is killed, and the next call forks another one. So does one for which
-        a callback, say, has changed what the functions read.
+        a callback, say, has changed an attribute of a function.
         """
-        read = _read(self.functions, map(id, self.stateful.values()))
+        read = _attributes(self.functions, self.stateful.values())
         if (forks := _LIMITED.get(self)) is None or forks.parent != os.getpid() or forks.read != read:
             forks = _LIMITED[self] = Forks(1, self)
             forks.read = read
@@ -538,31 +534,10 @@ def _unwrapped(function: RewardFunction) -> RewardFunction:
     return function
 
 
-def _read(functions: Sequence[RewardFunction], known: Iterable[int]) -> list:
-    """Return the numbers, texts and arrays that functions reach by attributes, entries, closures and global names.
-
-    Nothing is returned of what modules and libraries hold, nor of objects whose id is known, nor all of large data: it
-    takes a few milliseconds at most.
-    """
-    homes = {getattr(_unwrapped(function), "__module__", None) for function in functions}
-    due, met, found = list(functions), set(known), []
-    for value in due:  # which grows
-        with contextlib.suppress(Exception):  # of a proxy, whose attributes may raise anything
-            code = isinstance(value, (type, types.FunctionType))
-            if isinstance(value, (str, bytes, Number, np.ndarray)):
-                found.append(value.flat[:1000].tobytes() if isinstance(value, np.ndarray) else value)
-            elif isinstance(value, (types.ModuleType, logging.Logger)) or code and value.__module__ not in homes:
-                continue
-            elif isinstance(value, types.FunctionType) and id(value) not in met:
-                codes = [value.__code__]
-                for inner in codes:  # those of comprehensions, too
-                    codes += [each for each in inner.co_consts if isinstance(each, types.CodeType)]
-                due += [value.__globals__.get(name) for inner in codes for name in inner.co_names]
-                due += [value.__closure__, value.__dict__, value.__defaults__, value.__kwdefaults__]
-            elif id(value) not in met and len(due) < 10_000:
-                due += [getattr(value, "__dict__", None), *gc.get_referents(value)[:1000]]
-            met.add(id(value))
-    return found
+def _attributes(functions: Sequence[RewardFunction], known: Iterable[Any]) -> list:
+    """Return the numbers and texts among the attributes of functions without a known state."""
+    fields = [getattr(f, "__dict__", {}) for f in functions if not any(f is each for each in known)]
+    return [(name, x) for each in fields for name, x in each.items() if isinstance(x, (str, Number))]
 
 
 def _declared_floor(function: RewardFunction) -> float | None:
