@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import copy
 import functools
 import inspect
@@ -374,7 +375,8 @@ class Rewards:
             for process in list(forks._processes.values()):
                 stuck = waits_for_ever(process.pid)
                 why = f": {forks.why}. Start them in the function, or set it to None" if stuck else ""
-                process.terminate()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGTERM)  # with what the call has started
             wait([future], _GRACE)
             raise RewardTimeout(f"no result within reward_timeout={self.timeout} s{why}")
         except BrokenProcessPool as error:

@@ -510,11 +510,13 @@ def test_no_call_outlives_its_limit_and_the_next_one_begins_anew(hang):
     assert score(rewards, ["a"]).rewards.tolist() == [1.0]
 
 
-def test_what_a_call_has_started_ends_with_it_at_the_limit(tmp_path):
+@pytest.mark.parametrize("start", [os.system, functools.partial(subprocess.run, shell=True)], ids=["system", "run"])
+def test_what_a_call_has_started_ends_with_it_at_the_limit(start, tmp_path):
     def shell(completions, **columns):
-        return [float(os.system(f"echo $$ > {tmp_path}/id; exec sleep 60")) for _ in completions]
+        start(f"echo $$ > {tmp_path}/id; sleep 60; true")
+        return [0.0]
 
-    assert score(Rewards(shell, floor=-1.0, timeout=0.2), ["x"]).counts["timeout"] == 1
+    assert score(Rewards(shell, floor=-1.0, timeout=0.5), ["x"]).counts["timeout"] == 1
     with contextlib.suppress(psutil.NoSuchProcess):  # it may not have been collected yet
         psutil.Process(int((tmp_path / "id").read_text())).wait(5)
 
