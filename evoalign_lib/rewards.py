@@ -332,11 +332,12 @@ class Rewards:
         """
         for name in self.names:
             if all(name in batch.failed for batch in batches):
-                what = f"reward function {name!r} gave {batches[0].failed[name][0]} on every completion of"
+                what = f"reward function {name!r} gave {batches[0].failed[name][0]}"
                 if len(set().union(*(batch.failed[name][1] for batch in batches))) > 1:
                     remedy = "Correct it, or the columns that it reads; the floor is for single failures"
-                    raise RewardError(f"{what} the step. {remedy}.")
-                warnings.warn(f"{what} the one prompt of a step: correct that row, or the function.", stacklevel=2)
+                    raise RewardError(f"{what} on every completion of the step. {remedy}.")
+                what += " on every completion of the step, which has one prompt"
+                warnings.warn(f"{what}: correct that row, or the function.", stacklevel=2)
 
     def _call(self, i: int, given: Mapping[str, Sequence], trainer_state: Any, items: slice) -> _Part:
         """Call function i with some of the completions."""
