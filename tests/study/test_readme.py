@@ -74,7 +74,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def test_each_run_trains_and_writes_a_model_that_loads(folder):
-    for start, end in (("base", "runs/es"), ("runs/es", "runs/grpo")):
+    for start, end in (("base", "runs/es"), ("runs/es", "runs/back")):
         before, after = (load_file(folder / name / "model.safetensors") for name in (start, end))
         assert before.keys() == after.keys() and all(np.isfinite(after[name]).all() for name in after)
         assert any((before[name] != after[name]).any() for name in after), f"{end} did not move"
