@@ -52,6 +52,9 @@ def trainer(folder: Path, eval_dataset=None, **changed) -> ESTrainer:
 def every_step_has_a_digest_and_no_disk_is_waited_for(monkeypatch):
     monkeypatch.setattr(ledger, "DIGEST_EVERY", 1)
     monkeypatch.setattr(os, "fsync", lambda file: None)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def deferred() -> bool:
