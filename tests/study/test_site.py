@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import nbformat
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from evoalign_study import claims, paths
@@ -25,6 +26,7 @@ sys.path.append(str(paths.ROOT / "site"))  # no package
 import check
 import explorer
 import pages
+import release
 import replay
 
 SITE = paths.ROOT / "site"
@@ -402,3 +404,17 @@ def test_a_small_site_is_built_offline_and_executes_nothing(tmp_path):
     assert 'id="evoalign_lib.files.locked"' in html["api"]
     assert '"stood":' in (tmp_path / "html" / "searchindex.js").read_text(encoding="utf-8")
     assert list(check.problems(tmp_path / "html")) == []
+
+
+def test_a_release_has_every_record_as_it_is_and_begins_nothing_that_it_would_refuse(tmp_path):
+    release.data_set(tmp_path, "https://example.org/a/b")
+    kept = pq.read_table(tmp_path / "data/02_grpo_countdown-tiny.parquet").to_pylist()
+    committed = read_records(paths.RESULTS / "02_grpo_countdown/tiny.jsonl")
+    assert [json.loads(row["record"]) for row in kept] == committed
+    assert [(row["spec_hash"], row["arm"]) for row in kept] == [
+        (r["spec_hash"], r["spec"].get("arm")) for r in committed
+    ]
+    for url, out, named in (("http://x", "new", "http://x"), ("https://example.org/a/b", ".", str(tmp_path))):
+        with pytest.raises(ValueError, match=re.escape(named)):
+            release.release(url, tmp_path / out)
+    assert not (tmp_path / "new").exists()
