@@ -19,7 +19,7 @@ COLD = {name: value for name, value in SMALL.items() if not name.startswith("war
     [
         pytest.param("es_lora", COLD, marks=pytest.mark.slow),
         ("es_lora", SMALL),
-        ("essa", SMALL),
+        ("essa", SMALL | {"population_size": 4}),
         pytest.param("grpo_lora", COLD, marks=pytest.mark.slow),
         ("grpo_lora", SMALL),
     ],
