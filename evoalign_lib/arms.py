@@ -20,7 +20,8 @@ class Arm:
     family: Literal["es", "gradient", "sft", "cma", "none"]
     """The trainer that runs the arm; "none" for a baseline without training."""
     color: str
-    """Hexadecimal RGB from the colour-blind-safe palette of Okabe and Ito (2008); grey for arms without information."""
+    """Hexadecimal RGB, of one meaning everywhere: base grey, ES blue, GRPO orange and filtered SFT green, as in the
+    colour-blind-safe palette of Okabe and Ito (2008); variants in shades of these; nulls light grey."""
     marker: str | tuple[int, int, int]
     """Matplotlib marker, unique to each arm so that figures can be read in greyscale. (n, 1, 0) is a star of n
     points."""
@@ -80,7 +81,7 @@ def _own(arm: str, fitness: str = "reward") -> dict[str, Any]:
     return {"fitness": fitness, "arm": arm} | ({"null": True} if fitness == "random" else {})
 
 
-_NULL, _RANDOM = "#999999", {"fitness": "random", "null": True}
+_NULL, _RANDOM = "#B3B3B3", {"fitness": "random", "null": True}
 _LOW_RANK = {"perturbation": "low_rank", "optional": _CURVED, "sweep": "es_low_rank"}
 _LORA: dict[str, Any] = {"optional": (*_CURVED, *_WARM, *_FROZEN), "sweep": "es_lora"}
 _ESSA: dict[str, Any] = {"settings": _CMA, "optional": (*_CURVED, *_FROZEN), "sweep": "essa"}
@@ -91,51 +92,50 @@ _UNPERTURBED = _own("es_weighted") | {"sampling": "common", "sweep": "es_weighte
 ARMS: dict[str, Arm] = {
     "es": _es("#0072B2", "o", "ES", fitness="reward"),
     # the fitness of each generation is permuted over its members
-    "es_shuffled": _es("#E69F00", "s", "ES, shuffled fitness", fitness="shuffled", null=True),
+    "es_shuffled": _es(_NULL, "s", "ES, shuffled fitness", fitness="shuffled", null=True),
     # random fitness, without generating anything
     "es_random": _es(_NULL, "<", "ES, random fitness", **_RANDOM),
     # rollouts at temperature 1 with common random numbers; its own noise draws
     "es_sampled": _es("#56B4E9", "h", "ES, sampled fitness", fitness="reward", sampling="common", arm="es_sampled"),
     # each step moves a fraction of the way back to the base; its own noise draws
-    "es_anchored": _es("#56B4E9", "p", "ES, anchored decay", "anchor_decay", optional=_CURVED, **_own("es_anchored")),
+    "es_anchored": _es("#1F4E9E", "p", "ES, anchored decay", "anchor_decay", optional=_CURVED, **_own("es_anchored")),
     # rollouts at temperature 1 from the unperturbed weights, as in a policy gradient
-    "es_weighted": _es("#56B4E9", (4, 1, 0), "ES, unperturbed rollouts", "num_generations", **_UNPERTURBED),
+    "es_weighted": _es("#7FA8D9", (4, 1, 0), "ES, unperturbed rollouts", "num_generations", **_UNPERTURBED),
     # low-rank noise on each matrix; its own noise draws
-    "es_low_rank": _es("#009E73", (8, 1, 0), "ES, low rank", "rank", **_own("es_low_rank"), **_LOW_RANK),
+    "es_low_rank": _es("#00466E", (8, 1, 0), "ES, low rank", "rank", **_own("es_low_rank"), **_LOW_RANK),
     "es_low_rank_random": _es(
         _NULL, (11, 1, 0), "ES, low rank, random fitness", "rank", **_own("es_low_rank_random", "random"), **_LOW_RANK
     ),
     # noise on an adapter over the frozen base, which may be warm-started; its own noise draws
-    "es_lora": _es("#0072B2", (7, 1, 0), "ES, LoRA", "lora_rank", **_own("es_lora"), **_LORA),
+    "es_lora": _es("#3A87C8", (7, 1, 0), "ES, LoRA", "lora_rank", **_own("es_lora"), **_LORA),
     "es_lora_random": _es(
         _NULL, (12, 1, 0), "ES, LoRA, random fitness", "lora_rank", **_own("es_lora_random", "random"), **_LORA
     ),
     # CMA-ES over the singular values of a warm-started LoRA adapter
-    "essa": Arm("cma", "#E69F00", (10, 1, 0), "ESSA", options={"fitness": "reward"}, **_ESSA),
+    "essa": Arm("cma", "#7B3294", (10, 1, 0), "ESSA", options={"fitness": "reward"}, **_ESSA),
     "essa_random": Arm("cma", _NULL, (9, 1, 0), "ESSA, random fitness", options=_ESSA_RANDOM, null=True, **_ESSA),
     "grpo": _gradient("#D55E00", "^", "GRPO", _GRPO_LOSS),
     # an adapter over the frozen base, which may be warm-started
-    "grpo_lora": _gradient("#D55E00", (5, 1, 0), "GRPO, LoRA", _GRPO_LOSS, "lora_rank", more=_WARM, sweep="grpo_lora"),
+    "grpo_lora": _gradient("#C04A00", (5, 1, 0), "GRPO, LoRA", _GRPO_LOSS, "lora_rank", more=_WARM, sweep="grpo_lora"),
     # rollouts at temperature 1 from perturbed weights, as in ES
     "grpo_perturbed": _gradient(
-        "#D55E00", (6, 1, 0), "GRPO, perturbed rollouts", _GRPO_LOSS, "sigma", **_PERTURBED, sweep="grpo_perturbed"
+        "#E8935A", (6, 1, 0), "GRPO, perturbed rollouts", _GRPO_LOSS, "sigma", **_PERTURBED, sweep="grpo_perturbed"
     ),
-    "dr_grpo": _gradient("#CC79A7", "v", "Dr.GRPO", _GRPO_LOSS | {"loss_type": "dr_grpo", "scale_rewards": "none"}),
-    "dapo": _gradient("#009E73", "D", "DAPO", _GRPO_LOSS | {"loss_type": "dapo", "epsilon_high": 0.28}),
-    "rloo": _gradient("#009E73", "P", "RLOO", _RLOO_LOSS, trl="RLOO"),
+    "dr_grpo": _gradient("#A34700", "v", "Dr.GRPO", _GRPO_LOSS | {"loss_type": "dr_grpo", "scale_rewards": "none"}),
+    "dapo": _gradient("#F2B27A", "D", "DAPO", _GRPO_LOSS | {"loss_type": "dapo", "epsilon_high": 0.28}),
+    "rloo": _gradient("#B5651D", "P", "RLOO", _RLOO_LOSS, trl="RLOO"),
     "grpo_random": _gradient(_NULL, ">", "GRPO, random reward", _GRPO_LOSS, null=True, reward="random"),
     # separate the effects of the optimiser and of rounding on an update
-    "grpo_sgd": _gradient("#CC79A7", "d", "GRPO, SGD", _GRPO_LOSS | _SGD),
-    "grpo_rounded": _gradient("#CC79A7", "H", "GRPO, bfloat16 weights", _GRPO_LOSS, weights="bfloat16"),
-    "grpo_sgd_rounded": _gradient("#CC79A7", "8", "GRPO, SGD, bfloat16 weights", _GRPO_LOSS | _SGD, weights="bfloat16"),
+    "grpo_sgd": _gradient("#E69F00", "d", "GRPO, SGD", _GRPO_LOSS | _SGD),
+    "grpo_rounded": _gradient("#7A2E00", "H", "GRPO, bfloat16 weights", _GRPO_LOSS, weights="bfloat16"),
+    "grpo_sgd_rounded": _gradient("#C98F00", "8", "GRPO, SGD, bfloat16 weights", _GRPO_LOSS | _SGD, weights="bfloat16"),
     # fine-tuning on the right answers among samples of the base
     "sft": Arm("sft", "#009E73", "X", "filtered SFT", _SFT, _OPTIONAL),
     "sft_perturbed": Arm(
-        "sft", "#009E73", (3, 1, 0), "filtered SFT, perturbed rollouts", (*_SFT, "sigma"), _OPTIONAL, **_PERTURBED
+        "sft", "#66C2A5", (3, 1, 0), "filtered SFT, perturbed rollouts", (*_SFT, "sigma"), _OPTIONAL, **_PERTURBED
     ),
 }
-"""The arms that train. There are more arms than the palette's eight colours: arms that are only described share the
-colours of others, and so do nulls."""
+"""The arms that train. Only nulls share a colour."""
 
 UNTRAINED: dict[str, Arm] = {
     "best_of_n": Arm("none", "#000000", "*", "best of n"),

@@ -67,7 +67,7 @@ def execute(notebook: str, folder: Path) -> None:
     if failure := _run(notebook, content, folder, [], timeout=None):
         raise ValueError(failure)
     for cell in content.cells:
-        cell.metadata = {name: value for name, value in cell.metadata.items() if name == "tags"}
+        cell.metadata = {name: value for name, value in cell.metadata.items() if name in ("tags", "jupyter")}
     content.metadata["evoalign"] = {"commit": provenance.commit(), "cells": digests(content)}
     replace_text(path, nbformat.writes(content) + "\n")
 

@@ -95,8 +95,8 @@ def test_a_picture_of_too_many_colours_is_embedded_in_full_colour() -> None:
 def test_looks_can_be_told_apart_and_one_colour_has_one_meaning() -> None:
     arms, others = list(style.ARMS.values()), [look for table in style.LOOKS for look in table.values()]
     assert len({look.marker for look in arms}) == len({look.label for look in arms}) == len(arms)
-    colors = [look.color for look in others]
-    assert len(set(colors)) == len(colors) and not set(colors) & {look.color for look in arms}
+    colors = [look.color for look in others] + [arm.color for arm in arms if not arm.null]
+    assert len(set(colors)) == len(colors) and not set(colors) & {arm.color for arm in arms if arm.null}
     for table in style.LOOKS:
         for attribute in ("marker", "linestyle", "label"):
             assert len({getattr(look, attribute) for look in table.values()}) == len(table)
