@@ -17,6 +17,7 @@ sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 project = "EvoAlign"
 author = "EvoAlign authors"
 language = "en"
+exclude_patterns = ["committed"]  # the notebooks as files
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml"]
 
 # Notebooks are shown as committed.

@@ -16,7 +16,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from html import unescape
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -54,8 +53,6 @@ class Notebook(NamedTuple):
     number: str
     """as claims refer to it, such as "01" """
     title: str
-    answers: tuple[str, ...]
-    """Markdown: the questions and answers that it prints; if it prints none, its first paragraph"""
     figures: tuple[Figure, ...]
     """in the order in which the notebook draws them"""
 
@@ -71,19 +68,34 @@ def write(folder: Path) -> None:
         if not (folder / page).exists():
             text = (ROOT / source).read_text(encoding="utf-8")
             _write_text(folder, page, _indexed(text) if source == "LOG.md" else text, "")
+    (folder / "committed").mkdir()  # conf.py keeps it out of the pages
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        shutil.copy(path, folder / "committed")
         content = json.loads(path.read_text(encoding="utf-8"))
-        if path.stem in BESIDE:
-            first = content["cells"][0]
-            title, _, rest = "".join(first["source"]).partition("\n")
-            first["source"] = f"{title}\n\n{BESIDE[path.stem]}\n{rest}"
+        first = content["cells"][0]
+        title, _, rest = "".join(first["source"]).partition("\n")
+        first["source"] = f"{title}\n\n{_ways(path.name, content['cells'])}\n\n{BESIDE.get(path.stem, '')}\n{rest}"
         for cell in content["cells"]:
+            if cell["metadata"].get("jupyter", {}).get("source_hidden"):
+                cell["metadata"]["tags"] = [*cell["metadata"].get("tags", ()), "hide-input"]
             if cell["cell_type"] == "markdown":
                 cell["source"] = _localised(folder, "".join(cell["source"]), "notebooks")
         (folder / "notebooks" / path.name).write_text(json.dumps(content), encoding="utf-8")
     (folder / "api").mkdir()
     for name in modules():
         (folder / "api" / f"{name}.md").write_text(_module_page(name), encoding="utf-8")
+
+
+def _ways(name: str, cells: Iterable[Mapping[str, Any]]) -> str:
+    """Return how to run a notebook: its file, JupyterLab, and the parameters that papermill sets."""
+    (parameters,) = ["".join(c["source"]) for c in cells if "parameters" in c["metadata"].get("tags", ())]
+    blocks = (
+        f"```\npapermill notebooks/{name} out.ipynb --cwd notebooks -p scale smoke\n```\n\n```python\n{parameters}\n```"
+    )
+    return (
+        f"[Download](path:../committed/{name}) · open it: `.venv/bin/jupyter lab notebooks/{name}`\n\n"
+        f"<details><summary>Parameters for papermill</summary>\n\n{blocks}\n\n</details>"
+    )
 
 
 # ---- what is committed
@@ -95,32 +107,18 @@ def notebooks() -> tuple[Notebook, ...]:
     manifest = json.loads((ROOT / "paper/generated/manifest.json").read_text(encoding="utf-8"))["artefacts"]
     found = []
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        content = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        cells = ["".join(cell["source"]) for cell in content]
-        title, _, rest = cells[0].partition("\n")
+        cells = ["".join(cell["source"]) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+        title = cells[0].partition("\n")[0]
         if not title.startswith("# "):
             raise ValueError(f"{path.name} begins with {title[:60]!r}: begin it with its title, '# ...'")
-        first = rest.strip().split("\n\n")[0] or cells[1].split("\n\n")[0]
-        answers = _answers(content) or [_from_top(first, f"notebooks/{path.name}")]
         drawn = [n for n, entry in manifest.items() if entry["kind"] == "figure" and entry["notebook"] == path.stem]
         text = "\n".join(cells)
         drawn.sort(key=lambda name: (text.find(f'"{name}"') % (len(text) + 1), name))
         number = path.stem.partition("_")[0]
         title = re.sub(rf"^# {number}\W+", "", title)
         figures = tuple(Figure(name, _caption(name)) for name in drawn)
-        found.append(Notebook(path.stem, number, title.removeprefix("# "), tuple(answers), figures))
+        found.append(Notebook(path.stem, number, title.removeprefix("# "), figures))
     return tuple(found)
-
-
-def _answers(cells: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the questions and answers in the first such list that a notebook prints (`artifacts.answers`)."""
-    for output in (output for cell in cells for output in cell.get("outputs", ())):
-        html = "".join(output.get("data", {}).get("text/html", ""))
-        if html.startswith('<div class="answers">'):
-            found = re.findall(r"<p><b>(.*?)</b><br>(.*?)</p>", html, re.S)
-            texts = [[_plain(unescape(re.sub("<[^>]*>", "", part))) for part in item] for item in found]
-            return [f"**{question}** {answer}" for question, answer in texts]
-    return []
 
 
 @cache
@@ -194,15 +192,10 @@ def _included(text: str) -> str:
     return re.sub(r"<!-- include (\w+)(?:: (.*?))? -->", replace, text)
 
 
-def _lead(_: str) -> str:
-    """Return the README's text between its title and its first section."""
-    text = re.sub(r"\A# .*\n", "", (ROOT / "README.md").read_text(encoding="utf-8"))
-    return re.split(r"^## ", text, maxsplit=1, flags=re.M)[0].strip()
-
-
-def _findings_of_readme(_: str) -> str:
-    """Return the README's findings: the text above the table of claims in its section."""
-    return _section("README.md", "<!-- claims -->").partition("<!-- claims -->")[0].strip()
+def _answer(_: str) -> str:
+    """Return the README's question and answer: the text between its title and its first picture."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n")[2]
+    return text.partition("\n![")[0].strip()
 
 
 def _readme(marker: str) -> str:
@@ -228,19 +221,19 @@ def _section(file: str, marker: str) -> str:
 
 
 def _cards(_: str) -> str:
+    """Return a card for each row of the README's table of findings: the question, its answer and its figure."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(\d\d)\]\((\S+\.ipynb)\) \| (.+?) \| (.+?) \| \[\w+\]\((figures/\S+)\) \|$", readme, re.M)
+    if len(rows) != len(notebooks()):
+        raise ValueError(
+            f"README.md has {len(rows)} rows of findings: write one for each of {len(notebooks())} notebooks."
+        )
+    captions = {figure.name: figure.caption for notebook in notebooks() for figure in notebook.figures}
     cards = []
-    for notebook in notebooks():
-        about = [claim for claim in claims() if notebook.number in claim["notebooks"] and claim["verdict"] != "open"]
-        verdicts = " · ".join(f"{_claim_link(claim)} {_badge(claim['verdict'])}" for claim in about)
-        page = f"notebooks/{notebook.name}.ipynb"
-        lines = [f"**[{notebook.number} · {notebook.title}]({page})**", ""]
-        lines.append("\n\n".join(notebook.answers))
-        if notebook.figures:
-            figure = notebook.figures[0]
-            lines += ["", f"[![{_plain(figure.caption)}](figures/{figure.name}.png)]({page})"]
-        lines += ["", verdicts] if verdicts else []
-        cards.append("\n".join([":::{container} card", *lines, ":::"]))
-    return "\n\n".join(["::::{container} cards", *cards, "::::"])
+    for number, page, question, answer, figure in rows:
+        picture = f"[![{_plain(captions[Path(figure).stem])}]({figure})]({page})"
+        cards.append(f":::{{container}} card\n**[{number} · {question}]({page})**\n\n{picture}\n\n{answer}\n:::")
+    return "\n\n".join(cards)
 
 
 def _notebook_tree(_: str) -> str:
@@ -371,8 +364,7 @@ def _api_tree(_: str) -> str:
 
 
 _INCLUDES: dict[str, Callable[[str], str]] = {
-    "lead": _lead,
-    "findings": _findings_of_readme,
+    "answer": _answer,
     "readme": _readme,
     "paper": _paper,
     "contributing": _contributing,
@@ -458,19 +450,6 @@ _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 
 def _write_text(folder: Path, page: str, text: str, place: str) -> None:
     (folder / page).write_text(_localised(folder, text, place), encoding="utf-8")
-
-
-def _from_top(text: str, page: str) -> str:
-    """Return a page's text with its links made relative to the top folder."""
-
-    def replace(found: re.Match[str]) -> str:
-        link = found[2]
-        if re.match(r"[a-z]+:", link):
-            return found[0]
-        link = page + link if link.startswith("#") else os.path.normpath(os.path.join(os.path.dirname(page), link))
-        return found[1] + link + found[3]
-
-    return _LINK.sub(replace, text)
 
 
 def _localised(folder: Path, text: str, place: str) -> str:
