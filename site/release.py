@@ -1,8 +1,9 @@
 """Write what is released into a new folder: wheel, records as a data set, ledgers, ends of runs, paper and site.
 
 `make release URL=... OUT=...` calls it. The address stands in one place of the repository, `repository-code` of
-CITATION.cff. If that is missing or another, it is written there and into the README's badge, to be committed first: so
-neither names an address that does not exist, and the tag holds both. Nothing is uploaded.
+CITATION.cff. If that is missing or another, it is written there, into the README's badges and into the cell of notebook
+01 that fetches the repository on Colab, to be committed first: so none names an address that does not exist, and the
+tag holds all. Nothing is uploaded.
 """
 
 import json
@@ -14,12 +15,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from evoalign_study import paths, records
+import nbformat
+from evoalign_study import execution, paths, records
 
 from evoalign_lib import files, ledger, tiny
 
 ROOT = paths.ROOT
 BADGE = "[![checks]({0}/actions/workflows/checks.yml/badge.svg)]({0}/actions/workflows/checks.yml)"
+COLAB = (
+    "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
+    "(https://colab.research.google.com/github/{0}/blob/main/notebooks/01_es_countdown.ipynb)"
+)
 FIELDS = ("kind", "arm", "task", "base", "seed")
 """Fields of a spec that have columns of their own in the Parquet files."""
 
@@ -34,7 +40,9 @@ def release(url: str, out: Path) -> str:
         raise ValueError(f"URL={url!r}: pass the repository's address, https://HOST/OWNER/NAME.")
     files.check_new_folder(out)
     if _named(url):
-        sys.exit(f"README.md and CITATION.cff name {url} now: look at them, commit them, and call this again.")
+        sys.exit(
+            f"README.md, CITATION.cff and notebook 01 name {url} now: look at them, commit them, and call this again."
+        )
     if changed := _git("status", "--porcelain"):
         raise ValueError(f"uncommitted changes, such as {changed.split()[1]}: commit them first.")
     tag = "v" + re.search(r"^version: (\S+)$", _text("CITATION.cff"), re.M)[1]
@@ -145,15 +153,25 @@ def _columns(record: Any) -> dict[str, Any]:
 
 
 def _named(url: str) -> bool:
-    """Write the address into CITATION.cff and the README's badge; return whether that changed them."""
+    """Write the address into CITATION.cff, the README's badges and notebook 01; return whether that changed them."""
     citation, readme = _text("CITATION.cff"), _text("README.md")
     rest = re.sub(r"^repository-code: .*\n", "", citation, flags=re.M)
     new = rest.replace("license: ", f'repository-code: "{url}"\nlicense: ', 1)
     plain = re.sub(r"\n\[!\[checks\].*\n", "", readme, count=1)
-    badged = plain.replace("# EvoAlign\n", f"# EvoAlign\n\n{BADGE.format(url)}\n", 1)
+    badges = BADGE.format(url)
+    if url.startswith("https://github.com/"):
+        badges += " " + COLAB.format(url.removeprefix("https://github.com/"))
+    badged = plain.replace("# EvoAlign\n", f"# EvoAlign\n\n{badges}\n", 1)
     (ROOT / "CITATION.cff").write_text(new, encoding="utf-8")
     (ROOT / "README.md").write_text(badged, encoding="utf-8")
-    return (new, badged) != (citation, readme)
+    notebook = _text("notebooks/01_es_countdown.ipynb")
+    content = nbformat.reads(notebook, as_version=4)
+    for cell in content.cells:
+        cell.source = re.sub(r'^( *address = )".*?"', rf'\1"{url}"', cell.source, flags=re.M)
+    content.metadata["evoalign"]["cells"] = execution.digests(content)  # that cell has no outputs outside Colab
+    addressed = nbformat.writes(content) + "\n"
+    (ROOT / "notebooks/01_es_countdown.ipynb").write_text(addressed, encoding="utf-8")
+    return (new, badged, addressed) != (citation, readme, notebook)
 
 
 def _text(name: str) -> str:
