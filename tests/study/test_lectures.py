@@ -144,7 +144,7 @@ FIGURES = {
     "safety_published_ratings": (lambda _, r: published_judgments.ratings(r["judgments"]), nb04, "value"),
     "stability_drawdown_runs": (lambda _, r: nb05.figure_drawdowns(r), nb05, "greedy"),
     "low_rank_curves": (low_rank_curves, nb06, "mean"),
-    "essa_population_size": (lambda run, r: of(populations(r, run), nb06.draw_populations, 0.2), nb06, "at the end"),
+    "essa_population_size": (lambda run, r: of(populations(r, run), nb06.draw_populations), nb06, "at the end"),
     "coverage_factors": (factors.figure_cells, nb07, "value"),
     "coverage_order": (factors.figure_composed, nb07, "value"),
     "stability_prompts_runs": (nb05.figure_prompts, nb05, "reward"),
