@@ -460,7 +460,7 @@ def draw_populations(points: DataFrame) -> plt.Figure:
     plots.whiskers(left, ends, across=sizes, color=look.color, marker="o", ms=5, ls="", lw=1.2)
     right.scatter(points["population"], points["at the end"], s=14, color=look.color, alpha=0.5, lw=0)
     right.plot(sizes, populations["at the end"].mean(), color=look.color, marker="o", ms=5, lw=1.2)
-    left.set(ylim=(0, 100), ylabel="runs that reach the target, %", xlabel="population")
+    left.set(ylim=(-3, 103), ylabel="runs that reach the target, %", xlabel="population")
     right.set(ylabel="validation accuracy at the end, %", xlabel="population")
     for ax in (left, right):
         plots.plain_ticks(ax, sizes)
@@ -470,10 +470,10 @@ def draw_populations(points: DataFrame) -> plt.Figure:
 DRAWN = ("es", "es_inplace", "es_lora", "essa", "grpo", "grpo_adam8bit", "grpo_adam8bit_bfloat16", "grpo_lora")
 """Methods whose memory is drawn; the table of ratios has more."""
 KINDS = {
-    "weights": ("#333333", ("weights", "master", "compensation", "adapter")),
-    "copies of the weights": ("#8C8C8C", ("working copy", "rollout copy", "reference model")),
-    "gradients and what they need": ("#C98A57", ("gradients", "moments", "saved activations", "logits", "temporaries")),
-    "cache, noise and search": ("#D2D2D2", ("KV cache", "noise or factors", "search")),
+    "weights": ("#262626", ("weights", "master", "compensation", "adapter")),
+    "copies of the weights": ("#666666", ("working copy", "rollout copy", "reference model")),
+    "gradients and what they need": ("#D79A66", ("gradients", "moments", "saved activations", "logits", "temporaries")),
+    "cache, noise and search": ("#DDDDDD", ("KV cache", "noise or factors", "search")),
 }
 """What a step holds, in the order of the bars -> its colour, and the formula's components in it."""
 
