@@ -28,7 +28,7 @@ CLAIMS = ("C8c", "C9", "C9c", "C10", "C11", "C33", "C33b", "C37", "C37b", "C38")
 """The claims that the notebook's runs decide."""
 presets, TINY, SMOKE, FULL = scales(
     {
-        "bases": (["A0", "A1", "A2"], ["A0", "A1"]),  # three at most; the sweeps tune on the first
+        "bases": (["A0", "A1", "A2"], ["A0", "A1"]),  # the sweeps tune on the first
         "retrain": [],  # groups that `force` runs again; empty: all of them
         **TUNED_SIZES,
         "es_prompts_per_step": (128, 8),
@@ -118,7 +118,6 @@ def check(run: SimpleNamespace) -> None:
         require(len(given) != 1, f"{name}={given}: one value allows no comparison. Pass two or more, or none.")
     in_tiny_world = run.bases[0] in tiny.BASES
     require(in_tiny_world or not run.horizons, f"horizons={run.horizons} need a tiny base: pass none.")
-    require(len(run.bases) <= 3, f"bases={run.bases}: figures have line styles for three. Pass at most three.")
 
 
 def tuned(run: SimpleNamespace, of: Records, arm: str) -> dict[str, float]:
