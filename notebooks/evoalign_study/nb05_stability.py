@@ -17,7 +17,7 @@ from evoalign_study import loading, plots, style
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.loading import DECODINGS, Group, Groups, Records
 from evoalign_study.records import Record, accuracy_matrix
-from evoalign_study.results import Results, listed, stated, under
+from evoalign_study.results import Results, stated, under
 from evoalign_study.runs import FACTORS, MEASURED, TUNED_SIZES, scales, sweep, where
 
 NOTEBOOK = "05_stability"
@@ -28,7 +28,7 @@ CLAIMS = ("C8c", "C9", "C9c", "C10", "C11", "C33", "C33b", "C37", "C37b", "C38")
 """The claims that the notebook's runs decide."""
 presets, TINY, SMOKE, FULL = scales(
     {
-        "bases": (["A0", "A1", "A2"], ["A0", "A1"]),  # three at most; the sweeps tune on the first
+        "bases": (["A0", "A1", "A2"], ["A0", "A1"]),  # the sweeps tune on the first
         "retrain": [],  # groups that `force` runs again; empty: all of them
         **TUNED_SIZES,
         "es_prompts_per_step": (128, 8),
@@ -40,21 +40,21 @@ presets, TINY, SMOKE, FULL = scales(
         "sweep_factors": ({}, {"sigma": 10, "alpha": 10, "learning_rate": 10}, FACTORS),
         # arm -> what changes in its best setting where it is tuned again at full length (claim C8c); empty: none
         "again": ({"es": {"alpha": 0.0025, "prompts_per_step": 32, "steps": 832}, "grpo": {"beta": 0.04}}, {}, {}),
-        "matched_mean": 0.26,  # mean accuracy at which section 3 compares spreads
+        "matched_mean": 0.26,  # mean accuracy at which spreads are compared, too
         "other_means": [0.20, 0.23, 0.25, 0.265, 0.27, 0.275],
-        "map_seeds": (3, 1),  # seeds of the maps in section 5, besides the sweep's own
+        "map_seeds": (3, 1),  # seeds of the maps, besides the sweep's own
         "map_sigma": ([0.003, 0.01, 0.03], [0.003]),
         "map_alpha": ([0.0025, 0.005, 0.01], [0.0025]),
         "map_learning_rate": ([1e-4, 3e-4, 1e-3], [3e-5]),
         "map_beta": ([0.0, 0.04], [0.0]),
-        "populations": ([8, 30, 128], [2, 4, 8]),  # sizes in section 6
-        "transfer_size": (4, 2),  # settings that other bases may choose from in section 7
-        # unique problems in section 8; at scale full as many as are public
+        "populations": ([8, 30, 128], [2, 4, 8]),  # sizes of ES
+        "transfer_size": (4, 2),  # settings that other bases may choose from
+        # unique problems; at scale full as many as are public
         "prompt_counts": ([2, 50, 200, 1000], [2, 8], [2, 50, 200]),
-        "horizons": ([4, 16, 64], [4, 16], []),  # steps of thinking in section 9, which needs the tiny world
+        "horizons": ([4, 16, 64], [4, 16], []),  # steps of thinking, which need the tiny world
         "horizon_base": "H0",
         "horizon_steps": ({"es": 52, "grpo": 125}, {"es": 2, "grpo": 2}),
-        "few_points": (5, 3),  # points of the curves in sections 8 and 9
+        "few_points": (5, 3),  # points of the curves where problems are few or thinking is long
         "temperatures": [0.6],  # besides greedy decoding and 1: temperatures at which models are measured again
         "decoded": ([], ["prompts="], []),  # groups so measured, by part of their name: "best", "N=", "filler="
         **MEASURED,
@@ -82,7 +82,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         cells = loading.scaled(run, [dict(zip(arms.swept(arm), pair, strict=True)) for pair in pairs])
         on_grid = [half | {"test_problems": 0} | cell for cell in cells]
         tried = [half | {"test_problems": 0} | choice for choice in contenders(run, of, arm)]
-        found[arm] = train[arm](here, run.seeds_match, ledgers=here if arm == "es" else ())  # section 10 replays one
+        found[arm] = train[arm](here, run.seeds_match, ledgers=here if arm == "es" else ())  # claim C38 replays them
         found[f"{arm} again"] = train[arm](here, run.seeds_match, changes=[run.again[arm]] if run.again else [])
         found[f"{arm} map"] = train[arm](here, map_seeds(run), changes=on_grid)
         found[f"{arm} elsewhere"] = train[arm](elsewhere, seeds)
@@ -118,7 +118,6 @@ def check(run: SimpleNamespace) -> None:
         require(len(given) != 1, f"{name}={given}: one value allows no comparison. Pass two or more, or none.")
     in_tiny_world = run.bases[0] in tiny.BASES
     require(in_tiny_world or not run.horizons, f"horizons={run.horizons} need a tiny base: pass none.")
-    require(len(run.bases) <= 3, f"bases={run.bases}: figures have line styles for three. Pass at most three.")
 
 
 def tuned(run: SimpleNamespace, of: Records, arm: str) -> dict[str, float]:
@@ -261,9 +260,9 @@ def never_falling(run: SimpleNamespace, of: Records, arm: str, samples: int = 4,
 
 
 def map_cells(of: Records, arm: str) -> pd.DataFrame:
-    """Return a row per setting of an arm's map: mean, spread and range of the score, numbers of failed and all runs."""
+    """Return a row per setting of an arm's map: mean and range of the score, numbers of failed and all runs."""
     runs = frame(of, [f"{arm} map"])
-    columns = {"mean": ("score", "mean"), "std": ("score", "std"), "low": ("score", "min"), "high": ("score", "max")}
+    columns = {"mean": ("score", "mean"), "low": ("score", "min"), "high": ("score", "max")}
     columns |= {"failed": ("outcome", lambda ended: (ended == "failed").sum()), "runs": ("score", "size")}
     return runs.groupby(list(arms.swept(arm))).agg(**columns).reset_index()
 
@@ -334,16 +333,15 @@ def slopes(of: Records, counts: Sequence[int]) -> dict[str, stats.Interval]:
 def results(run: SimpleNamespace, of: Records) -> Results:
     """Return by name the settings and what answers, tables and paper quote; results without runs are left out.
 
-    Accuracies are in %, falls and gains in points; intervals are shares, but those of a "spread" are ratios. "regret",
+    Accuracies are in %; intervals are shares, but those of a "spread" are ratios. "regret",
     "regret if ties keep", "slope" and "change to" another horizon exist for each arm and for the "difference".
     """
-    elsewhere, size = run.bases[1:], run.es_population_size
-    found: Results = vars(run) | {"seeds": len(of["es"]), "map seeds": len(map_seeds(run)), "first base": run.bases[0]}
-    found |= {"replayed": sum(r["ledger"]["replay_error"] == 0 for r in of["es"]), "level": 100 * run.matched_mean}
+    elsewhere = run.bases[1:]
+    found: Results = vars(run) | {"seeds": len(of["es"]), "map seeds": len(map_seeds(run))}
+    found |= {"level": 100 * run.matched_mean}
     for arm in ARMS:
-        cells, own = map_cells(of, arm), accuracy_matrix(of[arm])
-        found |= {f"{arm} std": 100 * own.mean(axis=1).std(ddof=1), f"{arm} fall": 100 * drawdowns(of, arm).mean()}
-        found |= {f"{arm} gain": 100 * (own - accuracy_matrix(of["base"])).mean(), f"{arm} failed": failed(of[arm])}
+        cells = map_cells(of, arm)
+        found |= {f"{arm} failed": failed(of[arm])}
         found |= {f"{arm} map {name}": int(cells[name].sum()) for name in ("failed", "runs")}
         near = int((cells["mean"] > cells["mean"].max() - 2).sum())
         found |= {f"{arm} map settings": len(cells), f"{arm} map near": near}
@@ -354,20 +352,15 @@ def results(run: SimpleNamespace, of: Records) -> Results:
     for name, place in (places | {"matched": ("at mean", run.matched_mean)}).items():
         found[f"spread {name}"] = spread_ratio(*(scores(of, arm, *place) for arm in ARMS))
     for name, place in places.items() if run.again else ():
-        again = {arm: scores(of, f"{arm} again", *place) for arm in ARMS}
-        found |= {f"{arm} std again, {name}": 100 * of_arm.std(ddof=1) for arm, of_arm in again.items()}
-        found[f"spread {name} again"] = spread_ratio(*again.values())
+        found[f"spread {name} again"] = spread_ratio(*(scores(of, f"{arm} again", *place) for arm in ARMS))
     falls: dict[str, Any] = {f"drawdown {d}": partial(drawdowns, decoding=d) for d in DECODINGS}
     if min(map(len, high_points(of).values())) > 1:
         falls |= {"drawdown sets": thinned, "drawdown last": last_high}  # on equally many high points of both arms
     for name, fall in falls.items():
         found[name] = stats.stratified_bootstrap([fall(of, "grpo")], [fall(of, "es")])
-    sizes, minus = {N: accuracy_matrix(of[group]) for N, group in of_sizes(run).items()}, []
-    for place, (N, right) in zip(("small", "middle", "large"), sizes.items(), strict=True):
-        found |= {f"{place} population": N, f"{place} population greedy": 100 * right.mean()}
-        if N != size:
-            minus.append(f"N = {size} minus N = {N} is {stated(stats.crossed_bootstrap(sizes[size], right))} points")
-    found["populations apart"] = listed(minus)
+    for place, (N, group) in zip(("small", "middle", "large"), of_sizes(run).items(), strict=True):
+        right = 100 * accuracy_matrix(of[group]).mean()
+        found |= {f"{place} population": N, f"{place} population greedy": right}
     sides: dict[str, dict[str, stats.Interval]] = {"slope": slopes(of, run.prompt_counts)}
     if elsewhere:
         sides["regret"] = compared({arm: regret(run, of, arm, elsewhere) for arm in ARMS}, "grpo", "es")
@@ -377,8 +370,6 @@ def results(run: SimpleNamespace, of: Records) -> Results:
             sides["regret if ties keep"] = compared(means, "grpo", "es")
     for to in run.horizons[1:]:
         sides[f"change to {to}"] = compared(change_of_gain(of, run.horizons[0], to), "es", "grpo")
-        found |= {"first horizon": run.horizons[0], "last horizon": to}
-        sides["change to the last"] = sides[f"change to {to}"]
     return found | {f"{name} {side}": x for name, each in sides.items() for side, x in each.items()}
 
 
@@ -428,19 +419,6 @@ def tested(found: Sequence[Record], start: Record | None = None) -> dict[str, An
 def setting_in_words(setting: Mapping[str, float]) -> str:
     """Return a setting in words, such as "sigma 0.01, alpha 0.005"."""
     return ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in setting.items())
-
-
-def given(arm: str, runs: Sequence[Record]) -> str:
-    """Return the settings of runs in words."""
-    names = [*arms.swept(arm), *(("population_size",) if arm == "es" else ()), "steps"]
-    short = {"population_size": "N", "learning_rate": "learning rate"}
-    return ", ".join(f"{short.get(name, name)} {span([r['spec'][name] for r in runs])}" for name in names if runs)
-
-
-def span(values: Sequence[float]) -> str:
-    """Return numbers in words: the smallest to the largest, or the one value that they all have."""
-    ends = [f"{value:,}" if isinstance(value, int) else f"{value:.3g}" for value in sorted({*values})]
-    return " to ".join(dict.fromkeys(ends[:1] + ends[-1:]))
 
 
 def ratio_in_words(es: np.ndarray | None, grpo: np.ndarray | None) -> tuple[str, str]:
@@ -506,89 +484,12 @@ def _with_legend(fig: plt.Figure, n: int, base: bool = False) -> plt.Figure:
     return fig
 
 
-def figure_maps(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw both maps, step size to the right and the tuned setting framed, and every run by the rank of its setting."""
-
-    def words(cell: Mapping[str, Any]) -> str:
-        text = f"{cell['mean']:.1f}\n({cell['low']:.1f}–{cell['high']:.1f})"
-        return text + (f"\n{cell['failed']:.0f} failed" if cell["failed"] else "")
-
-    cells = {arm: map_cells(of, arm) for arm in ARMS}
-    means = pd.concat(cells.values())["mean"]
-    ground = {"cmap": "Greys", "vmin": means.min(), "vmax": means.max(), "white": (means.min() + means.max()) / 2}
-    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.9), width_ratios=[1.4, 1.4, 0.9])
-    runs, ranks = [], {}
-    for ax, arm in zip(axes, ARMS, strict=False):
-        own = tuned(run, of, arm)
-        x, y = STEP[arm], next(name for name in own if name != STEP[arm])
-        table = plots.heat(ax, cells[arm], (x, y), "mean", words, **ground)
-        plots.framed(ax, table, own, style.ARMS[arm].color)
-        ax.set(xlabel=f"{x.replace('_', ' ')} (step size)", ylabel=y, title=f"{LABELS[arm]}, tuned setting framed")
-        runs.append(frame(of, [f"{arm} map"]))
-        settings = [part for _, part in runs[-1].groupby(list(arms.swept(arm)))]
-        for rank, part in enumerate(sorted(settings, key=lambda part: -part["score"].mean()), 1):
-            ranks.setdefault(str(rank), []).append((arm, part))
-    plots.strip(axes[2], ranks, "score")
-    axes[2].axhline(100 * of["base"][0]["validation"]["greedy"], **plots.BASE)
-    axes[2].set(xlabel="rank of the setting", ylabel="greedy validation accuracy, %")
-    return _with_legend(fig, len(map_seeds(run)), base=True), pd.concat(runs)
-
-
-def figure_populations(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw the ES curves of each population, in shades of blue with 95 % bands, and every run against N."""
-    from matplotlib.colors import to_rgb
-
-    blue = np.array(to_rgb(style.ARMS["es"].color))
-    shades = ((1 - 0.45 * (1 - blue), "v", ":"), (blue, "o", "-"), (0.35 * blue, "s", "--"))
-    lines, looks, ends = [], {}, frame(of, of_sizes(run).values(), panel="test")
-    for (N, group), (color, marker, dash) in zip(of_sizes(run).items(), shades, strict=True):
-        band = dict(zip(("mean", "low", "high"), stats.curve_band(100 * greedy_curves(of[group])), strict=True))
-        line = {"panel": "greedy", "population_size": N, "completions": of[group][0]["curve"]["completions"]}
-        lines.append(pd.DataFrame(line | band))
-        looks[N] = {"color": color, "marker": marker, "ls": dash, "label": f"N = {N} (n = {len(of[group])})"}
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.4), width_ratios=[1.4, 1])
-    after = pd.concat(lines).query("completions > 0")
-    plots.lines(axes[0], after, "completions", "mean", "population_size", looks, markevery=0.2)
-    axes[0].set(xscale="log", xlabel="completions", ylabel="greedy validation accuracy, %")
-    axes[0].legend()
-    _draw_levels(axes[1], ends, "population_size", "greedy")
-    axes[1].set(xlabel="N", ylabel="greedy test accuracy, %")
-    return fig, pd.concat([*lines, ends])
-
-
 def _draw_levels(ax: plt.Axes, runs: pd.DataFrame, field: str, column: str) -> None:
     """Draw runs against the levels of a field, the two arms slightly apart, with a line through the means."""
     levels = {f"{level:,g}": list(part.groupby("arm")) for level, part in runs.groupby(field)}
     plots.strip(ax, levels, column, 0.2)
     for arm, means in runs.groupby(["arm", field])[column].mean().groupby("arm"):
         ax.plot(range(len(means)), means, color=style.ARMS[arm].color, lw=0.8)
-
-
-def figure_transfer(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw the contenders on each base against step size over the tuned one, and the full runs on other bases."""
-    tried = frame(of, [f"{arm} {kind}" for arm in ARMS for kind in ("sweep", "transfer")], panel="settings")
-    own = {arm: tuned(run, of, arm) for arm in ARMS}
-    chosen = {(arm, *setting.values()) for arm in ARMS for setting in contenders(run, of, arm)}
-    tried = tried[[(r.arm, *(getattr(r, name) for name in own[r.arm])) in chosen for r in tried.itertuples()]]
-    steps = {arm: tried[name] / own[arm][name] for arm, name in STEP.items()}
-    tried = tried.assign(step=steps["es"].fillna(steps["grpo"])).sort_values("step")
-    dashes = dict(zip(run.bases, ("-", "--", ":"), strict=False))
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.6), width_ratios=[1, 1.5])
-    for (arm, base), part in tried.groupby(["arm", "base"]):
-        name = f"{LABELS[arm]}, base {base.split('/')[-1]}"
-        axes[0].plot(part["step"], part["score"], **plots.look(arm, ls=dashes[base], label=name))
-    axes[0].set(xlabel="step size / tuned step size", ylabel="greedy validation accuracy, %")
-    plots.plain_ticks(axes[0], [0.1, 0.3, 1, 3])
-    rows, sides = [], {}
-    for (arm, base), which in product(winners(run, of), ("shared", "best")):
-        runs = full_runs(run, of, arm, base, which)
-        row = {"panel": "test", "arm": arm, "base": base, "which": which}
-        rows += [row | {"outcome": outcome(r), "greedy": 100 * r["test"]["greedy"]} for r in runs]
-        sides[f"{LABELS[arm]}\n{base.split('/')[-1]}\n{which}"] = [(arm, pd.DataFrame(rows[-len(runs) :]))]
-    plots.strip(axes[1], sides, "greedy")
-    axes[1].set(ylabel="greedy test accuracy, %")
-    plots.key(fig, axes[0], 6)
-    return fig, pd.concat([tried, pd.DataFrame(rows)])
 
 
 def figure_prompts(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]:
@@ -601,15 +502,3 @@ def figure_prompts(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.Da
         ax.set(xlabel="unique problems", ylabel=label, title=title)
     axes[0].axhline(100 * of["base"][0]["test"]["greedy"], **plots.BASE)
     return _with_legend(fig, int(runs.groupby(["arm", "unique_prompts"]).size().min()), base=True), runs
-
-
-def figure_horizon(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw every run's greedy gain over the base against its steps of thinking before the answer."""
-    runs = frame(of, [f"{arm} filler={n}" for arm in ARMS for n in run.horizons]).drop(columns="t1")
-    starts = {length: 100 * of[f"base filler={length}"][0]["test"]["greedy"] for length in run.horizons}
-    runs = runs.assign(greedy=runs["greedy"] - runs["filler_steps"].map(starts))
-    fig, ax = plt.subplots(figsize=(1.3 * style.COLUMN, 2.4))
-    _draw_levels(ax, runs, "filler_steps", "greedy")
-    ax.axhline(0, **plots.BASE)
-    ax.set(xlabel="steps of thinking before the answer", ylabel="greedy gain, points")
-    return _with_legend(fig, int(runs.groupby(["arm", "filler_steps"]).size().min()), base=True), runs

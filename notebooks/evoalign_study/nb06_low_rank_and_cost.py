@@ -256,11 +256,10 @@ def _greedy(runs: Sequence[Record], point: int) -> np.ndarray:
 
 
 def population_points(records: Records, run: SimpleNamespace) -> DataFrame:
-    """Return a row per ESSA run: population, seed, completions to the `target` (else all), reached, at the end (%)."""
+    """Return a row per ESSA run: population, seed, whether it reached the `target`, accuracy at the end (%)."""
     aim = target(records, run)
     return DataFrame(
         {"population": r["spec"]["population_size"], "seed": r["spec"]["seed"]}
-        | {"completions": curves.spent_until(r["curve"]["completions"], accuracy, aim)}
         | {"reached": max(accuracy) >= aim, "at the end": 100 * accuracy[-1]}
         for r in (r for N in run.populations for r in records[f"population {N}"])
         for accuracy in [r["curve"]["validation_greedy"]]
@@ -346,7 +345,7 @@ def results(run: SimpleNamespace, records: Records, verdicts: Mapping[str, Any])
     for key, (_, gpus, minutes) in PUBLISHED.items():
         faster, more = minutes[0] / minutes[1], gpus[1] / gpus[0]
         values |= {f"{key}, times faster": faster, f"{key}, times the GPUs": more, f"{key}, share": faster / more}
-    return values | words(run, records, values, verdicts)
+    return values
 
 
 def _mean(scores: np.ndarray) -> stats.Interval:
@@ -377,7 +376,7 @@ def _at_equal_budgets(records: Records, groups: Sequence[str]) -> Results:
     return values
 
 
-# ---- words for the answers
+# ---- tables that several sections show
 
 ONLY_LOCAL = "only the local engine has bases of another precision"
 
@@ -385,30 +384,6 @@ ONLY_LOCAL = "only the local engine has bases of another precision"
 def percent(values: Results, group: str, decoding: str = "greedy") -> str:
     """Return a group's test accuracy in percent, as text."""
     return f"{100 * values[f'{group}, {decoding}'].value:.1f}"
-
-
-def words(run: SimpleNamespace, records: Records, values: Results, verdicts: Mapping[str, Any]) -> Results:
-    """Return texts for the answers, made from the `results`: verdicts, names of groups, and lists of numbers."""
-
-    def both(names: Mapping[str, str], between: str = ", ") -> str:
-        """List accuracies of groups under greedy decoding and at temperature 1. names: group -> its name."""
-        each = (f"{words}: {percent(values, g)} and {percent(values, g, 't1')} %" for g, words in names.items())
-        return between.join(each)
-
-    first = f"rank {run.ranks[0]}"
-    said: dict[str, Any] = {f"verdict {claim}": verdict.verdict for claim, verdict in verdicts.items()}
-    groups_ = {"es": "es", "first rank": first, "first rank as full rank": f"as full rank, {first}"}
-    for alias, group in groups_.items():
-        said |= {f"name of {alias}": name(records, group), f"seeds of {alias}": len(records[group])}
-        said[f"{alias}, greedy"] = values[f"{group}, greedy"]
-    said["by adapter rank"] = both({f"adapter {rank}": f"rank {rank}" for rank in run.adapter_ranks})
-    if precisions(run):
-        said["by precision"] = both({f"precision={precision}": precision for precision in precisions(run)})
-    said["by adapted arm"] = both({group: name(records, group) for group in adapted(run)}, "; ")
-    return said
-
-
-# ---- tables that several sections show
 
 
 def ends_table(records: Records, values: Results, groups: Sequence[str]) -> DataFrame:
@@ -473,64 +448,57 @@ def draw_curves(points: DataFrame, records: Records) -> plt.Figure:
     return fig
 
 
-def draw_populations(points: DataFrame, aim: float) -> plt.Figure:
-    """Draw completions to the target and accuracy at the end against population.
+def draw_populations(points: DataFrame) -> plt.Figure:
+    """Draw, against population, the share of runs that reach the target, with its interval, and accuracy at the end.
 
-    points: `population_points`. aim: the target, a fraction.
+    points: `population_points`.
     """
-    fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 2.8))
-    look, sizes = style.ARMS["essa"], points["population"].unique()
-    spread = 2.0 ** style.jitter(len(points), 0.12) * points["population"]
-    faces = np.where(points["reached"], look.color, "none")
-    left.scatter(spread, points["completions"], s=14, facecolors=faces, edgecolors=look.color, lw=0.8)
-    right.scatter(spread, points["at the end"], s=14, color=look.color, lw=0)
-    x = np.linspace(*np.log2(sizes[[0, -1]]), 60)
-    fitted = np.polyfit(np.log2(points["population"].astype(float)), np.log2(points["completions"]), 2)
-    left.plot(2**x, 2 ** np.polyval(fitted, x), color=look.color, lw=1.2)
-    needed = [part.to_numpy() for _, part in points.groupby("population")["completions"]]
-    left.axvline(curves.minimum(sizes.astype(float), needed), **plots.NULL)
-    means = points.groupby("population")["at the end"].mean()
-    right.plot(means.index, means, color=look.color, lw=1.2)
-    left.set(yscale="log", ylabel=f"completions to {100 * aim:.1f} %", xlabel="population")
+    fig, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 2.4))
+    look, populations = style.ARMS["essa"], points.groupby("population")
+    arrived = [stats.wilson(int(part.sum()), len(part)) for _, part in populations["reached"]]
+    sizes, ends = [*populations.groups], DataFrame(plots.ends(share, 100) for share in arrived)
+    plots.whiskers(left, ends, across=sizes, color=look.color, marker="o", ms=5, ls="", lw=1.2)
+    right.scatter(points["population"], points["at the end"], s=14, color=look.color, alpha=0.5, lw=0)
+    right.plot(sizes, populations["at the end"].mean(), color=look.color, marker="o", ms=5, lw=1.2)
+    left.set(ylim=(-3, 103), ylabel="runs that reach the target, %", xlabel="population")
     right.set(ylabel="validation accuracy at the end, %", xlabel="population")
     for ax in (left, right):
         plots.plain_ticks(ax, sizes)
     return fig
 
 
-_HATCHES = ("", "//", "..", "xx")
-_KINDS = {
-    "#333333": ("weights", "working copy", "master", "compensation"),
-    "#8C8C8C": ("rollout copy", "reference model", "adapter"),
-    "#C98A57": ("gradients", "moments", "saved activations", "logits"),
-    "#7FA3BD": ("KV cache", "noise or factors", "search", "temporaries"),
+DRAWN = ("es", "es_inplace", "es_lora", "essa", "grpo", "grpo_adam8bit", "grpo_adam8bit_bfloat16", "grpo_lora")
+"""Methods whose memory is drawn; the table of ratios has more."""
+KINDS = {
+    "weights": ("#262626", ("weights", "master", "compensation", "adapter")),
+    "copies of the weights": ("#666666", ("working copy", "rollout copy", "reference model")),
+    "gradients and what they need": ("#D79A66", ("gradients", "moments", "saved activations", "logits", "temporaries")),
+    "cache, noise and search": ("#DDDDDD", ("KV cache", "noise or factors", "search")),
 }
-_LOOKS = {name: (color, hatch) for color, names in _KINDS.items() for name, hatch in zip(names, _HATCHES, strict=False)}
-"""Component -> colour and hatch: grey for weights, brown for what gradients need, blue for what members need."""
+"""What a step holds, in the order of the bars -> its colour, and the formula's components in it."""
 
 
 def bytes_a_parameter(memory: DataFrame, size: str = "7B") -> DataFrame:
-    """Return each method's bytes per parameter for a model, with a column per component that any method has.
+    """Return the bytes per parameter of the methods that are drawn, for a model, with a column per kind.
 
     memory: `memory_bytes`. size: a key of `kinds.memory.PUBLISHED`.
     """
     at = memory[memory["size"] == size].set_index("method")
-    frame = at[list(footprint.COMPONENTS)].div(at["d"], axis=0)
-    return frame.loc[:, frame.any()].rename(index=lambda method: footprint.METHODS[method].label)
+    at = at.loc[[method for method in DRAWN if method in at.index]]
+    each = {kind: at[list(names)].sum(axis=1) / at["d"] for kind, (_, names) in KINDS.items()}
+    return DataFrame(each).rename(index=lambda method: footprint.METHODS[method].label)
 
 
 def draw_bars(data: DataFrame, size: str = "7B") -> plt.Figure:
-    """Draw each method's bytes per parameter on a GPU, by component. data: `bytes_a_parameter`."""
+    """Draw each method's bytes per parameter on a GPU, by kind. data: `bytes_a_parameter`."""
     fig, ax = plt.subplots(figsize=(style.PAGE, 0.9 + 0.24 * len(data)))
-    left = 0.0
-    for component in [component for component in _LOOKS if component in data]:
-        color, hatch = _LOOKS[component]
-        look = {"color": color, "hatch": hatch, "edgecolor": "white", "label": component}
-        bars = ax.barh(data.index, data[component], 0.7, left, **look)
-        left = left + data[component].to_numpy()
-    ax.bar_label(bars, [f"{total:.1f}" for total in left], padding=3, fontsize=6.5)
+    left = np.zeros(len(data))
+    for kind, (color, _) in KINDS.items():
+        bars = ax.barh(data.index, data[kind], 0.7, left, color=color, edgecolor="white", label=kind)
+        left = left + data[kind].to_numpy()
+    ax.bar_label(bars, [f"{total:.1f}" for total in left], padding=3, fontsize=7.5)
     ax.invert_yaxis()
     ax.set(xlabel=f"bytes a parameter, {size}", xlim=(0, 1.06 * left.max()))
     ax.grid(axis="y", visible=False)
-    plots.key(fig, ax, 5)
+    plots.key(fig, ax, 4, 8)
     return fig

@@ -141,7 +141,7 @@ def test_parameters_and_bytes_are_those_of_what_is_trained():
     assert at.loc["GRPO"].sum() == pytest.approx(sum(whole.values()) / model.d)
     (ax,) = nb06.draw_bars(at).axes
     assert sum(bar.get_width() for bar in ax.patches) == pytest.approx(at.to_numpy().sum())
-    assert set(nb06._LOOKS) == set(footprint.COMPONENTS)
+    assert sorted(part for _, parts in nb06.KINDS.values() for part in parts) == sorted(footprint.COMPONENTS)
 
 
 # ---- 07

@@ -110,7 +110,6 @@ test_what_no_run_can_have_is_refused_before_any_work = refused(
     (stability, {"populations": [30, 4000, 5000]}, "5000"),
     (stability, {"prompt_counts": [50]}, r"prompt_counts=\[50\]"),
     (stability, {"horizons": [4]}, r"horizons=\[4\]"),
-    (stability, {"bases": ["A0", "A1", "A2", "A0"]}, "three"),
     (stability, {"scale": "full", "horizons": [4, 16]}, r"horizons=\[4, 16\]"),
     (conciseness, {"unique_prompts": 7}, "unique_prompts=7"),
     (es_countdown, {"curve_points": 1}, "curve_points=1"),
