@@ -40,7 +40,7 @@ PUBLISHED = {name: FULL[name] for name in ("sigma", "alpha")}
 """Sigma and alpha of Qiu et al. (arXiv 2509.24372), which scale full uses too."""
 ARITHMETICS = [(*how, "reward") for how in (("master", "gaussian"), ("inplace", "gaussian"), ("inplace", "tied"))]
 ARITHMETICS += [(precision, "gaussian", "random") for precision in ("master", "inplace", "kahan")]
-"""Rows of the appendix on half precision: precision, noise and fitness. Rows with random fitness use the published sigma and alpha."""
+"""Arithmetics: precision, noise and fitness. Those with random fitness run at the published sigma and alpha."""
 
 
 def groups(run: SimpleNamespace, records: Records) -> Groups:
@@ -73,7 +73,7 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
 
 
 def of_tiny_world(run: SimpleNamespace) -> tuple[str, dict[str, Any]]:
-    """Return scale and settings of single steps and arithmetics, feasible only with small models (`loading.of_tiny_world`)."""
+    """Return scale and settings of single steps and arithmetics, for small models only (`loading.of_tiny_world`)."""
     return loading.of_tiny_world(run, TINY)
 
 
