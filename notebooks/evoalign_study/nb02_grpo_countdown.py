@@ -656,7 +656,7 @@ def draw_temperatures(points: pd.DataFrame) -> plt.Figure:
     for wide in (True, False):
         drawn = here[here["group"].isin(ARMS) == wide]
         plots.lines(ax, drawn if wide else drawn.drop(columns="low"), "temperature", "accuracy", "group", looks)
-    ax.set(xlabel="temperature (0: greedy)", ylabel="test accuracy, %", ylim=(0, None), xlim=(-0.03, 1.03))
+    ax.set(xlabel="temperature (0: greedy)", ylabel="test accuracy, %", ylim=(-1, None), xlim=(-0.03, 1.03))
     ax.set_xticks(sorted(here["temperature"].unique()))
     plots.key(fig, ax, 2, 6.5)
     return fig
@@ -669,9 +669,10 @@ def draw_estimators(frame: pd.DataFrame) -> plt.Figure:
         look, at = style.KL_ESTIMATORS[name].line(), part["KL, nats per token"]
         bias = pd.DataFrame([plots.ends(each, 100) for each in part["bias / KL"]])
         plots.whiskers(axes[0], bias, at, capsize=2, **look)
-        axes[1].plot(at, part["cosine, token"], **look)
+        if part["cosine, token"].notna().all():
+            axes[1].plot(at, part["cosine, token"], **look)
     for ax, text in zip(axes, ("bias, % of the KL", "cosine with the KL's gradient"), strict=True):
         plots.plain_ticks(ax)
         ax.set(xlabel="exact KL, nats per token", ylabel=text)
-        ax.legend(*axes[0].get_legend_handles_labels())
+        ax.legend()
     return fig
