@@ -35,7 +35,6 @@ presets, TINY, SMOKE, FULL = shared.scales(
         "finalists": (3, 1, 0),  # settings of each sweep that are tried again at full length
         "fewer_prompts": ([32, 16], [8], []),  # per step of ES, also tried there
         "finals_seeds": ([101, 102], [101]),  # which no other run uses
-        "gains": [0.05, 0.10, 0.15],  # over the base, whose budgets are compared
         "margin": 0.02,  # within which accuracies match
         "temperatures": [0.4, 0.6],  # besides greedy decoding and 1: temperatures at which models are measured again
         # groups measured at those temperatures, besides base, ES and GRPO
@@ -473,31 +472,11 @@ def larger_alpha(records: Records, before: Sequence[Record]) -> Results:
     return values | {"larger alpha, lead": stats.stratified_bootstrap([grpo], [es])}
 
 
-def to_target(records: Records, gain: float, axis: str) -> Results:
-    """Return the budget at which runs first reach a gain in greedy validation accuracy, in units of `AXES`.
-
-    Each arm's Kaplan-Meier median, with runs that never get there censored; how many get there; and the ratio ES over
-    GRPO, left out if an arm has no median. The gain is over the base.
-    """
-    aim, values = records["base"][0]["validation"]["greedy"] + gain, {}
-    for arm in ARMS:
-        lines = [(np.array(r["curve"][axis]) / AXES[axis].unit, r["curve"]["validation_greedy"]) for r in records[arm]]
-        times = curves.completions_to_target(lines, aim)
-        values[f"{arm} to +{100 * gain:g}, {axis}"] = curves.median_to_target(times)
-        values[f"{arm} reached +{100 * gain:g}"] = int(times.reached.sum())
-    medians = [values[f"{arm} to +{100 * gain:g}, {axis}"].value for arm in ARMS]
-    ratio = {f"es over grpo to +{100 * gain:g}, {axis}": medians[0] / medians[1]}
-    return values | (ratio if np.isfinite(medians).all() else {})
-
-
 # ---- results
 
 EFFECTS = {
     "scaling off": {"grpo": -0.5, "grpo_unscaled": 0.5, "dr_grpo_scaled": -0.5, "dr_grpo": 0.5},
     "Dr.GRPO's loss": {"grpo": -0.5, "grpo_unscaled": -0.5, "dr_grpo_scaled": 0.5, "dr_grpo": 0.5},
-    "both: Dr.GRPO - GRPO": {"grpo": -1, "dr_grpo": 1},
-    "ES: greedy - sampled fitness": {"es": 1, "es_sampled": -1},
-    "filtered SFT - ES": {"sft": 1, "es": -1},
 }
 """Effects on test accuracy -> the weight of each group."""
 
@@ -509,7 +488,7 @@ def results(
 
     "GROUP on BASE, DECODING" is test accuracy, and with "gain of" before it the difference from the base; the
     first base goes without "on BASE". Further results: comparisons at equal budgets (`match`, `hindsight`,
-    `larger_alpha`, `to_target`), effects, tuned settings, each group's mean budgets, distances and KL, the pilot's
+    `larger_alpha`), effects, tuned settings, each group's mean budgets, distances and KL, the pilot's
     spread by kind of test, and the intervals of verdicts as "CLAIM: label".
 
     Args:
@@ -524,8 +503,6 @@ def results(
         values[f"gain of {name}, {decoding}"] = stats.crossed_bootstrap(after, untrained[0])
     for axis in AXES:
         values |= match(records, axis, run.margin) | hindsight(records, axis)
-        for gain in run.gains:
-            values |= to_target(records, gain, axis)
     values |= larger_alpha(records, before)
     for (what, weights), d in product(EFFECTS.items(), DECODINGS):
         sides = {group: accuracies(records, group, d, here) for group in weights}
@@ -536,8 +513,9 @@ def results(
     each = ([accuracies(records, f"{arm}{end}", "greedy", base) for base, end in groups_on.items()] for arm in ARMS)
     es, grpo = (np.mean([right[: run.seeds_compare] for right in of_arm], axis=0) for of_arm in each)
     values["GRPO - ES over bases, greedy"] = stats.crossed_bootstrap(grpo, es)
-    sides = (accuracies(records, group, "t1", here) for group in ("grpo", "es_sampled"))
-    values["grpo - es_sampled, t1"] = stats.crossed_bootstrap(*sides)
+    for (one, other), d in product((("grpo", "es_sampled"), ("sft", "es")), DECODINGS):
+        sides = (accuracies(records, group, d, here) for group in (one, other))
+        values[f"{one} - {other}, {d}"] = stats.crossed_bootstrap(*sides)
     for arm, part in sweep_points(records).groupby("arm"):
         values |= {f"{arm}, {k} tried": part["expected maximum"].iloc[i] for k, i in (("one", 0), ("all", -1))}
         values |= {f"tuned {name}": part[name].iloc[0] for name in arms.swept(arm)}
