@@ -671,32 +671,3 @@ def _load(ledger: Ledger, name: str | os.PathLike) -> tuple[Any, Any]:
             made = _adapters.quantisation_of(model)["torchao"]
             raise LedgerError(f"torchao {made} makes other codes of the base: pip install torchao=={how['torchao']}.")
     return model, tokenizer
-
-
-# ---- size
-
-
-def storage(
-    population: int, steps: int, stored: Mapping[str, int], models: Mapping[str, int], itemsize: int = 2
-) -> list[dict[str, Any]]:
-    """Compare the bytes that keep a run with the bytes of a checkpoint of the model that it trained.
-
-    Args:
-        population: N, members per step.
-        steps: T.
-        stored: form in which the run is kept -> its bytes; for example the ledger, plain and compressed.
-        models: name -> parameters d.
-        itemsize: bytes per parameter in a checkpoint (2: bfloat16); optimiser states are not counted.
-
-    Returns:
-        One row per model and form: model, parameters, form, bytes, checkpoint (bytes), ratio (checkpoint / bytes). The
-        first form of each model is "seeds and coefficients": 12 N T bytes, one 64-bit key and one float32 per member.
-
-    >>> [row["ratio"] for row in storage(30, 500, {"ledger": 200_000}, {"0.5B": 500_000_000})]
-    [5555.555555555556, 5000.0]
-    """
-    forms = {"seeds and coefficients": 12 * population * steps} | dict(stored)
-    columns = ("model", "parameters", "form", "bytes", "checkpoint", "ratio")
-    pairs = itertools.product(models.items(), forms.items())
-    rows = ((name, d, form, size, itemsize * d, itemsize * d / size) for (name, d), (form, size) in pairs)
-    return [dict(zip(columns, row, strict=True)) for row in rows]

@@ -1,12 +1,10 @@
-"""Measures of whole curves (budget to a target, score at a budget or a matched mean, drawdown) and of whole sweeps.
+"""Measures of whole curves (score at a budget or a matched mean, drawdown) and of whole sweeps.
 
-A curve is a pair (x, score), where x is the budget spent so far (completions, tokens, FLOPs, core-seconds) and rises. A
-run that never reaches a target is censored at the end of its budget: it stays in every count and is never dropped.
+A curve is a pair (x, score), where x is the budget spent so far (completions, tokens, FLOPs, core-seconds) and rises.
 """
 
 from collections.abc import Sequence
 from math import comb, inf, nan
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,60 +15,6 @@ from evoalign_lib.checks import require
 
 Curve = tuple[ArrayLike, ArrayLike]
 """Two arrays of the same length, such as x and score."""
-
-
-class ToTarget(NamedTuple):
-    """The budget at which each run of an arm first reached a target."""
-
-    x: NDArray[np.float64]
-    """(runs,), in the unit of x; the end of the budget if a run never reached the target."""
-    reached: NDArray[np.bool_]
-    """(runs,), whether the run reached the target; False means censored."""
-
-
-def completions_to_target(curves: Sequence[Curve], target: float) -> ToTarget:
-    """Return the budget at which each run first reached a target score: its first evaluated point at or above it.
-
-    curves: (x, score) of each run, both (points,), with x any measure of budget. target: in the unit of the scores.
-    Raises ValueError for no runs, shapes that differ, x that is negative or does not rise, values that are not finite.
-    """
-    require(curves, "no curves: pass those of at least one run")
-    require(np.isfinite(target), f"target {target} is not a score: pass a finite number")
-    ends, reached = [], []
-    for run, (budget, score) in enumerate(curves):
-        x, y = array(f"x of curve {run}", budget, 1, low=0), array(f"scores of curve {run}", score, 1)
-        require(x.shape == y.shape, f"curve {run} has {len(x)} x and {len(y)} scores: pass one of each per point")
-        require((np.diff(x) > 0).all(), f"curve {run}: x does not rise: leave out points that were not measured")
-        above = np.flatnonzero(y >= target)
-        reached.append(len(above) > 0)
-        ends.append(x[above[0]] if reached[-1] else x[-1])
-    return ToTarget(np.array(ends), np.array(reached))
-
-
-def median_to_target(found: ToTarget) -> Interval:
-    """Return the Kaplan-Meier median budget to a target, with the interval of Brookmeyer and Crowley (log-log scale).
-
-    The median is the first x by which half of the runs have reached the target. It is infinite if that never happens,
-    and low and high say what is known then. If no run reaches the target there is no interval (NaN).
-    Raises ValueError for fewer than 2 runs.
-    Source: Brookmeyer and Crowley, Biometrics 1982 (statsmodels' SurvfuncRight).
-    """
-    from statsmodels.duration.survfunc import SurvfuncRight
-
-    n = len(found.x)
-    require(n > 1, f"{n} run gives no interval of the median: train more seeds")
-    if not found.reached.any():
-        return Interval(inf, nan, nan, n)
-    curve = SurvfuncRight(found.x, found.reached.astype(int))
-    # statsmodels computes products by rounded logarithms, and its own quantile compares them with exactly one half
-    half = np.flatnonzero(curve.surv_prob <= 0.5 + 1e-9)
-    median = float(curve.surv_times[half[0]]) if len(half) else inf
-    with np.errstate(divide="ignore", invalid="ignore"):  # log 0, where the last run has reached the target
-        low, high = curve.quantile_ci(0.5, alpha=1 - 0.95)
-    if np.isnan(low):
-        # no step of the curve has one half in its interval: it jumps over one half, or stays above it throughout
-        low, high = (median, median) if len(half) else (found.x.max(), inf)
-    return Interval(median, float(low), float(high), n)
 
 
 def score_at(x: ArrayLike, score: ArrayLike, budget: float) -> float:

@@ -134,37 +134,6 @@ def check_sampling(temperature: float) -> None:
     require(0 < temperature < math.inf, f"temperature={temperature!r} must be positive and finite: {why}")
 
 
-# ---- Schulman's Gaussians
-
-
-def gaussian_exact(mean: float) -> dict[str, float]:
-    """Return bias and standard deviation of k1, k2 and k3 for policy N(0, 1) and reference N(mean, 1), in closed form.
-
-    log r is normal with mean -m^2/2 and variance m^2. So KL = m^2/2, the bias of k2 is m^4/8, and the variances are
-    m^2, m^4/2 + m^6/4 and exp(m^2) - 1 - m^2.
-
-    Args:
-        mean: mean m of the reference, not 0. Schulman's cases are 0.1 and 1.
-
-    Returns:
-        "kl", nats; then "k1_bias", "k1_std", "k2_bias", ... as multiples of the KL, as in Schulman's tables.
-
-    Raises:
-        ValueError: a mean of 0, where the KL is 0, or one that is not finite.
-
-    >>> {k: round(v, 4) for k, v in gaussian_exact(1.0).items()}
-    {'kl': 0.5, 'k1_bias': 0.0, 'k1_std': 2.0, 'k2_bias': 0.25, 'k2_std': 1.7321, 'k3_bias': 0.0, 'k3_std': 1.695}
-    """
-    require(0 < abs(mean) < math.inf, f"mean={mean!r} must be finite and not 0: bias and std are multiples of the KL.")
-    kl, square = mean**2 / 2, mean**2
-    biases = 0.0, square**2 / 8, 0.0
-    variances = square, square**2 / 2 + square**3 / 4, math.expm1(square) - square
-    result = {"kl": kl}
-    for name, bias, variance in zip(ESTIMATORS, biases, variances, strict=True):
-        result |= {f"{name}_bias": bias / kl, f"{name}_std": math.sqrt(variance) / kl}
-    return result
-
-
 # ---- gradients as losses
 
 

@@ -29,18 +29,18 @@ presets, TINY, SMOKE, FULL = runs.scales(
         **runs.ES_COUNTDOWN,
         "temperatures": [0.6],  # besides greedy decoding and 1: temperatures at which models are measured again
         "decoded": (["es", "es_shuffled"], ["es_shuffled"]),  # groups measured at those temperatures
-        "estimator_problems": (128, 8),  # problems that each single step in section 7 uses
+        "estimator_problems": (128, 8),  # problems that each single step in section 5 uses
         "populations": ([4, 8, 30, 128], [2, 4]),
         "repeats": (16, 2),
-        "ledger_steps": (500, 4),  # length of the long run in section 8
-        "audit_seeds": (4, 2),  # seeds for each arithmetic in section 9
+        "ledger_steps": (500, 4),  # length of the run that the appendix replays
+        "audit_seeds": (4, 2),  # seeds for each arithmetic in the appendix
     }
 )
 PUBLISHED = {name: FULL[name] for name in ("sigma", "alpha")}
 """Sigma and alpha of Qiu et al. (arXiv 2509.24372), which scale full uses too."""
 ARITHMETICS = [(*how, "reward") for how in (("master", "gaussian"), ("inplace", "gaussian"), ("inplace", "tied"))]
 ARITHMETICS += [(precision, "gaussian", "random") for precision in ("master", "inplace", "kahan")]
-"""Rows of section 9: precision, noise and fitness. Rows with random fitness use the published sigma and alpha."""
+"""Arithmetics: precision, noise and fitness. Those with random fitness run at the published sigma and alpha."""
 
 
 def groups(run: SimpleNamespace, records: Records) -> Groups:
@@ -73,7 +73,7 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
 
 
 def of_tiny_world(run: SimpleNamespace) -> tuple[str, dict[str, Any]]:
-    """Return scale and settings of sections 7 and 9, feasible only with small models (`loading.of_tiny_world`)."""
+    """Return scale and settings of single steps and arithmetics, for small models only (`loading.of_tiny_world`)."""
     return loading.of_tiny_world(run, TINY)
 
 
@@ -186,22 +186,16 @@ def results(run: SimpleNamespace, records: Records) -> Results:
     values |= {"first base": here, "whose runs": whose}
     for (targets, fitness), part in single_steps(records["estimator"]).groupby(["targets", "fitness"]):
         step, name = part.loc[(part["N"] - 30).abs().idxmin()], f"{fitness} fitness, {targets}"
-        values[f"N, {name}"] = step["N"]
         for field in _MEASURED:
             values[f"{field}, {name}"] = stats.Interval(*step[[field, f"{field}_low", f"{field}_high", "repeats"]])
-    # the parts of a step across and along the gradient are the legs of a right-angled triangle
-    values["times longer"] = np.sqrt(1 / values["cosine, expected fitness, not the sum"].value ** 2 - 1)
     (long_run,) = records["ledger"]
-    kept = [record["ledger"] for record in (*records["es"], long_run) if "ledger" in record]
-    values |= {"ledgers": len(kept), "replay error": max(ledger["replay_error"] for ledger in kept)}
     steps, size = long_run["spec"]["steps"], long_run["ledger"]
     values |= {"ledger steps": steps, "ledger kB": size["bytes"] / 1000, "gzipped kB": size["gzip_bytes"] / 1000}
     values["least kB"] = 12 * run.population_size * steps / 1000  # 12 bytes per member: its key and its coefficient
     untrained = accuracy_matrix(records["audit base"], "greedy")[0]
     for place, part in audits(records).groupby("row"):
-        name, path = ", ".join(ARITHMETICS[place]), part["path"].to_numpy()
-        values |= {f"{field}, {name}": part[field].mean() for field in ("sigma", *_FATE)}
-        values |= {f"path, {name}": path.mean(), f"least path, {name}": path.min(), f"most path, {name}": path.max()}
+        name = ", ".join(ARITHMETICS[place])
+        values |= {f"{field}, {name}": part[field].mean() for field in ("path", *_FATE)}
         if part["gain"].notna().all():
             audited = [records["audit"][i] for i in part.index]
             values[f"gain, {name}"] = stats.crossed_bootstrap(accuracy_matrix(audited, "greedy"), untrained)
@@ -246,13 +240,14 @@ def figure_curves(points: DataFrame, bases: Sequence[Record]) -> plt.Figure:
         points: `curve_points`.
         bases: the records of the untrained bases.
     """
-    percent = points.assign(**{name: 100 * points[name] for name in ("mean", "low", "high")})
+    factors = dict.fromkeys(("mean", "low", "high"), 100) | {"completions": 1e-3}
+    percent = points.assign(**{name: factor * points[name] for name, factor in factors.items()})
     fig, axes, shown = plots.panels(percent, "base", 2.3, sharey=True)
     for (ax, base, panel), untrained in zip(shown, bases, strict=True):
         plots.curves(ax, panel, "completions", "mean")
         for decoding, key in (("greedy", "greedy"), ("t1", "pass@1")):
             ax.axhline(100 * untrained["validation"][key], ls=style.DECODINGS[decoding].linestyle, **plots.BASE)
-        ax.set(title=f"base {base.split('/')[-1]}", xlabel="completions")
+        ax.set(title=f"base {base.split('/')[-1]}", xlabel="completions, thousands")
         ax.locator_params(axis="x", nbins=3)
     axes[0].set_ylabel("validation accuracy, %")
     style.legend(fig, points.groupby("arm", sort=False)["n"].last().to_dict() | {"base": None}, decodings=DECODINGS)

@@ -19,7 +19,7 @@ from evoalign_study.kinds.decode import base_specs, best_of_n_specs, label, meas
 from evoalign_study.kinds.exact import kl_specs
 from evoalign_study.loading import DECODINGS, After, Group, Groups, Records
 from evoalign_study.records import Record, accuracy_matrix, spec_hash, unpack_bits
-from evoalign_study.results import Results, told
+from evoalign_study.results import Results
 
 NOTEBOOK = "02_grpo_countdown"
 CLAIMS = ("C1", "C2", "C2b", "C2c", "C29", "C30", "C31")
@@ -35,14 +35,16 @@ presets, TINY, SMOKE, FULL = shared.scales(
         "finalists": (3, 1, 0),  # settings of each sweep that are tried again at full length
         "fewer_prompts": ([32, 16], [8], []),  # per step of ES, also tried there
         "finals_seeds": ([101, 102], [101]),  # which no other run uses
-        "gains": [0.05, 0.10, 0.15],  # over the base, whose budgets section 8 compares
         "margin": 0.02,  # within which accuracies match
         "temperatures": [0.4, 0.6],  # besides greedy decoding and 1: temperatures at which models are measured again
         # groups measured at those temperatures, besides base, ES and GRPO
         "decoded": ("dapo dr_grpo dr_grpo_scaled es_random es_sampled grpo_random grpo_unscaled rloo sft".split(), []),
         "curve_temperature": 0.6,  # at which whole curves are measured again
         "decoded_curves": (["es", "es_elsewhere", "grpo", "grpo_elsewhere"], ["grpo"]),  # groups measured so
-        "kl_sigmas": ([0.003, 0.01, 0.03], [0.01]),  # of the noise that perturbs the base in section 4
+        "kl_sigmas": (
+            [0.003, 0.01, 0.03],
+            [0.01],
+        ),  # of the noise that moves the base, for the KL
         "kl_problems": (128, 4),
         "kl_samples": (16, 2),
         "kl_repeats": (16, 2),
@@ -154,7 +156,7 @@ def equal_flops_step(es: Sequence[Record], grpo: Sequence[Record]) -> int:
 
 
 def of_tiny_world(run: SimpleNamespace) -> tuple[str, dict[str, Any]]:
-    """Return scale and settings of section 4, feasible only with small models (`loading.of_tiny_world`)."""
+    """Return scale and settings of the KL's estimators, for small models only (`loading.of_tiny_world`)."""
     return loading.of_tiny_world(run, TINY)
 
 
@@ -470,32 +472,13 @@ def larger_alpha(records: Records, before: Sequence[Record]) -> Results:
     return values | {"larger alpha, lead": stats.stratified_bootstrap([grpo], [es])}
 
 
-def to_target(records: Records, gain: float, axis: str) -> Results:
-    """Return the budget at which runs first reach a gain in greedy validation accuracy, in units of `AXES`.
-
-    Each arm's Kaplan-Meier median, with runs that never get there censored; how many get there; and the ratio ES over
-    GRPO, left out if an arm has no median. The gain is over the base.
-    """
-    aim, values = records["base"][0]["validation"]["greedy"] + gain, {}
-    for arm in ARMS:
-        lines = [(np.array(r["curve"][axis]) / AXES[axis].unit, r["curve"]["validation_greedy"]) for r in records[arm]]
-        times = curves.completions_to_target(lines, aim)
-        values[f"{arm} to +{100 * gain:g}, {axis}"] = curves.median_to_target(times)
-        values[f"{arm} reached +{100 * gain:g}"] = int(times.reached.sum())
-    medians = [values[f"{arm} to +{100 * gain:g}, {axis}"].value for arm in ARMS]
-    ratio = {f"es over grpo to +{100 * gain:g}, {axis}": medians[0] / medians[1]}
-    return values | (ratio if np.isfinite(medians).all() else {})
-
-
 # ---- results
 
 EFFECTS = {
     "scaling off": {"grpo": -0.5, "grpo_unscaled": 0.5, "dr_grpo_scaled": -0.5, "dr_grpo": 0.5},
     "Dr.GRPO's loss": {"grpo": -0.5, "grpo_unscaled": -0.5, "dr_grpo_scaled": 0.5, "dr_grpo": 0.5},
-    "both: Dr.GRPO - GRPO": {"grpo": -1, "dr_grpo": 1},
-    "ES: greedy - sampled fitness": {"es": 1, "es_sampled": -1},
 }
-"""Effects on test accuracy in section 10 -> the weight of each group."""
+"""Effects on test accuracy -> the weight of each group."""
 
 
 def results(
@@ -505,7 +488,7 @@ def results(
 
     "GROUP on BASE, DECODING" is test accuracy, and with "gain of" before it the difference from the base; the
     first base goes without "on BASE". Further results: comparisons at equal budgets (`match`, `hindsight`,
-    `larger_alpha`, `to_target`), effects, tuned settings, each group's mean budgets, distances and KL, the pilot's
+    `larger_alpha`), effects, tuned settings, each group's mean budgets, distances and KL, the pilot's
     spread by kind of test, and the intervals of verdicts as "CLAIM: label".
 
     Args:
@@ -520,8 +503,6 @@ def results(
         values[f"gain of {name}, {decoding}"] = stats.crossed_bootstrap(after, untrained[0])
     for axis in AXES:
         values |= match(records, axis, run.margin) | hindsight(records, axis)
-        for gain in run.gains:
-            values |= to_target(records, gain, axis)
     values |= larger_alpha(records, before)
     for (what, weights), d in product(EFFECTS.items(), DECODINGS):
         sides = {group: accuracies(records, group, d, here) for group in weights}
@@ -532,19 +513,12 @@ def results(
     each = ([accuracies(records, f"{arm}{end}", "greedy", base) for base, end in groups_on.items()] for arm in ARMS)
     es, grpo = (np.mean([right[: run.seeds_compare] for right in of_arm], axis=0) for of_arm in each)
     values["GRPO - ES over bases, greedy"] = stats.crossed_bootstrap(grpo, es)
-    for one, other, decoding in (("grpo", "es_sampled", "t1"), ("sft", "es", "greedy")):
-        sides = (accuracies(records, group, decoding, here) for group in (one, other))
-        values[f"{one} - {other}, {decoding}"] = stats.crossed_bootstrap(*sides)
+    for (one, other), d in product((("grpo", "es_sampled"), ("sft", "es")), DECODINGS):
+        sides = (accuracies(records, group, d, here) for group in (one, other))
+        values[f"{one} - {other}, {d}"] = stats.crossed_bootstrap(*sides)
     for arm, part in sweep_points(records).groupby("arm"):
         values |= {f"{arm}, {k} tried": part["expected maximum"].iloc[i] for k, i in (("one", 0), ("all", -1))}
         values |= {f"tuned {name}": part[name].iloc[0] for name in arms.swept(arm)}
-    for (arm, part), at in product(final_scores(records).groupby("arm"), ("end", "equal FLOPs")):
-        scores = part[f"{at}, greedy"].fillna(0)
-        values |= {f"final {arm}, {at}: swept": scores.iloc[0], f"final {arm}, {at}: best": scores.max()}
-        values |= {f"final {arm}, {at}: setting": part["setting"][scores.idxmax()], f"final {arm}: settings": len(part)}
-    for at, which in product(("end", "equal FLOPs"), ("swept", "best")):
-        sides = [values.get(f"final {arm}, {at}: {which}") for arm in ("grpo", "es")]
-        values |= {f"final lead, {at}: {which}": 100 * (sides[0] - sides[1])} if None not in sides else {}
     each_run = runs(run, records)
     for group, part in each_run.groupby("group"):
         # as arrays: pandas would leave a diverged run's NaN out of the mean
@@ -566,7 +540,7 @@ def results(
         ends = {"equivalence": [r["curve"][f"validation_{d}"][-1] for r in before]}
         ends["difference"] = accuracy_matrix(before, d).mean(axis=1)
         values |= {f"pilot {test}, {d}": float(np.std(each, ddof=1)) for test, each in ends.items()}
-    return values | _words(run, values)
+    return values | _words(values)
 
 
 # ---- wording of the answers
@@ -578,14 +552,9 @@ def _sided(values: Results, keys: Iterable[str], above: str, below: str, neither
     return above if all(i.low > 0 for i in all_of) else below if all(i.high < 0 for i in all_of) else neither
 
 
-def _words(run: SimpleNamespace, values: Results) -> Results:
-    """Return the words that answers take from the results: where intervals lie, and the gains of ES on each base."""
-    names, words = {run.bases[0]: "es"} | {base: f"es_elsewhere on {base}" for base in run.bases[1:]}, {}
-    gains = [
-        ", ".join(f"{{gain of {name}, {d}}} on {base} (n = {{gain of {name}, {d}.n}})" for base, name in names.items())
-        for d in DECODINGS
-    ]
-    words["gains"] = told(f"{gains[0]} points greedily, and {gains[1]} points at temperature 1", values)
+def _words(values: Results) -> Results:
+    """Return the words that answers take from the results: where intervals lie."""
+    words = {}
     # C2c supersedes C2b, but needs runs that are tuned again
     leads = max(
         ([key for key in values if key.startswith(f"{claim}: GRPO - ES")] for claim in ("C2c", "C2b")), key=bool
@@ -594,19 +563,10 @@ def _words(run: SimpleNamespace, values: Results) -> Results:
         ahead = ("It is ahead", "It is behind", "Neither is ahead under every decoding")
         words["ahead, declared"] = _sided(values, leads, *ahead)
     axes = [f"lead at equal {axis}, greedy" for axis in AXES]
-    size = "The size of the difference does, its sign does not."
     if all(key in values for key in axes):
-        words["ahead, axes"] = _sided(values, axes, size, size, "Even the sign of the difference does.")
-    if change := values.get("C30: Dr.GRPO - GRPO, test greedy"):
-        inside = max(-change.low, change.high) < run.margin
-        words["Dr.GRPO within the margin"] = "whole interval lies" if inside else "interval is not wholly"
-    return words | {"margin": 100 * run.margin}
-
-
-def median_text(median: stats.Interval) -> str:
-    """Return a Kaplan-Meier median and its interval in words, to three digits."""
-    value, low, high = ("never" if np.isinf(x) else f"{x:.3g}" for x in (median.value, median.low, median.high))
-    return value if np.isnan(median.low) else f"{value} [{low}, {high}]"
+        ahead = ("GRPO is ahead on all four", "ES is ahead on all four", "It depends: neither is ahead on all four")
+        words["ahead, axes"] = _sided(values, axes, *ahead)
+    return words
 
 
 # ---- figures, each drawn from a tidy frame
@@ -674,26 +634,23 @@ def draw_temperatures(points: pd.DataFrame) -> plt.Figure:
     for wide in (True, False):
         drawn = here[here["group"].isin(ARMS) == wide]
         plots.lines(ax, drawn if wide else drawn.drop(columns="low"), "temperature", "accuracy", "group", looks)
-    ax.set(xlabel="temperature (0: greedy)", ylabel="test accuracy, %", ylim=(0, None), xlim=(-0.03, 1.03))
+    ax.set(xlabel="temperature (0: greedy)", ylabel="test accuracy, %", ylim=(-1, None), xlim=(-0.03, 1.03))
     ax.set_xticks(sorted(here["temperature"].unique()))
     plots.key(fig, ax, 2, 6.5)
     return fig
 
 
 def draw_estimators(frame: pd.DataFrame) -> plt.Figure:
-    """Draw bias and spread of each KL estimator, and the direction of its gradient. frame: `kl_frame`."""
-    fig, axes = plt.subplots(1, 3, figsize=(style.PAGE, 2.15))
+    """Draw the bias of each KL estimator, and the direction of its gradient, of tokens. frame: `kl_frame`."""
+    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.3))
     for name, part in frame.groupby("estimator"):
         look, at = style.KL_ESTIMATORS[name].line(), part["KL, nats per token"]
         bias = pd.DataFrame([plots.ends(each, 100) for each in part["bias / KL"]])
         plots.whiskers(axes[0], bias, at, capsize=2, **look)
-        for level, fill in (("token", {}), ("sequence", {"mfc": "white"})):
-            for ax, measure in zip(axes[1:], ("std / KL", "cosine"), strict=True):
-                ax.plot(at, part[f"{measure}, {level}"], **look | fill | {"label": f"{name}, {level}s"})
-    words = ("bias, % of the KL", "standard deviation / KL", "cosine with the KL's gradient")
-    for ax, text in zip(axes, words, strict=True):
-        ax.set(xscale="log", xlabel="exact KL, nats per token", ylabel=text)
-    axes[0].set_yscale("symlog", linthresh=10)
-    axes[1].set_yscale("log")
-    plots.key(fig, axes[1], 6)
+        if part["cosine, token"].notna().all():
+            axes[1].plot(at, part["cosine, token"], **look)
+    for ax, text in zip(axes, ("bias, % of the KL", "cosine with the KL's gradient"), strict=True):
+        plots.plain_ticks(ax)
+        ax.set(xlabel="exact KL, nats per token", ylabel=text)
+        ax.legend()
     return fig

@@ -57,9 +57,9 @@ ARITHMETICS: dict[tuple[str, str], Look] = {
 """Precision and noise of an audited run -> its look."""
 
 KL_ESTIMATORS: dict[str, Look] = {
-    "k1": Look("#33270D", "o", "-", "k1"),
-    "k2": Look("#77602A", "s", "--", "k2"),
-    "k3": Look("#BDA76C", "^", "-.", "k3"),
+    "k1": Look("#1A1A1A", "o", "-", "k1"),
+    "k2": Look("#B8860B", "s", "--", "k2"),
+    "k3": Look("#008B8B", "^", "-.", "k3"),
 }
 """Estimators of the KL divergence."""
 

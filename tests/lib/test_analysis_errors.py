@@ -51,7 +51,6 @@ test_an_error_names_the_value = refused(
     (lambda: coverage.answer_entropy([-1]), "counts has the value -1"),
     (lambda: coverage.vote([]), "no answers"),
     (lambda: coverage.effective_samples([-1.0, 1.0]), "weights has the value -1"),
-    (lambda: curves.completions_to_target([([1, 2], [0.1, 0.2]), ([2, 2], [0.1, 0.2])], 0.3), "curve 1"),
     (lambda: curves.score_at([0], [0.1], 1), "no score at 1"),
     (lambda: curves.scores_at_mean([[0.1, 0.6]], 0.7), "its largest is 0.6"),
     (lambda: curves.cost_at_equal_score([([], [])], ([1.0], [1.0]), start=0.0), "1 or more entries"),

@@ -1,7 +1,6 @@
-"""Budgets to a target, spread at a matched mean, drawdown and expected maxima against hand-computed cases."""
+"""Spread at a matched mean, drawdown and expected maxima against hand-computed cases."""
 
 from itertools import combinations
-from math import inf, isnan
 
 import numpy as np
 import pytest
@@ -9,38 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoalign_lib.analysis import curves
-from evoalign_lib.analysis.curves import ToTarget
-
-
-def _found(x: list[float], reached: list[int]) -> ToTarget:
-    return ToTarget(np.array(x, float), np.array(reached, bool))
-
-
-def test_completions_to_target_is_the_first_point_at_it_or_the_end_of_the_run() -> None:
-    x = [0, 100, 1000, 10_000]
-    runs = [
-        (x, [0.1, 0.2, 0.4, 0.3]),
-        (x, [0.1, 0.1, 0.1, 0.39]),  # never: censored at its own end
-        ([0, 50], [0.1, 0.2]),  # a shorter run, censored there
-        (x, [0.5, 0.1, 0.1, 0.1]),  # there before training
-        (x, [0.1, 0.4, 0.2, 0.6]),  # the first time counts, though it falls back
-    ]
-    found = curves.completions_to_target(runs, 0.4)
-    np.testing.assert_array_equal(found.x, [1000, 10_000, 50, 0, 100])
-    np.testing.assert_array_equal(found.reached, [True, False, False, True, True])
-
-
-def test_median_to_target_says_what_can_be_said_of_runs_that_never_reach_it() -> None:
-    few = curves.median_to_target(_found([3, *[9] * 7], [1, *[0] * 7]))
-    assert (few.value, few.low, few.high) == (inf, 3, inf)
-    # 1 of 200 by the end of the budget: the median surely lies beyond it
-    rare = curves.median_to_target(_found([3, *[9] * 199], [1, *[0] * 199]))
-    assert (rare.value, rare.low, rare.high) == (inf, 9, inf)
-    none = curves.median_to_target(_found([9] * 8, [0] * 8))
-    assert none.value == inf and isnan(none.low) and isnan(none.high)
-    assert none.format(percent=False) == "inf [no interval, n = 8]"
-    together = curves.median_to_target(_found([3] * 8, [1] * 8))
-    assert (together.value, together.low, together.high) == (3, 3, 3)
 
 
 @given(st.lists(st.floats(-1, 1), min_size=1, max_size=12))

@@ -35,9 +35,6 @@ def test_what_has_no_spread_or_no_point_yet_is_left_out():
     assert equal["es at equal completions, greedy"] == 0.3 and not [key for key in equal if "lead" in key]
     late = {"curve": curve | {"completions": [0, 200, 300]}}
     assert nb02.larger_alpha({"grpo": [run]}, [late]) == {}
-    both = {"base": [{"validation": {"greedy": 0.1}}], "es": [run] * 2, "grpo": [run] * 2}
-    found = nb02.to_target(both, 0.5, "completions")
-    assert found["es reached +50"] == 0 and "es over grpo to +50, completions" not in found
 
 
 def test_the_best_setting_at_full_length_is_chosen_by_greedy_accuracy_where_arms_are_compared():
