@@ -42,7 +42,7 @@ def code_of(notebook):
 
 def study_of(notebook):
     """The module that the notebook's derived-values cell calls `study`."""
-    (name,) = re.findall(r"^from evoalign_study import (\w+) as study$", code_of(notebook)[1], re.M)
+    (name,) = re.findall(r"^from evoalign_study import (\w+) as study$", "\n".join(code_of(notebook)), re.M)
     return import_module(f"evoalign_study.{name}")
 
 
@@ -62,6 +62,11 @@ def test_committed_as_executed_top_to_bottom(notebook):
     assert not any(o.output_type == "error" or o.get("name") == "stderr" for o in outputs)
     # no times of execution, which differ each time; "jupyter" collapses a cell
     assert all(c.metadata.keys() <= {"tags", "jupyter"} for c in notebook.cells)
+
+
+def test_a_notebook_fits_a_lecture(notebook):
+    words = [len(cell.source.split()) for cell in notebook.cells if cell.cell_type == "markdown"]
+    assert len(notebook.cells) <= 45 and sum(words) <= 2500
 
 
 def bound(statement):
@@ -93,7 +98,8 @@ def read_from_others(statements):
 def test_a_cell_that_runs_again_finds_the_names_it_reads_as_they_were(notebook):
     cells = [ast.parse(source).body for source in code_of(notebook)]
     reads = list(map(read_from_others, cells))
-    reads[1] |= {*parameters.PARAMETERS, *study_of(notebook).presets()["tiny"]}  # from globals()
+    (derived,) = [i for i, source in enumerate(code_of(notebook)) if "check_parameters(globals()" in source]
+    reads[derived] |= {*parameters.PARAMETERS, *study_of(notebook).presets()["tiny"]}
     for i, read_here in enumerate(reads):
         bound_later = {name for cell in cells[max(i, 1) :] for statement in cell for name in bound(statement)}
         assert not read_here & bound_later, code_of(notebook)[i]
@@ -105,8 +111,9 @@ def test_a_cell_that_runs_again_finds_the_names_it_reads_as_they_were(notebook):
 def test_every_cell_runs_twice(name, tmp_path):
     """As it does where a reader changes a cell: what it reads was not changed in place either."""
     content = read(paths.NOTEBOOKS / f"{name}.ipynb")
-    first, *others = code_of(content)
-    content.cells = [new_code_cell(source) for source in [first, "dry_run = True", *others] * 2]
+    sources = code_of(content)
+    at = 1 + [source.startswith("scale: str") for source in sources].index(True)
+    content.cells = [new_code_cell(source) for source in [*sources[:at], "dry_run = True", *sources[at:]] * 2]
     assert execution._run(name, content, tmp_path, [], timeout=300) is None
 
 
