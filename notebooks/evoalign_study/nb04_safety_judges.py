@@ -523,7 +523,7 @@ def wins(found: Results) -> tuple[plt.Figure, pd.DataFrame]:
         judge: {d: found[f"{judge} {d}, ES - GRPO"] or "too few get there" for d in DECODINGS} for judge in JUDGES
     }
     fig, ax = plt.subplots(figsize=(1.4 * style.COLUMN, 2.1))
-    apart = plots.differences(ax, asked, "lower right")
+    apart = plots.differences(ax, asked, "upper left")
     ax.set(xlabel="wins against the base, ES - GRPO, points")
     return fig, apart.rename(columns={"name": "judge"})
 

@@ -31,6 +31,7 @@ def trained(arm, judge, seed, proxy=(1.0, 2.0, 3.0, 5.0), true=(0.2, 0.4, 0.3, -
     return {
         "spec": spec,
         "digest": f"{arm} {judge} {seed}",
+        "budget": {"completions": 2_000},
         "curve": curve,
         "test": {"greedy": replies, "t1": replies, "judges": JUDGED},
     }
@@ -96,7 +97,7 @@ def test_sentences_tables_and_figures_are_made_of_results(of, drawn):
     reached = study.reached_rows(of, "greedy", (0.75, 3, None))["true reward"]
     assert " ".join(reached) == "0.35 0.14 - - -0.50 -0.50"
     ends = study.end_rows(of)
-    assert ends["arm"].tolist() == ["ES", "GRPO", "base"] and ends.iloc[0, 2] == "1.50 (1.50 to 1.50)"
+    assert ends["arm"].tolist() == ["ES", "GRPO", "base"] and ends.iloc[0, 2:4].tolist() == ["2", "1.50 (1.50 to 1.50)"]
     for _, plotted in (study.answer_figure(of, found), study.wins(found), study.replies(of)):
         assert len(plotted)
     for own in of["grpo"]:
