@@ -131,15 +131,14 @@ def leads(records: Sequence[Record]) -> tuple[plt.Figure, pd.DataFrame]:
         for model, three in part(records, "games")["dimensions"][dimension][rating].items()
         if model != data.BASE
     )
-    models = sorted(points["model"].unique())
-    fig, axes, shown = plots.panels(points, "dimension", 2.3, sharey=True, sharex=True)
-    for ax, dimension, panel in shown:
-        for (rating, own), offset in zip(panel.groupby("rating", sort=False), (0.15, -0.15), strict=True):
-            places = np.array([models.index(model) for model in own["model"]]) + offset
-            plots.whiskers(ax, own, up=places, capsize=2, **RATINGS[rating].line() | {"linestyle": ""})
-        ax.axvline(0, color="black", lw=0.8)
-        ax.set(title=dimension, xlabel=f"lead of {kind.LEADER}, Elo points", ylim=(-0.5, len(models) - 0.5))
-        ax.set(yticks=range(len(models)), yticklabels=[f"over {model}" for model in models])
-        ax.grid(axis="y", visible=False)
-    plots.key(fig, axes[0])
+    fig, ax = plt.subplots(figsize=(1.4 * style.COLUMN, 2.9))
+    for (rating, own), offset in zip(points.groupby("rating", sort=False), (-0.15, 0.15), strict=True):
+        places = np.arange(len(own)) + offset
+        plots.whiskers(ax, own, up=places, capsize=2, **RATINGS[rating].line() | {"linestyle": ""})
+    ax.axvline(0, color="black", lw=0.8)
+    names = [f"{dimension}, over {model}" for dimension, model in zip(own["dimension"], own["model"], strict=True)]
+    ax.set(yticks=range(len(names)), yticklabels=names, xlabel=f"lead of {kind.LEADER}, Elo points")
+    ax.grid(axis="y", visible=False)
+    ax.invert_yaxis()
+    plots.key(fig, ax)
     return fig, points
