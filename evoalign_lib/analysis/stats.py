@@ -405,18 +405,6 @@ def fisher(hits: int, n: int, other_hits: int, other_n: int) -> float:
     return float(scipy.stats.fisher_exact(_table(hits, n, other_hits, other_n)).pvalue)
 
 
-def barnard(hits: int, n: int, other_hits: int, other_n: int) -> float:
-    """Return the p-value of equal rates by Barnard's test, which fixes only the sizes of the arms; see `fisher`.
-
-    It is more powerful than Fisher's test, which also fixes the total of hits. It uses the score statistic with pooled
-    variance. Arguments and errors as for `fisher`.
-
-    >>> round(barnard(0, 8, 4, 8), 3)
-    0.028
-    """
-    return float(scipy.stats.barnard_exact(_table(hits, n, other_hits, other_n)).pvalue)
-
-
 def rate_difference(hits: int, n: int, other_hits: int, other_n: int, level: float = 0.95) -> Interval:
     """Return hits/n - other_hits/other_n with Newcombe's interval; runs are the units.
 

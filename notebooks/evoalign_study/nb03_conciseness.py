@@ -17,7 +17,7 @@ from evoalign_study.kinds.judged import published_specs
 from evoalign_study.loading import DECODINGS, After, Group, Groups, Records, of_runs, own_settings
 from evoalign_study.measures import conciseness as measure
 from evoalign_study.records import Record, accuracy_matrix
-from evoalign_study.results import MISSING, Results, cells, excludes_zero, stated
+from evoalign_study.results import MISSING, Results, cells, stated
 from evoalign_study.runs import CONCISENESS, scales, where
 
 NOTEBOOK = "03_conciseness"
@@ -27,7 +27,7 @@ presets, TINY, SMOKE, FULL = scales(
         "bases": ["B0", "B1"],
         "retrain": [],  # groups that `force` trains again; empty: all
         "questions": "",  # at scale full: a file of your own
-        "fewer_prompts": (2, 2, None),  # of section 10; None: no such runs
+        "fewer_prompts": (2, 2, None),  # of the appendix; None: no such runs
         **CONCISENESS,
         "curve_points": (16, 3),
         "seeds_judge": (16, 2),  # of the declared settings
@@ -41,12 +41,11 @@ presets, TINY, SMOKE, FULL = scales(
         "beta": ([0.0, 0.04, 0.4], [0.0]),
         "repeat_points": (10, 3),  # of the curves of the repeated runs: more do not fit into a record
         "shown": 3,  # published completions printed from each set
-        "questions_shown": 4,
     },
     "Qwen/Qwen2.5-7B-Instruct",
 )
 FEW = ("es_few", "grpo_few")
-"""The groups of section 10, which are empty without `fewer_prompts`."""
+"""The groups trained on two questions, which are empty without `fewer_prompts`."""
 
 
 def groups(run: SimpleNamespace, of: Records) -> Groups:
@@ -86,8 +85,8 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
 
 LABELS = {arm: look.label for arm, look in style.ARMS.items()}
 """Arm -> its name in tables and legends."""
-LEVELS = {f"reward {x}": ("at_proxy", x) for x in (-20, -15, -10, -5, -2)}
-LEVELS |= {f"KL {x:g}": ("at_kl", x) for x in (0.1, 0.2, 0.5, 1)}
+LEVELS = {f"reward {x}": ("at_proxy", x) for x in (-15, -10, -5, -2)}
+LEVELS |= {f"KL {x:g}": ("at_kl", x) for x in (0.2, 0.5, 1)}
 """Name of a level -> axis and value at which runs are compared: reward on split A in characters, KL in nats."""
 DROPS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 """Falls in right answers above which a run counts as hacked; the rule uses the fourth."""
@@ -121,36 +120,26 @@ def untrained(of: Records) -> dict[str, Record]:
 
 
 def ends(of: Records, *names: str) -> pd.DataFrame:
-    """Return a row per run of some groups: how it ended, and where it reached levels during training.
+    """Return a row per run of some groups: how it ended.
 
     For each decoding: "proxy" (split A, characters), "right" (split B, %), "lost" (fall in the share of right answers
-    since the start), "tested" (share of right test questions) and "hacked". For each level: greedy right answers in %
-    at the first point that reaches it. "solved" is where the training reward first reaches -0.5: KL in nats, and right
-    answers in %. "no signal" is the share of ES populations, or GRPO groups, in which all rewards are equal.
+    since the start), "tested" (share of right test questions) and "hacked". "no signal" is the share of ES populations,
+    or GRPO groups, in which all rewards are equal.
     """
     rows = []
     for group, r in [(name, r) for name in names for r in of[name]]:
-        spec, curve, counts, hacks = r["spec"], r["curve"], r["counts"], r["hacks"]["greedy"]
+        spec, curve, counts = r["spec"], r["curve"], r["counts"]
         row = {"group": group, "arm": LABELS[spec["arm"]], "setting": setting(spec), "KL": curve["kl"][-1]}
         row |= {field: spec.get(field, np.nan) for field in ("base", "seed", "sigma", "alpha")} | r["budget"]
         row |= {"no answer": 100 * curve["degenerate_greedy"][-1]}
-        row |= {kind: 100 * hacks.get(kind, 0) for kind in ("empty", "constant")}
         row["no signal"] = 100 * counts.get("zero_std_groups", counts.get("tied", 0) / spec["steps"])
         for decoding in [d for d in style.STROKES if f"proxy_{d}" in curve]:
             right = curve[f"right_{decoding}"]
             own = {"proxy": curve[f"proxy_{decoding}"][-1], "right": 100 * right[-1], "lost": right[0] - right[-1]}
             own |= {"share": right[-1], "tested": r["test"][decoding], "hacked": collapse.end(r, decoding) == "hacked"}
             row |= {f"{what} {decoding}": value for what, value in own.items()}
-        for level, (axis, x) in LEVELS.items():
-            right = collapse.right_at(r, "greedy", **{axis: x})
-            row[level] = np.nan if right is None else 100 * right.mean()
-        at = next((i for i, value in enumerate(curve["reward"]) if value is not None and value >= -0.5), None)
-        solved = (np.nan, np.nan) if at is None else (curve["kl"][at], 100 * curve["right_greedy"][at])
-        rows.append(row | dict(zip(("solved KL", "solved right"), solved, strict=True)))
-    return pd.DataFrame(rows, columns=None if rows else _OF_NO_RUN)
-
-
-_OF_NO_RUN = ["group", "arm", "setting", *LEVELS, "no signal", "empty", "constant", "solved KL", "solved right"]
+        rows.append(row)
+    return pd.DataFrame(rows, columns=None if rows else ["group"])
 
 
 def gaps(of: Records) -> pd.DataFrame:
@@ -264,11 +253,10 @@ def results(run: SimpleNamespace, of: Records, published: Sequence[Record] = ())
     for d in DECODINGS:
         counts = [found[name] for arm in ("grpo", "es") for name in (f"{arm} {d} hacked", f"{arm} runs")]
         found |= {f"{d} hacked, GRPO - ES": stats.rate_difference(*counts)}
-        found |= {f"{d} Fisher": stats.fisher(*counts), f"{d} Barnard": stats.barnard(*counts)}
+        found[f"{d} Fisher"] = stats.fisher(*counts)
         for level in LEVELS:
             found |= {f"{d} {level}: {what}": value for what, value in matched(of, d, level).items()}
-    known = [of["base"][0]["test"], *(r["test"] for r in of["decodings"])]  # of the first base, by decoding
-    base = {name: test[name] for test in known for name in style.STROKES if name in test}
+    base = _base(of)
     for group, part in ends(of, *REPEATED, *FEW).groupby("group", sort=False):
         found |= {f"{group} runs": len(part), f"{group} hacked": int(part["hacked greedy"].sum())}
         found[f"{group} no signal"] = part["no signal"].mean()
@@ -282,7 +270,13 @@ def results(run: SimpleNamespace, of: Records, published: Sequence[Record] = ())
         found |= {"published runs": len(points)} | {f"published {name}": int(points[name].sum()) for name in names}
         for arm, part in points.groupby("arm"):
             found |= {f"published {arm} runs": len(part), f"published {arm} hacked": int(part["hacked"].sum())}
-    return found | _words(found)
+    return found
+
+
+def _base(of: Records) -> dict[str, float]:
+    """Return decoding -> share of the test questions that the first base answers right."""
+    known = [of["base"][0]["test"], *(r["test"] for r in of["decodings"])]
+    return {name: test[name] for name in style.STROKES for test in known if name in test}
 
 
 def _lost(of: Records, decodings: Iterable[str]) -> Results:
@@ -302,20 +296,6 @@ def _lost(of: Records, decodings: Iterable[str]) -> Results:
         left = es[:pairs] + start - walk[:pairs]
         found[f"{d} lost, GRPO - ES less its walk's"] = stats.crossed_bootstrap(left, grpo)
     return found
-
-
-def _words(found: Results) -> Results:
-    """Return phrases for the answers: whether decodings agree, and for which arms gaps differ."""
-    apart = [found[f"{d} hacked, GRPO - ES"] for d in DECODINGS]
-    signs = {np.sign(each.value) for each in apart if excludes_zero(each)}
-    words = {"depends": "It depends on decoding. " if len(signs) == 2 else ""}
-    names = {LABELS[arm]: f"{arm} gap, hacked - clean" for arm in ARMS[::-1]}
-    gaps_ = {label: found[name] for label, name in names.items() if name in found}
-    if gaps_:
-        parted = " and ".join(label for label, each in gaps_.items() if excludes_zero(each))
-        words["gaps differ"] = f"The two differ for {parted}." if parted else "No difference is established."
-        words["gaps"] = " and ".join(f"{stated(each, '.2f')} for {label}" for label, each in gaps_.items())
-    return words
 
 
 def _of_maps(run: SimpleNamespace, of: Records, sigma: str) -> Results:
@@ -367,9 +347,8 @@ def matched_rows(found: Results) -> pd.DataFrame:
     """
     rows = []
     for d in DECODINGS:
-        levels = [level for level in LEVELS if level not in ("reward -20", "KL 0.1")]
-        never = [level for level in levels if level.startswith("reward") and found[f"{d} {level}: first"] is None]
-        for level in [level for level in levels if level not in never[1:]]:
+        never = [level for level in LEVELS if level.startswith("reward") and found[f"{d} {level}: first"] is None]
+        for level in [level for level in LEVELS if level not in never[1:]]:
             own = {what: found[f"{d} {level}: {what}"] for what in ("first", "line", "best")}
             row = {"decoding": style.STROKES[d].label, "level": level}
             for arm in ARMS:
@@ -382,117 +361,45 @@ def matched_rows(found: Results) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def example_rows(run: SimpleNamespace, of: Records) -> pd.DataFrame:
-    """Return a row per question with greedy answers of the base, of each arm's declared runs with the most and the
-    fewest right answers, and of the run with the fewest on each map."""
-    ranked = {name: sorted(of[name], key=lambda r: r["test"]["greedy"]) for name in (*ARMS, "es_map", "grpo_map")}
-    columns = {"base": untrained(of)[run.bases[0]]}
-    for arm in ARMS:
-        columns |= {f"{LABELS[arm]}, {word} right": ranked[arm][i] for word, i in (("most", -1), ("fewest", 0))}
-    worst = {arm: ranked[f"{arm}_map"][0] for arm in ARMS}
-    columns |= {f"{LABELS[arm]}, {setting(r['spec'])}": r for arm, r in worst.items()}
-    rows = [{"question": "right, %"} | {name: f"{100 * r['test']['greedy']:.0f}" for name, r in columns.items()}]
-    for i, problem in enumerate(measure.splits(columns["base"]["spec"])["test"][: run.questions_shown]):
-        rows.append({"question": problem.question} | {name: r["shown"][i] for name, r in columns.items()})
-    return pd.DataFrame(rows)
-
-
 # ---- figures, each returned with the data that it plots
 
-_AXES = {
-    "KL": "KL from the base, nats per completion",
-    "proxy": "reward on split A, characters",
-    "away": "distance from the target length, characters",
-    "right": "right answers on split B, %",
-}
-_NEAREST = 0.02  # characters: a logarithmic axis cannot show a run at the target itself
-_LEAST_KL = 3e-3  # nats, likewise for the untrained base
-_HACKED = {"es": "x", "grpo": "+"}  # two kinds of cross, to be told apart in grey
-_PLOTTED = ["arm", "setting", "seed", "decoding", "end"]
+
+def lost(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
+    """Draw the right answers that runs have lost since the base, by decoding: both arms, and the walk without reward.
+
+    These are the repeated runs; where there are none, the declared ones, with the decodings that they have.
+    """
+    ended = ends(of, *(REPEATED[:3] if of["es_repeat"] else (*ARMS, "es_random")))
+    arm_of = {label: arm for arm, label in LABELS.items()}
+    parts = [
+        pd.DataFrame({"decoding": d, "arm": ended["arm"].map(arm_of), "seed": ended["seed"]}).assign(
+            lost=(100 * (start - ended[f"tested {d}"])).round(2)
+        )
+        for d, start in _base(of).items()
+        if f"tested {d}" in ended
+    ]
+    fig, ax = plt.subplots(figsize=(1.4 * style.COLUMN, 2.4))
+    sides = {style.STROKES[part["decoding"][0]].label: list(part.groupby("arm", sort=False)) for part in parts}
+    plots.strip(ax, sides, "lost", 0.22)
+    ax.axhline(0, **plots.BASE)
+    ax.axhline(100 * hacking.DROP, **plots.NULL)
+    ax.set(ylabel="right answers lost, points")
+    counts = ended.groupby("arm", sort=False).size()
+    entries = [plots.of_arm(arm_of[label], n, ms=4.5) for label, n in counts.items()]
+    plots.key(fig, [*entries, plots.handle("bound of a hack", **plots.NULL)], 2)
+    return fig, pd.concat(parts, ignore_index=True)
 
 
-def curves(of: Records) -> pd.DataFrame:
-    """Return a row per point of the declared runs and per end of the maps' other runs, by decoding."""
-    lines = []
-    for arm in ARMS:
-        declared = setting(of[arm][0]["spec"])
-        others = [r for r in of[f"{arm}_map"] if setting(r["spec"]) != declared]
-        for r, d in product([*of[arm], *others], DECODINGS):
-            curve, n = r["curve"], len(r["curve"]["kl"])
-            proxy = np.array(curve[f"proxy_{d}"])
-            line = pd.DataFrame({"KL": np.maximum(curve["kl"], _LEAST_KL), "proxy": proxy, "point": range(n)})
-            line = line.assign(away=np.maximum(-proxy, _NEAREST), right=100 * np.array(curve[f"right_{d}"]))
-            own = {"arm": arm, "setting": setting(r["spec"]), "seed": r["spec"]["seed"], "decoding": d}
-            own |= {"end": collapse.end(r, d), "declared": setting(r["spec"]) == declared, "last": line.index == n - 1}
-            lines.append(line.assign(**own).tail(n if own["declared"] else 1))
-    return pd.concat(lines, ignore_index=True)
-
-
-def answer_figure(run: SimpleNamespace, of: Records, found: Results) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw right answers at the ends of the declared runs, and ES - GRPO at matched reward and KL, by decoding."""
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.8), width_ratios=(1, 1.25))
-    last = curves(of).query("last and declared").sort_values(["decoding", "arm"], kind="stable")
-    for (d, arm), part in last.groupby(["decoding", "arm"]):
-        x = DECODINGS.index(d) + {"es": -0.2, "grpo": 0.2}[arm]
-        _scatter(axes[0], x + style.jitter(len(part), 0.28), part["right"], part["end"], arm, 16)
-    for i, d in enumerate(DECODINGS):
-        start = 100 * untrained(of)[run.bases[0]]["point"][f"right_{d}"]
-        axes[0].plot([i - 0.42, i + 0.42], [start] * 2, **plots.BASE)
-        axes[0].plot([i - 0.42, i + 0.42], [start - 100 * hacking.DROP] * 2, **plots.NULL)
-    axes[0].set(xticks=range(len(DECODINGS)), xticklabels=[style.STROKES[d].label for d in DECODINGS])
-    axes[0].set(title="at the end of training", ylabel=_AXES["right"])
-    axes[0].grid(axis="x", visible=False)
+def levels(found: Results) -> tuple[plt.Figure, pd.DataFrame]:
+    """Draw ES - GRPO in right answers where a run first comes to a reward or to a KL, by decoding."""
     asked: dict[str, Any] = {level: {} for level in ("reward -15", "reward -5", "KL 0.2", "KL 0.5")}
     for level, d in product(asked, DECODINGS):
         fewest = min(ARMS, key=lambda arm, at=f"{d} {level}": found[f"{at}: {arm} runs"])
         asked[level][d] = found[f"{d} {level}: first"] or f"{LABELS[fewest]} does not get there"
-    apart = plots.differences(axes[1], asked, "upper right").rename(columns={"name": "at"})
-    axes[1].set(title="where a run first comes to a level", xlabel="right answers, ES - GRPO, points")
-    plots.key(fig, [*_arms(of), *_hacked(), plots.handle("the base", **plots.BASE), _bound()])
-    ends_ = last.assign(panel="end", value=last["right"])[["panel", "decoding", "arm", "value"]]
-    return fig, pd.concat([ends_, apart.assign(panel="matched")])
-
-
-def ways_and_ends(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw right answers against the distance from the target, by decoding: declared runs along training, all ends."""
-    points = curves(of)
-    fig, axes = plt.subplots(2, 2, figsize=(style.PAGE, 4.0), sharey="row", sharex="col")
-    for column, (d, own) in zip(axes.T, points.groupby("decoding", sort=False), strict=True):
-        _ways(column[0], own, "away", "right")
-        for (declared, arm), part in own[own["last"]].groupby(["declared", "arm"]):
-            _scatter(column[1], part["away"], part["right"], part["end"], arm, 24 if declared else 12, declared)
-        column[0].set(title=style.STROKES[d].label, ylabel=f"on the way:\n{_AXES['right']}")
-        column[1].set(xlabel=_AXES["away"], ylabel=f"at the end:\n{_AXES['right']}")
-        column[0].invert_xaxis()
-        for ax in column:
-            ax.axhline(100 * (untrained(of)[run.bases[0]]["point"][f"right_{d}"] - hacking.DROP), **plots.NULL)
-            plots.plain_ticks(ax)
-    kinds = [plots.handle("setting compared by C3", marker="o", color="#555555", ms=4.5)]
-    kinds += [plots.handle("other settings", marker="o", color="#555555", mfc="none", ms=3)]
-    plots.key(fig, [*_arms(of), *kinds, *_hacked(), _bound()])
-    return fig, points[[*_PLOTTED, "away", "right"]].drop_duplicates()
-
-
-def fronts(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw the proxy reward against the KL from the base along the declared runs, by decoding."""
-    points = curves(of).query("declared")
-    fig, axes, shown = plots.panels(points, "decoding", 2.3, sharey=True)
-    for ax, d, panel in shown:
-        _ways(ax, panel, "KL", "proxy")
-        ax.set(title=style.STROKES[d].label, xlabel=_AXES["KL"])
-        plots.plain_ticks(ax)
-    axes[0].set_ylabel(_AXES["proxy"])
-    plots.key(fig, _arms(of))
-    return fig, points[[*_PLOTTED, "KL", "proxy"]].drop_duplicates()
-
-
-def _ways(ax: plt.Axes, points: pd.DataFrame, x: str, y: str) -> None:
-    """Draw the mean trajectory of each arm with a band over seeds, and markers where runs were measured."""
-    for arm, part in points[points["declared"]].groupby("arm"):
-        xs, ys = (part.pivot(index="seed", columns="point", values=name).to_numpy() for name in (x, y))
-        look, (mean, low, high) = style.ARMS[arm], stats.curve_band(ys)
-        style.band(ax, xs.mean(0), low, high, look.color)
-        ax.plot(xs.mean(0), mean, color=look.color, lw=1.6, marker=look.marker, ms=3)
+    fig, ax = plt.subplots(figsize=(1.4 * style.COLUMN, 2.2))
+    apart = plots.differences(ax, asked, "upper right")
+    ax.set(xlabel="right answers where a run first comes there,\nES - GRPO, points")
+    return fig, apart
 
 
 def es_map(run: SimpleNamespace, of: Records) -> tuple[plt.Figure, pd.DataFrame]:
@@ -526,65 +433,26 @@ def _place(values: Sequence[float], at: float) -> float:
     return float(np.polyval(np.polyfit(np.log(np.array(values, float)), range(len(values)), 1), np.log(at)))
 
 
-_OUTLIERS = 3  # settings are named if all their runs deviate this many times more than 3/4 of the runs do
-
-
-def gaps_by_end(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw the Jensen gap of every run by arm and end, with medians; settings far from the others are named.
-
-    The gaps are those at the middle sigma, with which the declared ES trains.
-    """
-    table = gaps(of)
-    sigma = table.columns[-2]
-    fig, ax = plt.subplots(figsize=(1.3 * style.COLUMN, 2.6))
-    spread = (table[sigma] - table[sigma].median()).abs().quantile(0.75)
-    kinds = list(product(ARMS, ENDS[::-1]))
-    for x, (arm, end) in enumerate(kinds):
-        part = table[(table["arm"] == arm) & (table["end"] == end)]
-        median = part[sigma].median()
-        _scatter(ax, x + style.jitter(len(part), 0.5), part[sigma], part["end"], arm, 12)
-        ax.plot([x - 0.36, x + 0.36], [median] * 2, color="black", lw=1.4, zorder=5)
-        for name, own in part.groupby("setting"):
-            if len(own) > 1 and (own[sigma] - median).abs().min() > _OUTLIERS * spread:
-                ax.annotate(name.replace(", ", "\n"), (x + 0.35, own[sigma].mean()), va="center", fontsize=6)
-    ax.set(xticks=range(len(kinds)), xticklabels=[f"{LABELS[arm]},\n{end}" for arm, end in kinds])
-    ax.set(ylabel="Jensen gap, characters", title=f"at sigma {sigma}; lines are medians")
-    ax.grid(axis="x", visible=False)
-    return fig, table
-
-
 def published_figure(points: pd.DataFrame) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw right answers of the rows of `published_runs` against the distance from the target."""
-    fig, ax = plt.subplots(figsize=(1.3 * style.COLUMN, 2.6))
-    for (label, empty), part in points.groupby(["arm", "all_empty"]):
-        look = plots.look(label.lower(), ls="", label=f"{label}{', every answer empty' * empty} (n = {len(part)})")
-        ax.plot(part["shortfall"], part["right"], **look | ({"mfc": "none"} if empty else {}))
-    ax.set(xlabel=_AXES["away"], ylabel="right answers, %")
-    ax.invert_xaxis()
-    plots.plain_ticks(ax)
-    plots.key(fig, ax, 2)
+    """Draw right answers of the rows of `published_runs`, a line a setting and a mark a run, and which are hacked."""
+    fig, ax = plt.subplots(figsize=(1.4 * style.COLUMN, 2.9))
+    groups_ = list(points.groupby(["arm", "setting"], sort=False))
+    for y, ((arm, _), part) in enumerate(groups_):
+        look, hacked = style.ARMS[arm.lower()], part["hacked"].to_numpy()
+        places = pd.Series(y + np.linspace(-0.27, 0.27, len(part)), part.index)
+        for chosen, face in ((hacked, look.color), (~hacked, "none")):
+            ax.plot(part["right"][chosen], places[chosen], look.marker, ms=5, mec=look.color, mfc=face)
+        silent = part["all_empty"].to_numpy()
+        ax.plot(part["right"][silent], places[silent], "o", ms=9, mfc="none", **_RING)
+    ax.axvline(100 * (1 - hacking.DROP), **plots.NULL)
+    ax.set(xlabel="right answers, %", xlim=(-6, 106), yticks=range(len(groups_)))
+    ax.set_yticklabels([f"{arm}, {words}" for (arm, words), _ in groups_], fontsize=7)
+    ax.grid(axis="y", visible=False)
+    ax.invert_yaxis()
+    entries = [plots.of_arm(arm, label=f"{LABELS[arm]}, hacked", ms=5) for arm in ARMS]
+    entries += [plots.handle("not hacked", marker="o", color="#555555", mfc="none", ms=5)]
+    plots.key(fig, [*entries, plots.handle("hacked by the published rule", marker="o", ms=8, mfc="none", **_RING)], 2)
     return fig, points[["arm", "setting", "seed", "shortfall", "right", "verdict", "all_empty", "kl_token"]]
 
 
-def _scatter(
-    ax: plt.Axes, x: Sequence[float], y: Sequence[float], end: Sequence[str], arm: str, size: float, filled: bool = True
-) -> None:
-    """Draw a mark per run: a cross if it ended hacked; other marks are open unless `filled`."""
-    look, x, y, hacked = style.ARMS[arm], np.asarray(x), np.asarray(y), np.asarray(end) == "hacked"
-    face, edge, width = (look.color, "white", 0.4) if filled else ("none", look.color, 0.7)
-    clean = {"marker": look.marker, "facecolors": face, "edgecolors": edge, "linewidths": width}
-    ax.scatter(x[~hacked], y[~hacked], s=size, **clean)
-    crossed = {"marker": _HACKED[arm], "color": look.color, "linewidths": 1.1 if filled else 0.7}
-    ax.scatter(x[hacked], y[hacked], s=1.3 * size, **crossed)
-
-
-def _arms(of: Records) -> list[Any]:
-    return [plots.of_arm(arm, len(of[arm]), ms=4.5) for arm in ARMS]
-
-
-def _hacked() -> list[Any]:
-    return [plots.of_arm(arm, label=f"{LABELS[arm]}, hacked", marker=mark, ms=5) for arm, mark in _HACKED.items()]
-
-
-def _bound() -> Any:
-    return plots.handle("20 points below the base", **plots.NULL)
+_RING = {"mec": "black", "mew": 0.9}

@@ -39,7 +39,7 @@ SHOWN = tuple(
     "tournaments base es_sweep grpo_sweep sft_sweep es grpo sft es_random es_noise grpo_noise es_random_noise es_sizes "
     "grpo_sizes tastes".split()
 )
-"""Groups that the notebook loads for sections 2 to 11; tournaments come first because they take longest."""
+"""Groups of the tiny world that the notebook loads; tournaments come first because they take longest."""
 _, TINY, SMOKE, FULL = scales(
     {
         "task": "safety",
@@ -367,17 +367,10 @@ def results(of: Records) -> Results:
         found[f"walk {decoding}"] = walked(of, TRUE, decoding, GAIN)
         found |= {f"turned {decoding} {arm}": turned(of, decoding, [arm]) for arm in ARMS}
         found[f"turned {decoding}, ES - GRPO"] = turned(of, decoding)
-    found |= {f"{name} greedy base": base["greedy"][name] for name in ("template", "alternative")}
-    found["turned seeds"] = min(len(on_judge(of[f"{arm}_noise"], judge)) for arm in ARMS for judge in scorers.NOISY)
     for arm, quantity, law in product(ARMS, (TRUE, "proxy"), overoptimisation.LAWS):
         shares = explained(of, arm, quantity, law)
         found[f"{arm} {quantity} {law}"] = float(np.mean(shares)) if shares else None
         found[f"{arm} {quantity} {law} worst"] = min(shares, default=None)
-    if of["tournaments"]:
-        won = games(of["tournaments"]).groupby(["judged by", "arm"], sort=False)["won"].mean()
-        for what, part in won.groupby(level=0, sort=False):
-            order = part.droplevel(0).sort_values(ascending=False, kind="stable")
-            found[f"won by {what}"] = ", ".join(f"{LABELS[arm]} {share:.0f}" for arm, share in order.items())
     return found
 
 
@@ -440,12 +433,13 @@ def end_rows(of: Records) -> pd.DataFrame:
         gained = [(said(r, TRAINING, "score") - x) / spread(of, r) for r, x in zip(runs, begun, strict=True)]
         # random fitness does not depend on the judge: its runs of one seed are one model
         row = {"arm": LABELS[arm], "runs": len({r["digest"] for r in runs})}
+        row["completions, thousands"] = f"{np.mean([r['budget']['completions'] for r in runs]) / 1e3:.0f}"
         row["training judge, spreads"] = mean_and_range(gained, 2)
         row["true reward"] = mean_and_range([said(r, "rule", "score") for r in runs], 2)
         row |= {WORDS[judge]: mean_and_range([100 * said(r, judge, "win") for r in runs], 0) for judge in JUDGES}
         row |= {WORDS[x]: mean_and_range([100 * r["test"]["greedy"][x] for r in runs], 0) for x in SHARES}
         rows.append(row | {WORDS["needless"]: mean_and_range([r["test"]["greedy"]["needless"] for r in runs], 1)})
-    row = {"arm": LABELS["base"], "runs": 1, "training judge, spreads": "0"}
+    row = {"arm": LABELS["base"], "runs": 1, "completions, thousands": "0", "training judge, spreads": "0"}
     row |= {"true reward": f"{base['greedy']['score'][-1]:.2f}"} | {WORDS[judge]: "50" for judge in JUDGES}
     row |= {WORDS[name]: f"{100 * base['greedy'][name]:.0f}" for name in SHARES}
     return pd.DataFrame([*rows, row | {WORDS["needless"]: f"{base['greedy']['needless']:.1f}"}])
@@ -506,24 +500,32 @@ def along(of: Records, quantity: str, factor: float = 1.0) -> pd.DataFrame:
 
 
 def answer_figure(of: Records, found: Results) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw the true reward along the training judge's gain, and ES - GRPO in wins where the claims compare them."""
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 2.7), width_ratios=(1.15, 1))
+    """Draw the true reward along the training judge's gain, as far as both arms get under both decodings, and what
+    random fitness has in as many steps as ES."""
+    fig, ax = plt.subplots(figsize=(1.4 * style.COLUMN, 2.7))
     lines = along(of, TRUE)
-    plots.curves(axes[0], lines, "gain", "value")
-    axes[0].axvline(GAIN, **plots.NULL)
-    axes[0].set(xlabel="training judge's score has risen by, spreads", ylabel="true reward")
-    axes[0].set_title("along the runs, mean over six training judges")
-    asked: dict[str, Any] = {}
-    for what, judge in [("", judge) for judge in JUDGES] + [(" less", judge) for judge in JUDGES[1:]]:
-        each = {d: found[f"{judge} {d}{what}, ES - GRPO"] or "too few get there" for d in DECODINGS}
-        asked[f"{judge} - training" if what else judge] = each
-    apart = plots.differences(axes[1], asked, "upper left")
-    axes[1].set(xlabel="wins against the base, ES - GRPO, points", title=f"at {GAIN:g} spreads, by judge")
-    style.legend(fig, {arm: len(of[arm]) for arm in ARMS})
-    names = {name: f"wins, {name}{' judge' * name.endswith(' - training')}" for name in asked}
-    if len(apart):
-        apart = apart.assign(quantity=apart.pop("name").map(names), arm="es - grpo", gain=GAIN)
-    return fig, pd.concat([lines, apart])
+    lines = lines[lines["gain"] <= lines.groupby(["arm", "decoding"])["gain"].max().min()]
+    plots.curves(ax, lines, "gain", "value")
+    for decoding, face in zip(DECODINGS, (style.ARMS["es_random"].color, "white"), strict=True):
+        if (value := found[f"walk {decoding}"]) is not None:
+            ax.plot(GAIN, value, **plots.look("es_random", ls="", ms=8, mec="black", mew=0.7, mfc=face, zorder=5))
+            row = {"quantity": TRUE, "arm": "es_random", "decoding": decoding, "gain": GAIN, "value": round(value, 4)}
+            lines = pd.concat([lines, pd.DataFrame([row])], ignore_index=True)
+    ax.axvline(GAIN, **plots.NULL)
+    ax.set(xlabel="training judge's score has risen by, spreads", ylabel="true reward")
+    style.legend(fig, {arm: len(of[arm]) for arm in ARMS} | {"es_random": None})
+    return fig, lines
+
+
+def wins(found: Results) -> tuple[plt.Figure, pd.DataFrame]:
+    """Draw ES - GRPO in wins against the base where the claims compare the arms, a row a judge."""
+    asked: dict[str, Any] = {
+        judge: {d: found[f"{judge} {d}, ES - GRPO"] or "too few get there" for d in DECODINGS} for judge in JUDGES
+    }
+    fig, ax = plt.subplots(figsize=(1.4 * style.COLUMN, 2.1))
+    apart = plots.differences(ax, asked, "upper left")
+    ax.set(xlabel="wins against the base, ES - GRPO, points")
+    return fig, apart.rename(columns={"name": "judge"})
 
 
 def replies(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
@@ -536,32 +538,6 @@ def replies(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
         ax.set_title(WORDS[quantity], fontsize=6.5)
     style.legend(fig, {arm: len(of[arm]) for arm in ARMS})
     return fig, lines
-
-
-def laws(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw gains of held-out runs against the distance from the base, with the laws, one panel per training judge.
-
-    The points are runs with odd seeds, at temperature 1. The laws are fitted to even seeds.
-    """
-    fig, axes = plt.subplots(2, 3, figsize=(style.PAGE, 2.5), sharex=True, sharey=True)
-    strokes, points = {"es": "-", "grpo": "--"}, []
-    for ax, judge in zip(axes.flat, by_judge(of["es"]), strict=False):
-        for arm in ARMS:
-            (even, odd), look = law_points(on_judge(of[arm], judge), TRUE, partial(spread, of)), style.ARMS[arm]
-            for d, gain in odd:
-                ax.plot(d, gain, look.marker, ms=2, color=look.color)
-                points.append(pd.DataFrame({"judge": judge, "arm": arm, "d": d.round(3), "gain": gain.round(3)}))
-            if even:
-                d, gain = map(np.concatenate, zip(*even, strict=True))
-                x = np.linspace(0, max(float(d.max()), 1e-3), 80)
-                ax.plot(x, overoptimisation.fit("rl", d, gain).at(x), color=look.color, lw=1.1, ls=strokes[arm])
-        ax.set_title(judge)
-        ax.axhline(0, **plots.NULL)
-        ax.set_ylim(bottom=-4.2)
-    axes[1, 0].set_ylabel("gain in\ntrue reward")
-    axes[1, 1].set_xlabel("distance d from the base, square root of the KL in nats a completion")
-    plots.key(fig, [plots.of_arm(arm, lw=1.1, ls=strokes[arm]) for arm in ARMS])
-    return fig, pd.concat(points)
 
 
 def noise(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
@@ -584,18 +560,6 @@ def noise(of: Records) -> tuple[plt.Figure, pd.DataFrame]:
     axes[0].set_ylabel("true reward")
     plots.key(fig, [*map(plots.of_arm, ARMS), plots.handle("the untrained base", **plots.BASE)])
     return fig, points
-
-
-def tournament(records: Sequence[Record]) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw each arm's share of games won at the end of training by kind of judge, one mark per training judge."""
-    played = games(records)
-    fig, ax = plt.subplots(figsize=(style.PAGE, 2.4))
-    by_kind = played.groupby("judged by", sort=False)
-    plots.strip(ax, {what: list(part.groupby("arm", sort=False)) for what, part in by_kind}, "won", 0.14)
-    ax.axhline(50, **plots.NULL)
-    ax.set_ylabel("games won, %")
-    plots.key(fig, list(map(plots.of_arm, played["arm"].unique())))
-    return fig, played[["training judge", "judged by", "arm"]].assign(won=[round(won, 2) for won in played["won"]])
 
 
 PANELS = {

@@ -16,24 +16,10 @@ from evoalign_study.records import Record
 from evoalign_study.results import Results, stated
 
 RATINGS: dict[str, style.Look] = {
-    "elo": style.Look("#E0A98C", "D", "-", "published Elo, and the same games in other orders"),
-    "plain": style.Look("#A9532C", "o", "-", "Bradley-Terry"),
-    "equal": style.Look("#4A1D0B", "s", "--", "Bradley-Terry, length held equal"),
+    "lead": style.Look("#A9532C", "o", "-", "as the games are"),
+    "equal_length_lead": style.Look("#4A1D0B", "s", "--", "with length held equal"),
 }
-"""Ratings of a model from its games -> their look."""
-QUADRANTS: dict[str, tuple[str, str, str]] = {
-    "SH": ("#0B3D0A", "", "safe and helpful"),
-    "SU": ("#2C7A1E", "", "safe and not helpful"),
-    "UH": ("#6DBB58", "/////", "unsafe and helpful"),
-    "UU": ("#BDEBAA", "/////", "unsafe and not helpful"),
-}
-"""Quadrants of a response -> colour, hatch and name."""
-CUTS = {
-    "0": "R > 0, as published",
-    "50 % of the base": "R > base's median",
-    "90 % of the base": "R > base's 90 % quantile",
-}
-"""Cut between helpful and unhelpful rewards R, as drawn in the figure -> its name."""
+"""Strengths of Bradley and Terry, as the records call them -> their look."""
 
 
 def results(records: Sequence[Record]) -> Results:
@@ -42,27 +28,19 @@ def results(records: Sequence[Record]) -> Results:
     Raises:
         ValueError: a record is missing.
     """
-    games_, elo, rewards = part(records, "games"), part(records, "elo"), responses(records)
+    games_, elo = part(records, "games"), part(records, "elo")
     found: Results = {"questions": games_["prompts"], "orders": elo["spec"]["orders"]}
     for dimension in data.DIMENSIONS:
         own, rated = games_["dimensions"][dimension], elo["dimensions"][dimension]["models"]
         second = max((m for m in own["strength"] if m != kind.LEADER), key=lambda m: own["strength"][m][0])
-        spreads, leader = [row["std"] for model, row in rated.items() if model != data.BASE], rated[kind.LEADER]
+        leader = rated[kind.LEADER]
         named = {"second": second, "longer": 100 * own["longer"][second], "first": 100 * leader["first"]}
-        named |= {"std": leader["std"], "least std": min(spreads), "most std": max(spreads)}
+        named["std"] = leader["std"]
         intervals = {name: own[name][second] for name in ("lead", "equal_length_lead")}
-        for quantity, games_of in product(own["agreement"], ("all", "without the base")):
-            intervals[f"{quantity} {games_of}"] = own["agreement"][quantity][games_of]
+        intervals |= {f"{quantity} all": each["all"] for quantity, each in own["agreement"].items()}
         named |= {name: Interval(*three, games_["prompts"]) for name, three in intervals.items()}
         found |= {f"{dimension} {name}": value for name, value in named.items()}
-    found["least std"] = min(found[f"{dimension} least std"] for dimension in data.DIMENSIONS)
-    found["most std"] = max(found[f"{dimension} most std"] for dimension in data.DIMENSIONS)
-    for model, cut in product(_SAFE_AND_HELPFUL, CUTS):
-        found[f"{model} safe and helpful {cut}"] = 100 * rewards[model]["quadrants"][cut]["shares"]["SH"]
     return found
-
-
-_SAFE_AND_HELPFUL = (kind.LEADER, "Beaver-V3")
 
 
 def part(records: Iterable[Record], name: str) -> Record:
@@ -90,83 +68,77 @@ def responses(records: Iterable[Record]) -> dict[str, Record]:
 
 
 def response_rows(records: Sequence[Record]) -> pd.DataFrame:
-    """Return a row per model: the scores and lengths of its responses, and what they contain besides an answer."""
+    """Return a row per model: scores R and C of its responses, and what they hold."""
     rows = []
     for model, r in responses(records).items():
-        safe, worth = (Interval(*r["per_prompt"][name], r["prompts"]) for name in ("safe", "reward - cost"))
-        row = {"model": model, "safe, %": f"{100 * r['safe']:.2f}", "safe, % of prompts": stated(safe)}
-        row |= {name: f"{r[key]['mean']:.3f} ± {r[key]['std']:.3f}" for name, key in (("R", "reward"), ("C", "cost"))}
-        row |= {"R - C": stated(worth, ".2f"), "characters": f"{r['characters']:.0f}"}
-        row |= {"of the answer": f"{r['answer_characters']:.0f}"}
-        for name in ("further_turn", "heading", "web_address"):
-            row[f"{name.replace('_', ' ')}, %"] = f"{100 * r[name]:.1f}"
-        row |= {"R with length": f"{r['reward_with_length']:.2f}", "one opening, %": f"{100 * r['opening']:.1f}"}
-        rows.append(row | {"template, %": f"{100 * r['template']:.2f}"})
+        row = {"model": model, "safe, %": f"{100 * r['safe']:.1f}", "R": f"{r['reward']['mean']:.2f}"}
+        row |= {"C": f"{r['cost']['mean']:.2f}", "characters": f"{r['characters']:.0f}"}
+        row |= {f"{name.replace('_', ' ')}, %": f"{100 * r[name]:.1f}" for name in ("further_turn", "web_address")}
+        rows.append(row | {f"{name}, %": f"{100 * r['kinds'][name]['share']:.1f}" for name in refusals.KINDS})
     return pd.DataFrame(rows)
 
 
-def refusal_rows(records: Sequence[Record]) -> pd.DataFrame:
-    """Return a row per model: the share of its responses of each kind, and their mean reward."""
+def lead_rows(records: Sequence[Record]) -> pd.DataFrame:
+    """Return a row per dimension and other model: by how much the leader leads it, and games that it won or in which
+    its answer is the longer one."""
     rows = []
-    for model, r in responses(records).items():
-        kinds = {name: r["kinds"][name] for name in refusals.KINDS}
-        rewards = {name: f" (R {own['reward']:.2f})" if "reward" in own else "" for name, own in kinds.items()}
-        shares = {f"{name}, %": f"{100 * own['share']:.1f}{rewards[name]}" for name, own in kinds.items()}
-        rows.append({"model": model} | shares)
+    for dimension in data.DIMENSIONS:
+        own = part(records, "games")["dimensions"][dimension]
+        for model, longer in own["longer"].items():
+            row = {"dimension": dimension, f"{kind.LEADER} -": model}
+            row |= {look.label: _stated(own[name][model], ".0f") for name, look in RATINGS.items()}
+            row["games won, %"] = _stated(own["head_to_head"][model])
+            rows.append(row | {"longer answer, %": f"{100 * longer:.0f}"})
     return pd.DataFrame(rows)
 
 
-def ratings(records: Sequence[Record]) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw each model's ratings by dimension: published Elo with its spread over orders of games, and two strengths.
-
-    For Elo, low and high are one standard deviation from the mean over orders, least and most the extremes over orders.
-    """
-    models, rows = [model for model in data.JUDGED if model != data.BASE], []
-    for dimension, model in product(data.DIMENSIONS, models):
-        rated, own = (part(records, name)["dimensions"][dimension] for name in ("elo", "games"))
-        elo = {name: rated["models"][model][name] - 1000 for name in ("published", "mean", "least", "most")}
-        std = rated["models"][model]["std"]
-        row = {"dimension": dimension, "model": model, "rating": "elo", "value": elo["published"]}
-        ends = {"least": elo["least"], "most": elo["most"], "low": elo["mean"] - std, "high": elo["mean"] + std}
-        rows.append(row | ends)
-        for rating, key in (("plain", "strength"), ("equal", "equal_length")):
-            rows.append(row | {"rating": rating} | dict(zip(("value", "low", "high"), own[key][model], strict=True)))
-    points = pd.DataFrame(rows)
-    fig, _, shown = plots.panels(points, "dimension", 2.7, sharey=True, sharex=True)
-    for ax, dimension, panel in shown:
-        for (rating, own), offset in zip(panel.groupby("rating", sort=False), (0.25, 0, -0.25), strict=True):
-            look, places = RATINGS[rating], np.arange(len(models)) + offset
-            if rating == "elo":
-                ax.hlines(places, own["least"], own["most"], color=look.color, lw=0.8)
-                ax.hlines(places, own["low"], own["high"], color=look.color, lw=3.2)
-                ax.plot(own["value"], places, **look.line() | {"linestyle": ""})
-            else:
-                plots.whiskers(ax, own, up=places, capsize=2, **look.line() | {"linestyle": ""})
-        ax.axvline(0, **plots.NULL)
-        ax.set(title=dimension, xlabel=f"Elo points above {data.BASE}", yticks=range(len(models)), yticklabels=models)
-        ax.grid(axis="y", visible=False)
-    plots.key(fig, ax)
-    return fig, points
+def agreement_rows(records: Sequence[Record]) -> pd.DataFrame:
+    """Return a row per quantity: in what share of the decided games it favours the winner; and what length is worth."""
+    judged = {d: part(records, "games")["dimensions"][d] for d in data.DIMENSIONS}
+    names = {"reward": "higher training reward", "length": "longer text", "-cost": "lower cost"}
+    rows = [
+        {"quantity": f"{words}, %"} | {d: _stated(own["agreement"][name]["all"]) for d, own in judged.items()}
+        for name, words in names.items()
+    ]
+    worth = {d: _stated(own["twice_as_long"], ".0f") for d, own in judged.items()}
+    return pd.DataFrame([*rows, {"quantity": "twice as long a text, Elo points"} | worth])
 
 
-def quadrants(records: Sequence[Record]) -> tuple[plt.Figure, pd.DataFrame]:
-    """Draw each model's shares of the quadrants in % as stacked bars, at three cuts of the reward."""
-    shares = pd.DataFrame(
-        {"name": cut, "cut": r["quadrants"][cut]["cut"], "model": model, "quadrant": label}
-        | {"share": 100 * r["quadrants"][cut]["shares"][quadrant]}
-        for cut, (quadrant, (_, _, label)), (model, r) in product(CUTS, QUADRANTS.items(), responses(records).items())
+def elo_rows(records: Sequence[Record]) -> pd.DataFrame:
+    """Return a row per dimension and model: its Elo over orders of the games, and its strengths above the base."""
+    elo, judged = (part(records, name)["dimensions"] for name in ("elo", "games"))
+    rows = []
+    for dimension, model in product(data.DIMENSIONS, data.JUDGED):
+        rated, row = elo[dimension]["models"][model], {"dimension": dimension, "model": model}
+        row |= {"Elo, published": f"{rated['published']:.2f}", "reproduced": f"{rated['reproduced']:.2f}"}
+        row |= {"std over orders": f"{rated['std']:.0f}", "range": f"{rated['least']:.0f} to {rated['most']:.0f}"}
+        row |= {"first, % of orders": f"{100 * rated['first']:.1f}"}
+        for head, key in {"Bradley-Terry": "strength", "length held equal": "equal_length"}.items():
+            row[head] = _stated(judged[dimension][key][model], ".0f")
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _stated(three: Sequence[float], form: str | None = None) -> str:
+    return stated(Interval(*three, 0), form)
+
+
+def leads(records: Sequence[Record]) -> tuple[plt.Figure, pd.DataFrame]:
+    """Draw by how many Elo points the leader leads each other model, as the games are and with length held equal."""
+    points = pd.DataFrame(
+        {"dimension": dimension, "model": model, "rating": rating} | plots.ends(Interval(*three, 0))
+        for dimension, rating in product(data.DIMENSIONS, RATINGS)
+        for model, three in part(records, "games")["dimensions"][dimension][rating].items()
+        if model != data.BASE
     )
-    fig, _, shown = plots.panels(shares, "name", 2.4, sharey=True)
-    for ax, cut, panel in shown:
-        left = 0.0
-        for (_, own), (color, hatch, label) in zip(
-            panel.groupby("quadrant", sort=False), QUADRANTS.values(), strict=True
-        ):
-            bars = {"color": color, "hatch": hatch, "edgecolor": "white", "height": 0.72, "label": label}
-            ax.barh(own["model"], own["share"], left=left, **bars)
-            left = left + own["share"].to_numpy()
-        ax.set(title=f"helpful: {CUTS[cut]}", xlabel="responses, %", xlim=(0, 100))
-        ax.grid(visible=False)
+    fig, ax = plt.subplots(figsize=(1.4 * style.COLUMN, 2.9))
+    for (rating, own), offset in zip(points.groupby("rating", sort=False), (-0.15, 0.15), strict=True):
+        places = np.arange(len(own)) + offset
+        plots.whiskers(ax, own, up=places, capsize=2, **RATINGS[rating].line() | {"linestyle": ""})
+    ax.axvline(0, color="black", lw=0.8)
+    names = [f"{dimension}, over {model}" for dimension, model in zip(own["dimension"], own["model"], strict=True)]
+    ax.set(yticks=range(len(names)), yticklabels=names, xlabel=f"lead of {kind.LEADER}, Elo points")
+    ax.grid(axis="y", visible=False)
     ax.invert_yaxis()
     plots.key(fig, ax)
-    return fig, shares.drop(columns="name")
+    return fig, points

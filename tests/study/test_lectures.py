@@ -136,12 +136,14 @@ FIGURES = {
     "es_arithmetic_paths": (lambda _, r: of(nb01.audits(r)[nb01.AUDITED], nb01.figure_arithmetic), nb01, "path"),
     "grpo_es_curves": (lambda _, r: of(nb02.curve_points(r), nb02.draw_curves, {"greedy": 14, "t1": 13}), nb02, "mean"),
     "grpo_temperature": (lambda _, r: of(nb02.by_temperature(r), nb02.draw_temperatures), nb02, ""),
-    "conciseness_right": (nb03.ways_and_ends, nb03, ""),
-    "conciseness_fronts": (lambda _, r: nb03.fronts(r), nb03, ""),
-    "conciseness_gaps": (lambda _, r: nb03.gaps_by_end(r), nb03, "0.01"),
+    "conciseness_right": (lambda _, r: nb03.lost(r), nb03, "lost"),
+    "conciseness_published_runs": (
+        lambda _, r: nb03.published_figure(nb03.published_runs(r["published"])),
+        nb03,
+        "right",
+    ),
     "safety_noise": (lambda _, r: nb04.noise(r), nb04, "true"),
-    "safety_tournament": (lambda _, r: nb04.tournament(r["tournaments"]), nb04, ""),
-    "safety_published_ratings": (lambda _, r: published_judgments.ratings(r["judgments"]), nb04, "value"),
+    "safety_published_lead": (lambda _, r: published_judgments.leads(r["judgments"]), nb04, "value"),
     "stability_drawdown_runs": (lambda _, r: nb05.figure_drawdowns(r), nb05, "greedy"),
     "low_rank_curves": (low_rank_curves, nb06, "mean"),
     "essa_population_size": (lambda run, r: of(populations(r, run), nb06.draw_populations), nb06, "at the end"),
@@ -204,5 +206,3 @@ def test_answers_say_where_the_intervals_lie(low, high, head, found):
     interval = Interval((low + high) / 2, low, high, 3)
     leads = {key: interval for key in found(nb02) if key.startswith("C2c")}
     assert nb02._words(found(nb02) | leads)["ahead, declared"].startswith(head)
-    assert nb03._words(found(nb03))["depends"]  # on the decoding
-    assert not nb03._words(found(nb03) | {f"{d} hacked, GRPO - ES": interval for d in ("greedy", "t1")})["depends"]

@@ -8,8 +8,6 @@ from evoalign_study.rendering import csv_text
 from helpers import written_out
 from test_notebooks import loaded
 
-from evoalign_lib.analysis import hacking
-
 
 @pytest.fixture(scope="module")
 def world():
@@ -19,12 +17,11 @@ def world():
 
 
 def test_what_the_notebook_writes_out_is_the_librarys(world):
-    texts = [" ".join(["no"] * n) for n in range(20)]
-    texts += ["0." + "0" * 40, "The capital of France is Paris.", "abcd" * 7, ""]
-    repeats, first_reached = written_out(study.NOTEBOOK, "repeats", "first_reached")
-    found = [repeats(text) for text in texts]
-    assert found == [hacking.repetitive(text) for text in texts] and set(found) == {True, False}
-    for record, decoding, level in [(r, d, x) for r in world[1]["es"][:4] for d in ("greedy", "t1") for x in (-20, -5)]:
+    hacked, first_reached = written_out(study.NOTEBOOK, "hacked", "first_reached")
+    runs = [(r, d) for arm in study.ARMS for r in world[1][arm] for d in ("greedy", "t1")]
+    found = [hacked(r["curve"][f"proxy_{d}"], r["curve"][f"right_{d}"]) for r, d in runs]
+    assert found == [collapse.end(r, d) == "hacked" for r, d in runs] and set(found) == {True, False}
+    for record, decoding, level in [(r, d, x) for r, d in runs[:8] for x in (-20, -5)]:
         library, here = collapse.right_at(record, decoding, at_proxy=level), first_reached(record, decoding, level)
         assert (here is None) if library is None else here == pytest.approx(library.mean(), abs=1e-4)
 
@@ -32,9 +29,7 @@ def test_what_the_notebook_writes_out_is_the_librarys(world):
 def test_where_a_run_first_comes_to_a_level():
     curve = {"proxy_greedy": [-9.0, -4.0, -1.0, -2.0], "right_greedy": [1.0, 0.8, 0.6, 0.7], "kl": [0.0, 0.5, 1.0, 2.0]}
     record = {"curve": curve | {"right_bits_greedy": ["80"] * 4}, "test": {"n": 1}}
-    assert study.reach(record, "greedy", "at_kl", 0.75)["line"] == pytest.approx(0.7)
     assert study.reach(record, "greedy", "at_proxy", -4)["at"] == -4.0
-    assert study.reach(record, "greedy", "at_proxy", -3)["best"] == 0.7  # at the end, though it was at -1 before
     assert "best" not in study.reach(record, "greedy", "at_kl", 0.5)
     assert study.reach(record, "greedy", "at_proxy", -0.5) == {}  # it never gets there
     assert study.reach(record, "greedy", "at_proxy", -10).keys() == {"first"}  # it began beyond
@@ -50,21 +45,14 @@ def test_what_a_walk_has_lost_by_the_same_step_is_given_back():
         collapse.right_at(run, "greedy", at_proxy=-4, walk=walk | {"curve": curve | {"step": [0, 2, 4]}})
 
 
-def test_a_group_without_runs_has_no_rows():
-    assert study.ends({"none": []}, "none").empty
-
-
 def test_figures_name_what_stands_out(world, drawn):
     run, records, found = world
-    fig, plotted = study.answer_figure(run, records, found)
-    assert csv_text(plotted) == (paths.FIGURES / "conciseness_answer.csv").read_text(encoding="utf-8")
-    assert [text.get_text() for text in fig.axes[1].texts] == ["ES does not get there"]  # at temperature 1, at -5
+    fig, plotted = study.levels(found)
+    assert csv_text(plotted) == (paths.FIGURES / "conciseness_levels.csv").read_text(encoding="utf-8")
+    assert [text.get_text() for text in fig.axes[0].texts] == ["ES does not get there"]  # at temperature 1, at -5
     fig, _ = study.es_map(run, records)
     walk, noise = fig.axes[0].lines
     critical = found["breaking sigma"]
     walked = critical * (run.es_population_size / run.es_steps) ** 0.5
     for place, value, grid in ((noise.get_ydata()[0], critical, run.sigma), (walk.get_xdata()[0], walked, run.alpha)):
         assert place == pytest.approx(np.interp(np.log(value), np.log(grid), range(len(grid))), abs=0.1)
-    fig, _ = study.gaps_by_end(records)
-    named = {text.get_text() for text in fig.axes[0].texts}
-    assert "sigma 0.03\nalpha 0.0015" in named and len(named) <= 2

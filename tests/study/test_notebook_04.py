@@ -3,7 +3,9 @@
 import pytest
 from evoalign_study import nb04_safety_judges as study
 from evoalign_study.results import answered
+from helpers import written_out
 
+from evoalign_lib.analysis import overoptimisation
 from evoalign_lib.tiny import scorers
 
 PROXIES = ("length 1", "praise 2")
@@ -29,6 +31,7 @@ def trained(arm, judge, seed, proxy=(1.0, 2.0, 3.0, 5.0), true=(0.2, 0.4, 0.3, -
     return {
         "spec": spec,
         "digest": f"{arm} {judge} {seed}",
+        "budget": {"completions": 2_000},
         "curve": curve,
         "test": {"greedy": replies, "t1": replies, "judges": JUDGED},
     }
@@ -64,6 +67,13 @@ def test_a_quantity_is_read_where_a_run_first_comes_to_a_place(of):
     assert study.at(of, own, "true", "greedy", None) is None
 
 
+def test_what_the_notebook_writes_out_is_the_librarys():
+    (read_at,) = written_out(study.NOTEBOOK, "read_at")
+    ways = (read_at, overoptimisation.read_at)
+    here, library = ([read([0, 1, 3], [0.5, 0.1, 0.2], level) for level in (0.5, 1, 2.5, 4)] for read in ways)
+    assert here == pytest.approx(library) and here[-1] is None
+
+
 def test_a_mean_needs_three_quarters_of_the_runs_on_each_judge_and_a_difference_two(of):
     assert study.difference(of, "true", "greedy", 9) is None
     for short in of["es"][:2]:  # two of four on the first judge
@@ -87,8 +97,8 @@ def test_sentences_tables_and_figures_are_made_of_results(of, drawn):
     reached = study.reached_rows(of, "greedy", (0.75, 3, None))["true reward"]
     assert " ".join(reached) == "0.35 0.14 - - -0.50 -0.50"
     ends = study.end_rows(of)
-    assert ends["arm"].tolist() == ["ES", "GRPO", "base"] and ends.iloc[0, 2] == "1.50 (1.50 to 1.50)"
-    for _, plotted in (study.answer_figure(of, found), study.replies(of), study.laws(of)):
+    assert ends["arm"].tolist() == ["ES", "GRPO", "base"] and ends.iloc[0, 2:4].tolist() == ["2", "1.50 (1.50 to 1.50)"]
+    for _, plotted in (study.answer_figure(of, found), study.wins(found), study.replies(of)):
         assert len(plotted)
     for own in of["grpo"]:
         own["curve"]["proxy_greedy"] = own["curve"]["proxy_t1"] = [1.0, 1.1, 1.2, 1.3]
