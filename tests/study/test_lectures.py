@@ -157,7 +157,7 @@ FIGURES |= {
         (nb05, "stability", "transfer horizon", "_runs", "greedy"),
         (nb05, "stability", "seeds", "", "greedy"),
         (nb07, "coverage", "pass_at_k matched support training accuracies", "", "value"),
-        (nb08, "geometry", "signal norms layers cosines theory", "", "value"),
+        (nb08, "geometry", "signal cosines theory", "", "value"),
         (nb08, "geometry", "drift", "", "y"),
         (nb09, "lmc", "plane", "", "across"),
         (nb09, "lmc", "barriers from_base noise likelihood", "", "value"),
