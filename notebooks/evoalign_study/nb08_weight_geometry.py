@@ -77,8 +77,6 @@ presets, TINY, SMOKE, FULL = runs.scales(
 )
 SHORTER = ("es", "grpo")
 """Arms that also have runs with fewer steps."""
-VARIATIONS = ("grpo", "grpo_rounded", "grpo_sgd", "grpo_sgd_rounded")
-"""GRPO with either optimiser, and with weights stored in either dtype."""
 PAIRS = (
     *(("es", arm) for arm in ("grpo", "dr_grpo", "sft", "es_sampled")),
     ("es_sampled", "grpo"),
@@ -258,19 +256,6 @@ def displacement_table(run: SimpleNamespace, records: Records) -> DataFrame:
     random = {"arm": "a random direction", "norm": "any", "head over its size": "1.00"}
     rows.append(dict.fromkeys(rows[0], "") | random | {"distance from even": f"< {null.distance:.3f}"})
     return DataFrame(rows)
-
-
-def factorial_table(run: SimpleNamespace, records: Records) -> DataFrame:
-    """Return a row per optimiser and dtype of GRPO: learning rate, unchanged weights, norm, head, and test accuracy."""
-    return DataFrame(
-        {"optimiser": "SGD" if style.ARMS[arm].options.get("optim") == "sgd" else "AdamW"}
-        | {"weights": style.ARMS[arm].weights, "learning rate": f"{own[0]['spec']['learning_rate']:g}"}
-        | {"runs": len(own), "stay, bfloat16, % [95 %]": stays(records, arm).format()}
-        | {"norm": _mean_and_std(norms(records, arm), ".2f")}
-        | {"head over its size": _mean_and_std(quantities.head_shares(displacements(records, arm)), ".2f")}
-        | under("{}, % [95 %]", lambda d, own=own: stats.crossed_bootstrap(accuracy_matrix(own, d)).format())
-        for arm, own in ((arm, records[arm]) for arm in VARIATIONS)
-    )
 
 
 # ---- cosines
@@ -486,14 +471,14 @@ def results(run: SimpleNamespace, records: Records) -> Results:
     """Return by name the numbers that the answers and the paper's macros quote; shares are fractions."""
     size, many = run.shrunk["es"], max(run.means["es"])
     entries: Results = {"size": size, "many": many}
-    entries |= {f"{arm} runs": len(records[arm]) for arm in ("es", "es_sampled", *VARIATIONS, FIRST_STEP)}
+    entries |= {f"{arm} runs": len(records[arm]) for arm in ("es", "es_sampled", "grpo", "grpo_sgd")}
     for arm in ("es", "grpo"):
         entries |= {f"{arm} norm": norms(records, arm).mean(), f"{arm} common": signal(records, arm).share}
     for arm in ("grpo", "grpo_sgd"):
         entries[f"{arm} head"] = quantities.head_shares(displacements(records, arm)).mean()
     ratios = over_walk(records, "es")
     entries["es walk"] = stats.bootstrap_mean(ratios) if len(ratios) else None
-    entries |= {f"{arm} stays": stays(records, arm) for arm in VARIATIONS}
+    entries |= {f"{arm} stays": stays(records, arm) for arm in ("grpo_rounded", "grpo_sgd_rounded")}
     pairs = [*product(REWARDED, (*STEPPED, FIRST_STEP)), *LIMITS]
     cosines = {pair: corrected(records, *pair) for pair in pairs}
     entries |= {f"{a} {b} cosine": cosine.value for (a, b), cosine in cosines.items()}
