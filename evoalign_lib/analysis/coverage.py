@@ -63,12 +63,6 @@ class Support:
         return float(ratio(self.won, self.kept + self.won))
 
     @property
-    def sds(self) -> float:
-        """Support dynamic score, the harmonic mean of SRR and NDR; NaN if either is NaN."""
-        both = self.kept * self.won
-        return float(ratio(2 * both, self.kept**2 + 2 * both + self.won * self.lost))
-
-    @property
     def nscr(self) -> float:
         """Net support change rate, (E - S) / (P + E + S): positive if the support grows, negative if it shrinks."""
         return float(ratio(self.won - self.lost, self.kept + self.won + self.lost))
@@ -419,27 +413,6 @@ def _effects(means: NDArray[np.float64], n: int) -> Effects:
     rows, columns = (c + d - a - b) / 2, (b + d - a - c) / 2
     contrasts = rows, columns, d - c - b + a, np.abs(rows) - np.abs(columns)
     return Effects(*(interval_of(contrast[0], contrast[1:], n) for contrast in contrasts))
-
-
-def accuracy_bins(probabilities: ArrayLike, edges: ArrayLike | None = None) -> NDArray[np.int64]:
-    """Count the problems by accuracy: exactly 0, between two edges (the upper one included), and exactly 1.
-
-    probabilities: (..., problems), accuracies of single samples. edges: (edges,), rising from 0 to 1; tenths by
-    default, which gives the 12 bins {0}, (0, .1], ..., (.8, .9], (.9, 1), {1}.
-    Returns (..., edges + 1) counts. Accuracies of exactly 0 and 1 have bins of their own.
-    Raises ValueError for no problems, probabilities outside [0, 1], or edges that do not rise from 0 to 1.
-    Source: the bins of arXiv 2608.12679.
-
-    >>> accuracy_bins([0.0, 0.25, 0.5, 0.51, 1.0, 1.0], [0, 0.5, 1]).tolist()
-    [1, 2, 1, 2]
-    """
-    p = _probabilities(probabilities, "probabilities")
-    bounds = array("edges", np.linspace(0, 1, 11) if edges is None else edges, 1, least=2)
-    rise = bounds[0] == 0 and bounds[-1] == 1 and (np.diff(bounds) > 0).all()
-    require(rise, f"edges {bounds.tolist()} must rise from 0 to 1")
-    index = np.searchsorted(bounds[:-1] * (1 + _SLACK), p, side="left")
-    index[p == 1] = len(bounds)
-    return (index[..., None] == np.arange(len(bounds) + 1)).sum(axis=-2)
 
 
 def answer_entropy(counts: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -219,23 +219,6 @@ def cells_table(run: SimpleNamespace, records: Records) -> DataFrame:
     )
 
 
-def spent_table(run: SimpleNamespace, records: Records) -> DataFrame:
-    """Return a row per cell and per kind of fine-tuning: setting, displacement, importance ratios, and cost."""
-    short = {"sigma": "sigma", "alpha": "alpha", "learning_rate": "rate"}
-    shares = {"effective_share": "effective samples, %", "clipped_share": "clipped, %"}
-    rows = []
-    for (who, update), group in _named_cells().items():
-        spec, made = records[group][0]["spec"], DataFrame(records[group])
-        chosen = ", ".join(f"{words} {spec[name]:g}" for name, words in short.items() if name in spec)
-        row = {"who writes": who, "update": update, "setting": chosen, "norm": f"{made['update_norm'].mean():.2f}"}
-        rollouts = DataFrame([record.get("rollouts", {}) for record in records[group]])
-        spent = DataFrame(made["budget"].tolist()).mean()
-        row |= {head: f"{100 * rollouts[what].mean():.1f}" if what in rollouts else "" for what, head in shares.items()}
-        row |= {"TFLOP": f"{spent['forward_flops'] / 1e12:.1f}", "core-seconds": f"{spent['core_seconds']:.0f}"}
-        rows.append(row)
-    return DataFrame(rows)
-
-
 def _of_cells(read: Any) -> list[list[Any]]:
     """Apply a function to each cell's group; rows are the rollouts, columns the updates."""
     return [[read(CELLS[who, update]) for update in UPDATES] for who in ROLLOUTS]
@@ -360,34 +343,14 @@ def seconds_table(run: SimpleNamespace, records: Records) -> DataFrame:
     return DataFrame(rows)
 
 
-def along(records: Records, group: str, field: str) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the curve of each part of a group: FLOPs of all parts so far, and the mean of a field over runs."""
-    curves, before = [], 0.0
-    for part in zip(*parts(records, group), strict=True):
-        spent = np.mean([record["curve"]["forward_flops"] for record in part], axis=0)
-        curves.append((before + spent, np.mean([record["curve"][field] for record in part], axis=0)))
-        before += spent[-1]
-    return curves
-
-
 # ---- what these sections find
 
 
 def results(records: Records) -> Results:
     """Return the numbers behind the answers and the paper's macros, by name; shares are fractions."""
-    change, right = (effects(records, asked, _RESAMPLES) for asked in (CHANGE, RIGHT))
-    entries: Results = {"update change": change.columns, "rollouts change": change.rows}
-    entries |= {"update right": right.columns, "rollouts right": right.rows}
-    for group in ("grpo_perturbed", "es_weighted"):
-        entries[f"{group} effective"] = np.mean([r["rollouts"]["effective_share"] for r in records[group]])
-    for group in ORDERS.values():
-        entries |= {f"{group} right": value(records, group, RIGHT), f"{group} solved": value(records, group, SOLVED)}
     exact = effects(records, CHANGE)
-    entries |= {"update change judged": exact.columns, "rollouts change judged": exact.rows}
-    alone = chances(records, "grpo", "t1")
-    for group in COMPOSED:
-        entries[f"{group} behind"] = stats.crossed_bootstrap(chances(records, group, "t1"), alone)
-    return entries
+    entries: Results = {"update change judged": exact.columns, "rollouts change judged": exact.rows}
+    return entries | {f"{group} right": value(records, group, RIGHT) for group in ORDERS.values()}
 
 
 # ---- figures: each returns the figure and what it plots
@@ -434,26 +397,3 @@ def figure_cells(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, Da
         ax.axhline(0, **plots.NULL)
     plots.key(fig, left, 2)
     return fig, concat([course, ends[["panel", "cell", "value"]]])
-
-
-def figure_composed(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw greedy accuracy and coverage along runs of one arm and of two, at equal FLOPs."""
-    points = DataFrame(
-        {"panel": title, "runs": words, "arm": part["spec"]["arm"], "across": x / 1e12, "value": 100 * y}
-        for field, title in ALONG.items()
-        for words, group in ORDERS.items()
-        for part, curve in zip(parts(records, group)[0], along(records, group, field), strict=True)
-        for x, y in zip(*curve, strict=True)
-    )
-    strokes = dict(zip(ORDERS, ("-", "-", "--", ":"), strict=True))
-    fig, axes, shown = plots.panels(points, "panel", 2.4)
-    for ax, title, panel in shown:
-        for words, part in panel.groupby("runs", sort=False):
-            looks = {arm: plots.look(arm, ls=strokes[words], ms=3.5, markevery=0.25) for arm in ("es", "grpo")}
-            plots.lines(ax, part, "across", "value", "arm", looks)
-        ax.set(title=title, xlabel="forward-equivalent TFLOP, all parts")
-    axes[0].set(ylabel="validation problems, %")
-    named = {"one arm alone": "-"} | {words: strokes[words] for words in list(ORDERS)[2:]}
-    strokes_ = [plots.handle(words, color="#444444", ls=stroke) for words, stroke in named.items()]
-    plots.key(fig, [*(plots.of_arm(arm, ms=4) for arm in ("es", "grpo")), *strokes_], 5)
-    return fig, points

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib import pyplot as plt
-from pandas import DataFrame, concat
+from pandas import DataFrame
 
 from evoalign_lib import tiny
 from evoalign_lib.analysis import coverage, stats
@@ -19,11 +19,11 @@ from evoalign_study import coverage_factors as factors
 from evoalign_study import loading, plots, runs, style, weight_cache
 from evoalign_study.coverage_factors import BASE, CELLS, COMPOSED, chances, reach_name
 from evoalign_study.kinds.decode import sampled_specs
-from evoalign_study.kinds.weights import VALIDATED_BY, answers_spec, coverage_spec, perturbed_specs
+from evoalign_study.kinds.weights import answers_spec, coverage_spec, perturbed_specs
 from evoalign_study.loading import After, Groups, Records
 from evoalign_study.measures.base import label
 from evoalign_study.records import Record, ledger_file, unpack_bits, unpack_integers, unpack_probabilities
-from evoalign_study.results import Results, stated, told
+from evoalign_study.results import Results, stated
 
 NOTEBOOK = "07_solution_coverage"
 CLAIMS = ("C18", "C18c", "C19b", "E13", "C36", "E12")
@@ -39,17 +39,6 @@ KS = (1, 16, 256, 1024)
 """Numbers of samples k at which tables show pass@k."""
 CURVE = np.unique(np.geomspace(1, 1024, 41).round()).astype(int)
 """Numbers of samples k at which curves are drawn and crossings are sought."""
-PUBLISHED = {
-    ("ProRL-1.5B v1", "1"): (2400, 36, 163, 805),
-    ("ProRL-1.5B v2", "1"): (2388, 48, 175, 793),
-    ("Skywork-OR1-7B", "1"): (2685, 26, 86, 607),
-    ("OLMo-2-1B", "1"): (761, 83, 104, 599),
-    ("Minerva, SFT", "3"): (154, 28, 18, 72),
-    ("Minerva, DAPO", "3"): (138, 12, 34, 88),
-    ("Olympiad, SFT", "3"): (503, 49, 25, 98),
-    ("Olympiad, DAPO", "3"): (467, 25, 61, 122),
-}
-"""(Model or test, table in arXiv 2507.14843 version 4) -> numbers of problems kept, won, lost and out."""
 _RESAMPLES = 2000
 presets, TINY, SMOKE, FULL = runs.scales(
     {
@@ -228,7 +217,7 @@ def at_equal_accuracy(run: SimpleNamespace, records: Records) -> Results:
     interpolated linearly between measured temperatures.
 
     "level" is that pass@1; "more" is how much more ES solves within 256 samples, its interval from the resamples in
-    which both arms reach the end; "without" is the share of resamples in which one does not. All are fractions.
+    which both arms reach the end. All are fractions.
     Intervals are over runs and problems, with both arms on the same problems.
     """
     ats = [label(t) for t in sorted(run.coverage_temperatures)]
@@ -256,7 +245,6 @@ def at_equal_accuracy(run: SimpleNamespace, records: Records) -> Results:
     for end, level, more, draws in zip(("hot", "cold"), *values, drawn.T, strict=True):
         known = [] if np.isnan(more) else draws[~np.isnan(draws)]
         found |= {f"{end} level": level, f"{end} more": stats.interval_of(more, known, n)}
-        found[f"{end} without"] = float(np.isnan(draws).mean())
     return found
 
 
@@ -303,16 +291,6 @@ def own_support_table(run: SimpleNamespace, records: Records) -> DataFrame:
     table = support_table(run, records, OWN)
     table.insert(2, "own temperature", [own_temperatures(records, model) for model in MODELS])
     return table
-
-
-def published_table() -> DataFrame:
-    """Return the published counts and the ratios that follow from them."""
-    return DataFrame(
-        {"model or test": what, "table": table}
-        | dict(zip(_REGIONS, map(str, counts), strict=True))
-        | {part.upper(): f"{getattr(Support(*counts), part):.3f}" for part in ("srr", "ndr", "sds", "nscr")}
-        for (what, table), counts in PUBLISHED.items()
-    )
 
 
 # ---- samples
@@ -405,27 +383,13 @@ def perturbed_table(run: SimpleNamespace, records: Records) -> DataFrame:
 def results(run: SimpleNamespace, records: Records) -> Results:
     """Return by name the numbers that the answers and the paper's macros quote; shares are fractions."""
     entries: Results = {"problems": records[reach_name(BASE)][0]["n"], "within": SOLVED_WITHIN}
-    # the one at which `VALIDATED_BY` copies, or all if fewer, solve most validation problems
-    solved_by = {sigma: copies(records, sigma, VALIDATED_BY, "validation").mean() for sigma in run.perturbed_sigmas}
-    entries |= {"runs": len(records["es"]), "sigma": max(solved_by, key=solved_by.get)}
-    for model in (BASE, "es", "es_sampled", "grpo"):
-        entries |= {f"{model} at 1": solved(records, model, "t1"), f"{model} at own": solved(records, model, OWN)}
-    entries |= {f"{model} cold": change(records, model, "t0.6") for model in ("es", "grpo")}
-    entries |= {f"{model} change": change(records, model, "t1") for model in ("es", "grpo", "es_random", MEAN)}
-    entries["es change less its walk's"] = change(records, "es", "t1", less="es_random")
+    entries["runs"] = len(records["es"])
+    entries |= {f"{model} at 1": solved(records, model, "t1") for model in (BASE, "es", "grpo")}
+    entries |= {f"{model} change": change(records, model, "t1") for model in ("es", "grpo")}
     for at in ("t0.6", "t1"):
         right, base = (chances(records, model, at) for model in ("es", BASE))
         entries[f"es gained {at}"] = stats.crossed_bootstrap(right, np.repeat(base, len(right), 0))
-    entries |= at_equal_accuracy(run, records)
-    chance = null(records, "t1")
-    entries |= {"null low": chance.low, "null high": chance.high}
-    entries["copies"] = solved_by_copies(records, entries["sigma"])
-    for key in ("es change", "es cold", "grpo change", "grpo cold"):  # which way a change goes, if any
-        changed = entries[key]
-        entries[f"{key} said"] = "a gain" if changed.low > 0 else "a loss" if changed.high < 0 else "not told from none"
-    shown = [f"{name(run, m)} {{{m} at 1}} and {{{m} at own}}" for m in (BASE, "es", "es_sampled", "grpo")]
-    entries |= {"heats": told("; ".join(shown), entries), "name of the mean": name(run, MEAN)}
-    return entries | factors.results(records) | {"base's own temperature": own_temperatures(records, BASE)}
+    return entries | at_equal_accuracy(run, records) | factors.results(records)
 
 
 # ---- figures: each returns the figure and the data that it plots
@@ -464,23 +428,6 @@ def figure_pass_at_k(run: SimpleNamespace, records: Records) -> tuple[plt.Figure
     return fig, points[["panel", "model", "k", "value"]]
 
 
-def figure_matched(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw pass@256 against pass@1, with a curve per model through its temperatures."""
-    points = DataFrame(
-        {"model": name(run, model), "temperature": t, "across": 100 * one.mean(), "value": 100 * many.mean()}
-        for model, t in product(_CURVES, run.coverage_temperatures)
-        for one, many in [[coverage.pass_at(chances(records, model, label(t)), k) for k in (1, SOLVED_WITHIN)]]
-    )
-    fig, ax = plt.subplots(figsize=(0.8 * style.PAGE, 3.0))
-    hollow, full = {"ms": 3, "mfc": "white"}, {"ms": 6, "label": None}
-    for shown, how in ((points, hollow), (points[points["temperature"] == 1], full)):
-        marked = {name: look | {"markevery": 1, "marker": look["marker"] or "o"} for name, look in _looks(run).items()}
-        plots.lines(ax, shown, "across", "value", "model", {name: look | how for name, look in marked.items()})
-    ax.set(xlabel="solved by one sample, %", ylabel=f"solved within {SOLVED_WITHIN} samples, %", xlim=(0, None))
-    plots.key(fig, ax, 4)
-    return fig, points
-
-
 def figure_support(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw a diagram of the four regions, and each model's problems won and lost in 256 samples at temperature 1."""
     means = {model: DataFrame(map(vars, supports(records, model, "t1"))).mean() for model in _DRAWN}
@@ -506,31 +453,38 @@ def figure_support(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, 
     return fig, points
 
 
-def figure_training(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw problems won and lost against the base along training, within 256 samples at temperature 1."""
-    shown = ("es", "es_sampled", "grpo", "dr_grpo", "es_random")
-    points = concat(
-        DataFrame({"panel": what, "model": name(run, arm), "step": records[arm][0]["curve"]["step"]}).assign(
-            value=100 * np.mean([record["curve"][f"{what}_t1"] for record in records[arm]], axis=0)
-        )
-        for what, arm in product(("won", "lost"), shown)
+def figure_matched(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
+    """Draw pass@256 against pass@1, with a curve per model through its temperatures."""
+    points = DataFrame(
+        {"model": name(run, model), "temperature": t, "across": 100 * one.mean(), "value": 100 * many.mean()}
+        for model, t in product((each for each in _CURVES if each != MEAN), run.coverage_temperatures)
+        for one, many in [[coverage.pass_at(chances(records, model, label(t)), k) for k in (1, SOLVED_WITHIN)]]
     )
-    share = points.assign(share=100 * points["step"] / points.groupby("model")["step"].transform("max"))
-    labels = {"xlabel": "steps of the run, %", "ylabel": "validation problems, %", "ylim": (0, None)}
-    fig, _ = plots.grid(share, "share", "value", "model", _looks(run), 2.6, 5, **labels)
+    fig, ax = plt.subplots(figsize=(0.8 * style.PAGE, 3.0))
+    hollow, full = {"ms": 3, "mfc": "white"}, {"ms": 6}
+    for shown, how in ((points, hollow), (points[points["temperature"] == 1], full)):
+        marked = {name: look | {"markevery": 1, "marker": look["marker"] or "o"} for name, look in _looks(run).items()}
+        plots.lines(ax, shown, "across", "value", "model", {name: look | how for name, look in marked.items()})
+    beside = {name(run, "es_random"): (-14, -21, "left"), name(run, "es_sampled"): (-4, -12, "right")}
+    for model, each in points.groupby("model"):  # named at the coldest end, the null at its hottest
+        end = each.iloc[-1 if model == name(run, "es_random") else 0][["across", "value"]]
+        x, y, side = beside.get(model, (-6, -3, "right"))
+        how = {"color": _looks(run)[model]["color"], "ha": side, "fontsize": 8}
+        ax.annotate(model, end, xytext=(x, y), textcoords="offset points", **how)
+    ax.set(xlabel="solved by one sample, %", ylabel=f"solved within {SOLVED_WITHIN} samples, %", xlim=(0, None))
     return fig, points
 
 
 def figure_accuracies(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw the numbers of problems by the chance that one sample at temperature 1 is right."""
-    edges = np.array([0.0, 0.001, 0.01, 0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0])
-    names = ["0", *(f"to {edge:g}" for edge in edges[1:-1]), "below 1", "1"]
-    shown = {name(run, model): chances(records, model, "t1") for model in (BASE, "es", "es_sampled", "grpo", "sft")}
-    counted = {model: coverage.accuracy_bins(chance, edges).mean(0) for model, chance in shown.items()}
-    points = concat(DataFrame({"model": model, "chance": names, "value": n}) for model, n in counted.items())
-    looks = {model: look | {"marker": None, "lw": 1.6} for model, look in _looks(run).items()}
-    fig, ax = plt.subplots(figsize=(style.PAGE, 2.8))
-    plots.lines(ax, points, "chance", "value", "model", looks, drawstyle="steps-mid")
-    ax.set(xlabel="chance that one sample is right, up to", ylabel="problems", ylim=(0, None))
+    """Draw the share of problems that one sample at temperature 1 solves with at least a given chance."""
+    points = DataFrame(
+        {"model": name(run, model), "chance": at, "value": 100 * (chances(records, model, "t1") >= at).mean()}
+        for model in (BASE, "es", "es_sampled", "grpo", "sft")
+        for at in np.geomspace(1e-5, 1, 61)
+    )
+    fig, ax = plt.subplots(figsize=(0.8 * style.PAGE, 2.8))
+    plots.lines(ax, points, "chance", "value", "model", _looks(run))
+    ax.set(xscale="log", xlabel="chance that one sample is right, at least", ylabel="problems, %", ylim=(0, 101))
+    ax.axvline(1 / SOLVED_WITHIN, **plots.NULL)
     plots.key(fig, ax, 5)
     return fig, points

@@ -77,8 +77,6 @@ presets, TINY, SMOKE, FULL = runs.scales(
 )
 SHORTER = ("es", "grpo")
 """Arms that also have runs with fewer steps."""
-VARIATIONS = ("grpo", "grpo_rounded", "grpo_sgd", "grpo_sgd_rounded")
-"""GRPO with either optimiser, and with weights stored in either dtype."""
 PAIRS = (
     *(("es", arm) for arm in ("grpo", "dr_grpo", "sft", "es_sampled")),
     ("es_sampled", "grpo"),
@@ -193,7 +191,7 @@ def _merged(run: SimpleNamespace, records: Records, scale: str, varied: Iterable
 
 
 def ends(run: SimpleNamespace, records: Records) -> tuple[str, str, str]:
-    """Return what section 7 compares: a base and two ends of training from it.
+    """Return what the appendix compares: a base and two ends of training from it.
 
     Raises:
         ValueError: `run.ends` is neither empty nor a pair.
@@ -258,19 +256,6 @@ def displacement_table(run: SimpleNamespace, records: Records) -> DataFrame:
     random = {"arm": "a random direction", "norm": "any", "head over its size": "1.00"}
     rows.append(dict.fromkeys(rows[0], "") | random | {"distance from even": f"< {null.distance:.3f}"})
     return DataFrame(rows)
-
-
-def factorial_table(run: SimpleNamespace, records: Records) -> DataFrame:
-    """Return a row per optimiser and dtype of GRPO: learning rate, unchanged weights, norm, head, and test accuracy."""
-    return DataFrame(
-        {"optimiser": "SGD" if style.ARMS[arm].options.get("optim") == "sgd" else "AdamW"}
-        | {"weights": style.ARMS[arm].weights, "learning rate": f"{own[0]['spec']['learning_rate']:g}"}
-        | {"runs": len(own), "stay, bfloat16, % [95 %]": stays(records, arm).format()}
-        | {"norm": _mean_and_std(norms(records, arm), ".2f")}
-        | {"head over its size": _mean_and_std(quantities.head_shares(displacements(records, arm)), ".2f")}
-        | under("{}, % [95 %]", lambda d, own=own: stats.crossed_bootstrap(accuracy_matrix(own, d)).format())
-        for arm, own in ((arm, records[arm]) for arm in VARIATIONS)
-    )
 
 
 # ---- cosines
@@ -479,24 +464,6 @@ def remedy_table(run: SimpleNamespace, records: Records) -> DataFrame:
     )
 
 
-def skills_table(run: SimpleNamespace, records: Records) -> DataFrame:
-    """Return a row per kind of model and skill: greedy accuracy and KL from the base, means over models."""
-    several = max(size for size in run.means["es"] if len(records[f"es mean={size}"]) > 1)
-    kinds = {label("base"): records["es times 0"]} if 0 in run.multiples else {}
-    kinds |= {f"{label(arm)}, one run": records[f"{arm} mean=1"] for arm in ("es", "grpo", "es_random", "grpo_random")}
-    kinds[f"{label('es')}, mean of {several}"] = records[f"es mean={several}"]
-
-    def told_of(models: Sequence[Record], skill: str) -> str:
-        means = DataFrame([model["skills"][skill] for model in models]).mean()
-        return f"{100 * means['greedy']:.1f}; {means['kl']:.3f}"
-
-    return DataFrame(
-        {"model": name, "models": len(models)}
-        | {f"{skill}: right, %; KL": told_of(models, skill) for skill in models[0]["skills"]}
-        for name, models in kinds.items()
-    )
-
-
 # ---- results
 
 
@@ -504,43 +471,36 @@ def results(run: SimpleNamespace, records: Records) -> Results:
     """Return by name the numbers that the answers and the paper's macros quote; shares are fractions."""
     size, many = run.shrunk["es"], max(run.means["es"])
     entries: Results = {"size": size, "many": many}
-    entries |= {f"{arm} runs": len(records[arm]) for arm in ("es", "es_sampled", *VARIATIONS, FIRST_STEP)}
+    entries |= {f"{arm} runs": len(records[arm]) for arm in ("es", "es_sampled", "grpo", "grpo_sgd")}
     for arm in ("es", "grpo"):
         entries |= {f"{arm} norm": norms(records, arm).mean(), f"{arm} common": signal(records, arm).share}
-    entries["longer"] = entries["es norm"] / entries["grpo norm"]
     for arm in ("grpo", "grpo_sgd"):
         entries[f"{arm} head"] = quantities.head_shares(displacements(records, arm)).mean()
-    for arm in ("es", "es_random"):
-        ratios = over_walk(records, arm)
-        entries[f"{arm} walk"] = stats.bootstrap_mean(ratios) if len(ratios) else None
-    entries |= {f"{arm} stays": stays(records, arm) for arm in VARIATIONS}
+    ratios = over_walk(records, "es")
+    entries["es walk"] = stats.bootstrap_mean(ratios) if len(ratios) else None
+    entries |= {f"{arm} stays": stays(records, arm) for arm in ("grpo_rounded", "grpo_sgd_rounded")}
     pairs = [*product(REWARDED, (*STEPPED, FIRST_STEP)), *LIMITS]
     cosines = {pair: corrected(records, *pair) for pair in pairs}
     entries |= {f"{a} {b} cosine": cosine.value for (a, b), cosine in cosines.items()}
     entries["raw cosine"] = cosines["es", "grpo"].run_cosine
     entries |= _along_results(run, records) | {"null own greedy": own_part(records, "es_random", "greedy")}
-    for decoding in DECODINGS:
-        entries[f"own {decoding}"] = own_part(records, "es", decoding)
-        if 0 in run.multiples:
-            walks, base = (accuracy_matrix(records[group], decoding) for group in ("random", "es times 0"))
-            entries[f"fresh {decoding}"] = stats.crossed_bootstrap(walks, base[0])
+    entries |= {f"own {decoding}": own_part(records, "es", decoding) for decoding in DECODINGS}
+    if 0 in run.multiples:
+        walks, base = (accuracy_matrix(records[group], "greedy") for group in ("random", "es times 0"))
+        entries["fresh greedy"] = stats.crossed_bootstrap(walks, base[0])
     mean = f"es mean={size}"
-    entries |= {f"kept {decoding}": accuracy_difference(records, mean, "es mean=1", decoding) for decoding in DECODINGS}
+    entries["kept greedy"] = accuracy_difference(records, mean, "es mean=1")
     entries["over shrunk"] = accuracy_difference(records, mean, f"es shrunk={size}")
     kinds = {"single": "es mean=1", "null": "es_random mean=1", "grpo": "grpo mean=1", "mean": mean}
     for name, group in (kinds | {"most": f"es mean={many}"}).items():
         entries[f"{name} right"] = accuracies(records[group]).mean()
         entries[f"{name} drift"] = stats.bootstrap_mean(skills(records[group], "kl"))
-        entries[f"{name} skills"] = stats.bootstrap_mean(skills(records[group], "greedy"))
-    drifts, shed = [], []
     for i, (steps, ratio) in enumerate(equal_gain(run, records)):
         entries |= {f"steps {i}": steps, "steps last": steps, f"equal {i}": ratio, "equal last": ratio}
-        drifts.append(f"{stated(ratio, '.2f')} after {steps}")
-    for i, (words, group) in enumerate(remedies(run).items()):
-        ratio, gain = drift_ratio(records, group, "es mean=1"), accuracy_difference(records, group, "es mean=1")
-        entries |= {f"remedy {i}": ratio, f"remedy {i} gain": gain, "remedy last": ratio}
-        shed.append(f"{words}: {stated(ratio, '.2f')} times and {stated(gain)} points (n = {ratio.n})")
-    return entries | {"drifts": ", ".join(drifts), "shed": "; ".join(shed)}
+    for i, group in enumerate(remedies(run).values()):
+        gain = accuracy_difference(records, group, "es mean=1")
+        entries |= {f"remedy {i}": drift_ratio(records, group, "es mean=1"), f"remedy {i} gain": gain}
+    return entries
 
 
 def _along_results(run: SimpleNamespace, records: Records) -> Results:
@@ -552,10 +512,8 @@ def _along_results(run: SimpleNamespace, records: Records) -> Results:
     entries: Results = {"turn": turn, "early": early, "ceiling": attenuation.expected_share(1, end, N, record["d"])}
     for name, last in {"early": early, "turn": turn, "end": end}.items():
         found = from_base[last]
-        entries |= {f"{name} share": found.signal.share, f"{name} rho": found.rho, f"{name} along": found.along}
-    shares = (f"{stated(each.signal.share, '.2%')} after {last}" for last, each in from_base.items())
-    entries |= {"shares": ", ".join(shares), "late z": max(each.z for each in along if each.first >= turn)}
-    entries["late along"] = along[-1].along
+        entries |= {f"{name} share": found.signal.share, f"{name} rho": found.rho}
+    entries["late z"] = max(each.z for each in along if each.first >= turn)
     entries["predicted end"] = entries["turn share"].value * turn / end
     new = records | {"es": [one for one in records["es"] if one["spec"]["seed"] >= PILOT]}
     enough = len(new["es"]) > 1
@@ -601,47 +559,6 @@ def _base_right(records: Records, decoding: str = "greedy") -> float:
     return float(np.mean(records["base"][0]["test"][decoding]))
 
 
-def figure_norms(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw every run's norm and, for ES arms, its ratio to a random walk's, with the band of a random direction."""
-    walkers = [arm for arm in TRAINED if trainers.of(arm).has_members]
-    points = DataFrame(
-        {"panel": panel, "arm": arm, "value": value}
-        for panel, shown, read in (("norm", TRAINED, norms), ("over the walk's", walkers, over_walk))
-        for arm in shown
-        for value in read(records, arm)
-    )
-    fig, (left, right), shown = plots.panels(points, "panel", 2.8, width_ratios=(1.8, 1))
-    right.axhspan(*geometry.norm_band(displacements(records, "es").d), color="#DDDDDD", lw=0)
-    right.axhline(1, **plots.NULL)
-    for ax, _, panel in shown:
-        plots.strip(ax, {label(arm): [(arm, each)] for arm, each in panel.groupby("arm", sort=False)}, "value")
-        ax.tick_params(axis="x", labelsize=6, rotation=60)
-    left.set(ylim=(0, None), ylabel="norm of the displacement", title="every run")
-    right.set(ylabel="norm / norm of a walk", title="ES arms")
-    return fig, points
-
-
-def figure_layers(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw each layer's share of the squared displacement over its share of the weights, mean and range over runs."""
-    shown = ("es", "es_random", "grpo", "grpo_sgd", "grpo_random", "sft")
-    points = DataFrame(
-        {"arm": arm, "layer": name, "value": ratios.mean(), "low": ratios.min(), "high": ratios.max()}
-        for arm in shown
-        for moved in [displacements(records, arm)]
-        for name, ratios in zip(moved.names, moved.shares / moved.size_shares[:, None], strict=True)
-    )
-    fig, ax = plt.subplots(figsize=(style.PAGE, 2.6))
-    for k, (arm, each) in enumerate(points.groupby("arm", sort=False)):
-        across = np.arange(len(each)) + 0.12 * (k - (len(shown) - 1) / 2)
-        plots.whiskers(ax, each, across, **plots.look(arm, ls="", ms=4, elinewidth=0.8, capsize=1.5))
-    ax.axhline(1, **plots.NULL)
-    ax.set(yscale="log", ylabel="share of |D|² / share of weights")
-    ax.set_xticks(range(points["layer"].nunique()), points["layer"].unique())
-    ax.grid(axis="x", visible=False)
-    plots.key(fig, ax, 6)
-    return fig, points
-
-
 def figure_cosines(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw the cosines of what runs share, by what is rewarded and how GRPO steps, and those that bound the reading."""
     panels = {(a, b): (REWARDED[a], STEPPED[b]) for a, b in product(REWARDED, STEPPED)}
@@ -654,7 +571,7 @@ def figure_cosines(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, 
     for arm in REWARDED:
         own = points[points["panel"] == REWARDED[arm]]
         at = own["pair"].map({name: x for x, name in enumerate(STEPPED.values())})
-        plots.whiskers(left, own, at, **plots.look(arm, ms=5, lw=1, capsize=3, label=REWARDED[arm]))
+        plots.whiskers(left, own, at, **plots.look(arm, ms=5, lw=1, capsize=3, label=f"ES, {REWARDED[arm]}"))
         for x, value in zip(at, own["value"], strict=True):
             left.annotate(f"{value:.2f}", (x, value), xytext=(7, -10), textcoords="offset points", fontsize=8)
     left.set(
@@ -663,6 +580,7 @@ def figure_cosines(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, 
         ylabel="cosine of what runs share",
         xlabel="GRPO is stepped by",
         title="ES and GRPO",
+        yticks=np.arange(0, 1.1, 0.2),
     )
     left.set_xticks(range(len(STEPPED)), list(STEPPED.values()))
     left.legend(loc="upper left")
@@ -730,33 +648,24 @@ def figure_theory(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, D
 
 
 def figure_drift(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw drift and accuracy on skills that no reward touches against accuracy on the task.
-
-    For each arm a line joins the means of its runs in the order of their numbers of steps.
-    """
-    drifting = ("es", "es_sampled", "es_random", "grpo", "grpo_random", "sft")
-    looks = {f"{arm} mean=1": plots.look(arm, ms=4, ls="") for arm in drifting}
-    for arm in SHORTER:
-        looks[f"{arm}, by steps"] = plots.look(arm, marker=".", ms=3, lw=1, label=f"{label(arm)}, by steps")
-    hollow, size = {"mfc": "white", "ms": 5, "ls": ""}, run.shrunk["es"]
-    looks[f"es mean={size}"] = plots.look("es", label=f"{label('es')}, mean of {size}", **hollow)
-    anchored = [(words, group) for words, group in remedies(run).items() if group.startswith("es_anchored")]
-    for (words, group), fill in zip(anchored, (style.ARMS["es_anchored"].color, "white"), strict=False):
-        looks[group] = plots.look("es_anchored", label=words, **hollow | {"mfc": fill})
-    looks["random"] = {"color": "black", "marker": "x", "ms": 4, "ls": "", "label": "random direction as long as ES"}
-    by_length = {f"{arm}, by steps": [models for _, models in by_steps(run, records, arm)] for arm in SHORTER}
+    """Draw the drift off the task against accuracy on it, of runs by their steps and of walks that learned nothing."""
+    means = [records[f"es mean={size}"] for size in run.means["es"]]
+    drawn = {arm: [models for _, models in by_steps(run, records, arm)] for arm in SHORTER} | {"means": means}
+    drawn |= {"es_random": [[model] for model in records["es_random mean=1"]]}
+    drawn |= {"random": [[model] for model in records["random"]]}
+    looks = {arm: plots.look(arm, ms=4, lw=1.2, label=f"{label(arm)}, by steps") for arm in SHORTER}
+    looks["means"] = plots.look("es", ms=4, mfc="white", ls=":", label="mean of more and more runs of ES")
+    looks["es_random"] = plots.look("es_random", ms=4, ls="")
+    looks["random"] = {"color": style.ARMS["es_random"].color, "marker": "x", "ms": 4, "ls": ""}
+    looks["random"]["label"] = "random direction as long as ES"
     points = DataFrame(
-        {"panel": what, "model": name, "x": 100 * accuracies(each).mean(), "y": factor * skills(each, what).mean()}
-        for what, factor in (("kl", 1), ("greedy", 100))
-        for name in looks
-        for each in by_length.get(name) or [[model] for model in records[name]]
+        {"model": name, "x": 100 * accuracies(each).mean(), "y": skills(each, "kl").mean()}
+        for name, several in drawn.items()
+        for each in several
     )
-    fig, axes, shown = plots.panels(points, "panel", 2.9, sharex=True)
-    for ax, _, panel in shown:
-        plots.lines(ax, panel, "x", "y", "model", looks)
-        ax.axvline(100 * _base_right(records), **plots.BASE)
-        ax.set(xlabel="greedy test accuracy, %")
-    axes[0].set(yscale="log", ylabel="KL from the base, nats per token", title="drift off the task")
-    axes[1].set(ylabel="right, %", title="other skills")
-    plots.key(fig, axes[0], 3, 6.5)
+    fig, ax = plt.subplots(figsize=(0.75 * style.PAGE, 2.6))
+    plots.lines(ax, points, "x", "y", "model", looks)
+    ax.axvline(100 * _base_right(records), **plots.BASE)
+    ax.set(yscale="log", xlabel="greedy test accuracy, %", ylabel="KL off the task, nats per token")
+    plots.key(fig, ax, 2)
     return fig, points

@@ -10,9 +10,9 @@ from matplotlib import pyplot as plt
 from pandas import DataFrame, concat
 
 from evoalign_lib import arms, tiny
-from evoalign_lib.analysis import connectivity, geometry, regimes, stats
+from evoalign_lib.analysis import connectivity, stats
 from evoalign_study import collapse, loading, path_points, plots, runs, style, weight_cache
-from evoalign_study.kinds.weights import begin_path, noise_spec, path_spec, products_specs
+from evoalign_study.kinds.weights import begin_path, noise_spec, path_spec
 from evoalign_study.loading import After, Group, Groups, Records
 from evoalign_study.records import Spec
 from evoalign_study.results import MISSING, Results, stated
@@ -69,8 +69,6 @@ REGIMES = {f"{arm}, {steps} steps": (arm, steps) for arm, every in TINY["regime_
 LEARNED = tuple(name for name, (arm, _) in REGIMES.items() if not arms.get(arm).null)
 SMALL = tuple(name for name in LEARNED if REGIMES[name][1] == "small")
 """Groups of runs whose arm is not a null, and those among them with small steps."""
-BROKEN = next(name for name, (arm, _) in REGIMES.items() if arms.get(arm).reward == "random")
-"""Group of runs whose models a random reward has destroyed."""
 DECODINGS = tuple(style.STROKES)
 """Decodings under which problems are answered at every point of a line."""
 _RESAMPLES, _REGIME_RESAMPLES = 1000, 200  # as in the verdicts, so that tables show the same numbers
@@ -80,13 +78,12 @@ _RESAMPLES, _REGIME_RESAMPLES = 1000, 200  # as in the verdicts, so that tables 
 
 
 def groups(run: SimpleNamespace, records: Records) -> Groups:
-    """Return the groups of runs by name: notebook 02's arms, inner products of their displacements, lines, noise."""
+    """Return the groups of runs by name: notebook 02's arms, lines between their ends, noise."""
     scale, exact = loading.of_tiny_world(run, TINY)
     settings = SimpleNamespace(**exact)
     begin_path(settings.bases[0], exact, scale)  # before there are ends of runs
     shared = runs.countdown(records, scale, exact)
     declared = {name: shared[name] for name in shared if name in (*TRAINED, BASE) or name.startswith("sweep")}
-    declared["products"] = runs.after(records, TRAINED, lambda *each: products_specs(each, scale))
     for pair in (*PAIRS, *product([BASE], REACHED)):
         declared[name_of(*pair)] = After(_lines(settings, records, *pair, scale), _needed(*pair))
     for end in SHAKEN:
@@ -295,15 +292,6 @@ def results(run: SimpleNamespace, records: Records) -> Results:
     entries |= {f"half {end}": half_gain(records, end, "greedy") for end in _ASKED}
     entries |= {f"kept {end}": kept_share(records, end, "isotropic", "greedy") for end in _ASKED}
     entries |= {f"kept {end} warm": kept_share(records, end, "isotropic", "t0.6") for end in _ASKED}
-    entries["shares kept"] = ", ".join(f"{end_label(end)} {kept_told(entries[f'kept {end}'])}" for end in _ASKED)
-    hacked = np.array([collapse.end(run) == "hacked" for name in LEARNED for run in records[name]])
-    entries |= {"hacked": int(hacked.sum()), "unhacked": int((~hacked).sum()), "basin": None}
-    if hacked.sum() > 1 and not hacked.all():
-        matrix, draws = regime_barriers(records, LEARNED, "greedy")
-        found = regimes.within_between(matrix, list(hacked), only=True, n_resamples=2000)
-        entries |= {"within": found.within, "between": found.between}
-        entries["basin"] = regimes.basin(matrix, draws, hacked)
-        entries["broken among"], entries["broken to small"] = mean_barriers(records, BROKEN, "greedy")
     return entries
 
 
@@ -313,7 +301,7 @@ _ASKED = ("es", "grpo", "es_random")
 
 def _looks(ends: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return kind of end -> line style."""
-    own = {MEAN: {"color": "#0B3C5D", "marker": "v"}, RANDOM: {"color": "black", "marker": "x"}}
+    own = {MEAN: {"color": "#0B3C5D", "marker": "v"}, RANDOM: {"color": style.ARMS["es_random"].color, "marker": "x"}}
     return {end: own[end] | {"label": end_label(end)} if end in own else plots.look(end) for end in ends}
 
 
@@ -350,107 +338,33 @@ def figure_barriers(run: SimpleNamespace, records: Records) -> tuple[plt.Figure,
 
 
 def figure_from_base(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw accuracy on the way from the base to each kind of end, by weights and by KL."""
-
-    def way(end: str, decoding: str, by: str) -> dict[str, np.ndarray]:
-        right = 100 * (1 - errors(records, BASE, end, decoding).mean((0, 1)))
-        kl = path_points.curves(records[name_of(BASE, end)], "kl").mean(0)
-        return {"x": kl if by == "kl" else np.linspace(0, 1, len(right)), "value": right}
-
-    panels = (("greedy", "weights"), ("t1", "weights"), ("greedy", "kl"))
+    """Draw accuracy on the way from the base to each kind of end, greedily and at temperature 1."""
     points = concat(
-        DataFrame({"panel": ", ".join(panel), "end": end} | way(end, *panel)) for panel, end in product(panels, REACHED)
+        DataFrame(
+            {"panel": style.STROKES[decoding].label, "end": end, "x": np.linspace(0, 1, len(right)), "value": right}
+        )
+        for decoding, end in product(("greedy", "t1"), REACHED)
+        for right in [100 * (1 - errors(records, BASE, end, decoding).mean((0, 1)))]
     )
     labels = {"xlabel": "share of the way from the base", "ylabel": "accuracy, %", "ylim": (0, None)}
-    fig, axes = plots.grid(points, "x", "value", "end", _looks(REACHED), 2.7, **labels)
-    axes[2].set_xscale("symlog", linthresh=0.01)
-    axes[2].set(xlabel="KL from the base, nats per token")
+    looks = {end: look | {"ms": 4, "markevery": 4} for end, look in _looks(REACHED).items()}
+    fig, _ = plots.grid(points, "x", "value", "end", looks, 2.7, 3, **labels)
     return fig, points
-
-
-def figure_plane(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw all runs in the plane through the base, the mean of the ES runs and the mean of the GRPO runs.
-
-    Each displacement is projected onto the plane; the legend gives each arm's mean distance from it. A run is placed by
-    the means of all other runs, since it would lie near a mean that includes it, whatever it learned.
-    """
-    arm_of = np.array([arm for arm in TRAINED for _ in records[arm]])
-    gram = geometry.recorded(records["products"], [record for arm in TRAINED for record in records[arm]]).total
-    places = np.array([_place(gram, arm_of, i) for i in range(len(arm_of))])
-    off = np.sqrt(np.maximum(np.diagonal(gram) - np.square(places).sum(1), 0))
-    points = DataFrame({"arm": arm_of, "along GRPO": places[:, 0], "across": places[:, 1], "off the plane": off})
-    distances = points.groupby("arm")["off the plane"].mean()
-    looks = _looks(TRAINED)
-    for arm, look in looks.items():
-        look["label"] += f": {distances[arm]:.2f} off"
-    fig, ax = plt.subplots(figsize=(style.COLUMN + 0.9, 2.7))
-    plots.lines(ax, points, "along GRPO", "across", "arm", looks, ms=4, ls="", alpha=0.8)
-    ax.plot(0, 0, "+", color="black", ms=10, label="base")
-    ax.set(xlabel="along the mean of GRPO, weight units", ylabel="across, to the mean of ES, weight units")
-    ax.legend(fontsize=6, loc="upper right")
-    return fig, points
-
-
-def _place(gram: np.ndarray, arm_of: np.ndarray, i: int) -> np.ndarray:
-    """Project run i onto the plane of the other runs' means: return its coordinates along GRPO's mean and across it."""
-    others = np.array([arm_of == arm for arm in ("grpo", "es")]) & (np.arange(len(arm_of)) != i)
-    means = others / np.maximum(others.sum(1, keepdims=True), 1)
-    # Gram-Schmidt; along a mean of zero length every coordinate is 0
-    lengths = np.linalg.cholesky(means @ gram @ means.T + 1e-12 * np.eye(2))
-    return np.linalg.solve(lengths, means @ gram[i])
 
 
 def figure_noise(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw accuracy against the standard deviation of noise on the weights, by kind of noise and decoding."""
+    """Draw accuracy against the standard deviation of isotropic noise on the weights, greedily and at temperature 1."""
+    shown = (BASE, "es", "grpo", "sft", "es_random")
 
-    def right(end: str, part: str, decoding: str) -> np.ndarray:
+    def right(end: str, decoding: str) -> np.ndarray:
         shaken = records[f"noise on {end}"]
-        return 100 * np.mean([[r["clean"][decoding], *np.mean(r[part][decoding], axis=1)] for r in shaken], axis=0)
+        each = [[r["clean"][decoding], *np.mean(r["isotropic"][decoding], axis=1)] for r in shaken]
+        return 100 * np.mean(each, axis=0)
 
     points = concat(
-        DataFrame({"panel": ", ".join(panel), "end": end, "x": [0, *run.noise_sigmas], "value": right(end, *panel)})
-        for panel, end in product(product(("isotropic", "relative"), ("greedy", "t1")), SHAKEN)
+        DataFrame({"panel": style.STROKES[d].label, "end": end, "x": [0, *run.noise_sigmas], "value": right(end, d)})
+        for d, end in product(("greedy", "t1"), shown)
     )
-    labels = {"xlabel": "deviation, weight units", "ylabel": "accuracy, %", "ylim": (0, None)}
-    fig, _ = plots.grid(points, "x", "value", "end", _looks(SHAKEN), 2.5, **labels)
-    return fig, points
-
-
-def figure_likelihood(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw the negative log-likelihood of right answers along lines to GRPO, less the line between their ends."""
-    pairs = [pair for pair in PAIRS if pair[1] == "grpo"]
-    nll = {pair: path_points.curves(records[name_of(*pair)], "nll").mean(0) for pair in pairs}
-    x = np.linspace(0, 1, len(nll[pairs[0]]))
-    points = concat(
-        DataFrame({"line": line_label(*pair), "x": x, "value": curve - (1 - x) * curve[0] - x * curve[-1]})
-        for pair, curve in nll.items()
-    )
-    looks = {line_label(*pair): _looks(pair)[pair[0]] | {"label": line_label(*pair)} for pair in pairs}
-    fig, ax = plt.subplots(figsize=(style.COLUMN + 0.6, 2.5))
-    plots.lines(ax, points, "x", "value", "line", looks, ms=3, markevery=5)
-    ax.axhline(0, **plots.NULL)
-    ax.set(xlabel="to GRPO (1)", ylabel="NLL above the line,\nnats per answer")
-    ax.legend(fontsize=6)
-    return fig, points
-
-
-def figure_regimes(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, DataFrame]:
-    """Draw the barriers between all pairs of runs with small and with large steps, greedily and at temperature 1."""
-    matrices = {decoding: 100 * regime_barriers(records, LEARNED, decoding)[0] for decoding in ("greedy", "t1")}
-    named = [regime_label(name) for name in LEARNED for _ in records[name]]
-    points = DataFrame(
-        {"decoding": d, "first": named[i], "last": named[j], "first run": i, "last run": j, "barrier": matrix[i, j]}
-        for d, matrix in matrices.items()
-        for i, j in combinations(range(len(named)), 2)
-    )
-    fig, axes = plt.subplots(1, 2, figsize=(style.PAGE, 3.4), sharey=True)
-    firsts = [named.index(name) for name in dict.fromkeys(named)]
-    for ax, (decoding, matrix) in zip(axes, matrices.items(), strict=True):
-        both = np.where(np.isnan(matrix), matrix.T, matrix)  # the diagonal stays empty: a run has no line to itself
-        image = ax.imshow(both, cmap="Blues", vmin=0, vmax=points["barrier"].max())
-        ax.set_xticks(firsts, [named[i] for i in firsts], rotation=30, ha="right", rotation_mode="anchor")
-        ax.set_yticks(firsts, [named[i] for i in firsts])
-        ax.set(title=style.STROKES[decoding].label)
-        ax.grid(visible=False)
-    fig.colorbar(image, ax=axes, label="barrier, points", shrink=0.8)
+    labels = {"xlabel": "standard deviation of the noise", "ylabel": "accuracy, %", "ylim": (0, None)}
+    fig, _ = plots.grid(points, "x", "value", "end", _looks(shown), 2.5, 5, **labels)
     return fig, points

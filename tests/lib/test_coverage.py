@@ -72,7 +72,6 @@ def test_rates_of_support_from_sets(kept: int, won: int, lost: int, out: int) ->
     srr, ndr = share(kept, kept + lost), share(won, kept + won)
     assert [found.srr, found.ndr] == pytest.approx([srr, ndr], nan_ok=True)
     assert found.nscr == pytest.approx(share(won - lost, kept + won + lost), nan_ok=True)
-    assert found.sds == pytest.approx(share(2 * srr * ndr, srr + ndr), nan_ok=True)
 
 
 def test_null_matches_the_enumeration() -> None:

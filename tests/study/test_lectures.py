@@ -62,9 +62,8 @@ def test_an_answer_without_its_numbers_is_left_out_or_says_less(found):
     for study, dropped, fewer in ((nb01, "gain of es_shuffled", 1), (nb02, "C", 1), (nb05, "slope", 1)):
         rest = {name: x for name, x in found(study).items() if not name.startswith(dropped)}
         assert len(answered(study.NOTEBOOK, rest)) == len(answered(study.NOTEBOOK, found(study))) - fewer
-    values = found(nb09) | {"basin": None, "half es": None}
-    *_, way, _, basin = answered(nb09.NOTEBOOK, values).values()
-    assert "on the way to ES at unknown of it" in way and basin.endswith("no two regimes to tell apart.")
+    _, way, _ = answered(nb09.NOTEBOOK, found(nb09) | {"half es": None}).values()
+    assert "unknown" in way
 
 
 def between(one, other):
@@ -97,7 +96,7 @@ CLAIMED = [
     (nb06, "gain of precision=int4, greedy", "C14b", "ESSA int4 - base, test greedy"),
     (nb06, between("search adds to adapter 4", "search adds to adapter 32"), "C13b", "gain of validation"),
     (nb06, "grpo_adam8bit over es_inplace, 72B", "C16b", "grpo adam8bit over es inplace at 72B"),
-    (nb07, "grpo cold", "C18c", "GRPO, net change of support temperature 0.6"),
+    (nb07, "grpo change", "C18c", "GRPO, net change of support temperature 1"),
     (nb07, "es gained t1", "C18c", "ES, gain of right answers temperature 1"),
     (nb07, "rollouts change judged", "C19", "effect of the rollouts, net change of support temperature 1"),
     (nb08, "es grpo cosine", "E8", "ES to GRPO, cosine of what runs have in common"),
@@ -148,18 +147,16 @@ FIGURES = {
     "low_rank_curves": (low_rank_curves, nb06, "mean"),
     "essa_population_size": (lambda run, r: of(populations(r, run), nb06.draw_populations), nb06, "at the end"),
     "coverage_factors": (factors.figure_cells, nb07, "value"),
-    "coverage_order": (factors.figure_composed, nb07, "value"),
     "stability_prompts_runs": (nb05.figure_prompts, nb05, "reward"),
 }
 FIGURES |= {
     f"{stem}_{name}{ending}": (getattr(study, f"figure_{name}"), study, column)
     for study, stem, names, ending, column in (
         (nb05, "stability", "seeds", "", "greedy"),
-        (nb07, "coverage", "pass_at_k matched support training accuracies", "", "value"),
-        (nb08, "geometry", "signal norms layers cosines theory", "", "value"),
+        (nb07, "coverage", "pass_at_k matched support accuracies", "", "value"),
+        (nb08, "geometry", "signal cosines theory", "", "value"),
         (nb08, "geometry", "drift", "", "y"),
-        (nb09, "lmc", "plane", "", "across"),
-        (nb09, "lmc", "barriers from_base noise likelihood", "", "value"),
+        (nb09, "lmc", "barriers from_base noise", "", "value"),
     )
     for name in names.split()
 }
