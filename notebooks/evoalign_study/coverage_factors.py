@@ -392,7 +392,7 @@ def figure_cells(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, Da
         how = {"color": look("temperature", update)["color"], "label": UPDATES[update]}
         plots.whiskers(right, both, both["who"], marker="D", ms=4, capsize=3, lw=1.2, **how)
     right.set(xlim=(-0.25, 1.25), ylabel="net change of support", xlabel="who writes")
-    right.legend()
+    right.legend(loc="lower right")
     for ax in (left, right):
         ax.axhline(0, **plots.NULL)
     plots.key(fig, left, 2)
