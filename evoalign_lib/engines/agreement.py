@@ -148,7 +148,7 @@ def check_padding(model: Any, ids: np.ndarray, mask: np.ndarray, pad: int, new: 
     error = difference(model, trial(model, ids, mask, pad, new), partial(by_transformers, model))
     if not error <= TOLERANCE[torch.bfloat16]:  # some quantised layers round a row by what else is there
         what = f"padding changes the logits of a model of type {model.config.model_type!r} by {error:.3g} of their norm"
-        raise ValueError(f"{what}: pass prompts of one length (to a judge, batch_size=1), or another model.")
+        raise ValueError(f"{what}: pass prompts of one length, or another model.")
 
 
 @torch.inference_mode()

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from evoalign_lib import _bounded_http
 from evoalign_lib.checks import address, as_told, choose, key_in, plain, positive, whole_number, without_key
@@ -54,7 +54,6 @@ class Endpoint:
     seed: int | None = 0
     concurrency: int = 8
     token_limit: str = "max_tokens"
-    special_tokens: ClassVar[tuple[str, ...]] = ()
     """Unknown for an endpoint; tokens of the common model families are broken up in any case."""
 
     def __post_init__(self) -> None:
