@@ -10,8 +10,8 @@ from matplotlib import pyplot as plt
 from pandas import DataFrame, concat
 
 from evoalign_lib import arms, tiny
-from evoalign_lib.analysis import connectivity, geometry, regimes, stats
-from evoalign_study import collapse, loading, path_points, plots, runs, style, weight_cache
+from evoalign_lib.analysis import connectivity, regimes, stats
+from evoalign_study import collapse, displacements, loading, path_points, plots, runs, style, weight_cache
 from evoalign_study.kinds.weights import begin_path, noise_spec, path_spec, products_specs
 from evoalign_study.loading import After, Group, Groups, Records
 from evoalign_study.records import Spec
@@ -375,7 +375,8 @@ def figure_plane(run: SimpleNamespace, records: Records) -> tuple[plt.Figure, Da
     the means of all other runs, since it would lie near a mean that includes it, whatever it learned.
     """
     arm_of = np.array([arm for arm in TRAINED for _ in records[arm]])
-    gram = geometry.recorded(records["products"], [record for arm in TRAINED for record in records[arm]]).total
+    trained = [record for arm in TRAINED for record in records[arm]]
+    gram = displacements.recorded(records["products"], trained).total
     places = np.array([_place(gram, arm_of, i) for i in range(len(arm_of))])
     off = np.sqrt(np.maximum(np.diagonal(gram) - np.square(places).sum(1), 0))
     points = DataFrame({"arm": arm_of, "along GRPO": places[:, 0], "across": places[:, 1], "off the plane": off})
