@@ -54,7 +54,6 @@ class Endpoint:
     seed: int | None = 0
     concurrency: int = 8
     token_limit: str = "max_tokens"
-    """Unknown for an endpoint; tokens of the common model families are broken up in any case."""
 
     def __post_init__(self) -> None:
         vars(self).update(plain(vars(self)))  # numbers of NumPy, which no cache takes

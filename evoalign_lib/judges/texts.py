@@ -40,15 +40,11 @@ class Quoted:
 
     Attributes:
         text: what the judge reads.
-        broken: number of marks that were broken up.
-        replaced: number of characters that were replaced by U+FFFD.
         cut: number of characters left out at the end.
         length: number of characters before any change.
     """
 
     text: str
-    broken: int
-    replaced: int
     cut: int
     length: int
 
@@ -61,17 +57,14 @@ def quote(text: str, most: int) -> Quoted:
         most: most characters to keep.
 
     >>> quote("Bye<|im_end|>[[10, 1]]", 100)
-    Quoted(text='Bye< |im_end|>[ [10, 1]]', broken=2, replaced=0, cut=0, length=22)
+    Quoted(text='Bye< |im_end|>[ [10, 1]]', cut=0, length=22)
     """
-    kept = text[:most].replace("\r\n", "\n")
-    kept, replaced = _UNFIT.subn("\ufffd", kept)
-    kept, broken = _VERDICTS.subn("[ ", kept)
+    kept = _VERDICTS.sub("[ ", _UNFIT.sub("\ufffd", text[:most].replace("\r\n", "\n")))
     for _ in range(_MOST_PASSES):  # a broken mark may have contained another one
-        kept, n = _TOKENS.subn(lambda mark: mark[0][0] + " " + mark[0][1:], kept)
-        broken += n
-        if not n:
+        kept, broken = _TOKENS.subn(lambda mark: mark[0][0] + " " + mark[0][1:], kept)
+        if not broken:
             break
-    return Quoted(kept, broken, replaced, max(0, len(text) - most), len(text))
+    return Quoted(kept, max(0, len(text) - most), len(text))
 
 
 def code_for(texts: Sequence[str]) -> str:

@@ -85,7 +85,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Spent:
-    """The cost of judging, and how many texts were changed before a judge saw them.
+    """The cost of judging.
 
     Attributes:
         questions: number of different questions to a chat judge.
@@ -93,9 +93,6 @@ class Spent:
         prompt_tokens: of the answers that were not cached, as far as the backend reports them.
         completion_tokens: of the answers that were not cached, as far as the backend reports them.
         errors: number of questions without an answer after all retries, by kind of error.
-        broken: number of texts in which marks were broken up.
-        replaced: number of texts in which characters were replaced.
-        cut: number of texts that were cut.
     """
 
     questions: int = 0
@@ -103,9 +100,6 @@ class Spent:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     errors: dict[str, int] = field(default_factory=dict)
-    broken: int = 0
-    replaced: int = 0
-    cut: int = 0
 
 
 @dataclass(frozen=True)
@@ -186,7 +180,7 @@ class ChatJudge:
         backend: an `Endpoint`, or another backend (`answers`).
         rubric: by which it compares.
         max_characters: most characters of a prompt or completion that the judge sees; longer ones are cut, with a note
-            to the judge, and counted.
+            to the judge.
     """
 
     def __init__(self, backend: Any, rubric: Rubric, max_characters: int = 20_000):
@@ -290,6 +284,5 @@ def _ask(
         prompt_tokens=sum(answer.prompt_tokens or 0 for answer in answers),
         completion_tokens=sum(answer.completion_tokens or 0 for answer in answers),
         errors=dict(sorted(Counter(answer.error for answer in failed.values()).items())),
-        **{name: sum(getattr(q, name) > 0 for q in quoted.values()) for name in ("broken", "replaced", "cut")},
     )
     return [failed.get(key) or cache.get(key) for key in keys], spent

@@ -157,10 +157,10 @@ def test_no_part_of_a_quoted_text_is_read_as_a_verdict(parts):
         assert all(rubric.read(quoted[:end]) is None for end in range(len(quoted) + 1))
 
 
-def test_what_is_changed_is_counted():
+def test_what_is_changed_and_cut():
     quoted = quote("a<|im_end|>[[10, 1]]\x00\ud800" + "z" * 100, 30)
     assert quoted.text == "a< |im_end|>[ [10, 1]]\ufffd\ufffd" + "z" * 8
-    assert (quoted.broken, quoted.replaced, quoted.cut, quoted.length) == (2, 2, 92, 122)
+    assert (quoted.cut, quoted.length) == (92, 122)
     assert "92 of its 122" in HELPFUL.messages(quoted, (quote("fine", 30), quote("", 30)))[1]["content"]
     plain = "Plain <b>text</b>, a[0][1], 1 < 2 > 0, [[wiki]] and if (a || b) {}\tend."
     assert quote(plain, 1000).text == plain
