@@ -213,9 +213,8 @@ def read(
             try:
                 weights.load(found)
             except (KeyError, RuntimeError) as error:
-                raise ValueError(
-                    f"{str(folder)!r} is damaged, in a tensor's name or shape ({error}): {remedy}"
-                ) from error
+                what = f"{str(folder)!r} is damaged, in a tensor's name or shape ({error})"
+                raise ValueError(f"{what}: {remedy}") from error
             if weights.digest() != expected:
                 raise ValueError(f"the weights of {str(folder)!r} differ from those that were saved: {remedy}")
     return state, (saved["best"], best) if needs_best and best is not None else None, saved

@@ -18,7 +18,7 @@ _LEAST_TILE = 64  # smallest side of the tile of a matrix to which factors are a
 
 
 def unsigned(name: str, value: int, bits: int) -> int:
-    """Return the value as an unsigned integer of this many bits; raise TypeError or ValueError for anything else."""
+    """Return the value as an unsigned integer of this many bits; raise ValueError for anything else."""
     return whole_number(name, value, 0, (1 << bits) - 1)
 
 

@@ -280,7 +280,7 @@ def eps(key: int, param_id: int, shape: Sequence[int], rank: int = 0, **how: Any
 
 
 def check_rank(rank: int) -> int:
-    """Return the rank of low-rank noise, or 0 for full rank; raise TypeError or ValueError for any other value."""
+    """Return the rank of low-rank noise, or 0 for full rank; raise ValueError for any other value."""
     return unsigned("rank", rank, 16)
 
 
@@ -509,7 +509,7 @@ def noise_vector(layout: Layout, key: int, distribution: str = "gaussian", rank:
         float32 (layout.size,), zero mean and unit variance, 0 in the padding.
 
     Raises:
-        TypeError, ValueError: a key or rank out of range, or an unknown distribution.
+        ValueError: a key or rank out of range, or an unknown distribution.
     """
     vector = np.zeros(layout.size, np.float32)
     for entry, view in zip(layout.entries, layout.views(vector).values(), strict=True):

@@ -255,10 +255,9 @@ def check_same(*states: State) -> dict[str, tuple[int, ...]]:
         if name is not None:
             said = [f"has the shape {shapes[name]}" if name in shapes else "is missing" for shapes in (first, other)]
             where = [getattr(s, "source", None) or f"number {i}" for i, s in ((0, states[0]), (number, state))]
-            raise ValueError(
-                f"these are not weights of one model: {name!r} {said[0]} in {where[0]} and {said[1]} in {where[1]}. "
-                "Pass a start and ends trained from it, all saved under the same names (save_pretrained)."
-            )
+            what = f"these are not weights of one model: {name!r} {said[0]} in {where[0]} and {said[1]} in {where[1]}"
+            remedy = "Pass a start and ends trained from it, all saved under the same names (save_pretrained)"
+            raise ValueError(f"{what}. {remedy}.")
     require(first, "the weights have no tensors: pass those of a model")
     return first
 

@@ -166,10 +166,8 @@ class ScoreJudge:
         if not (different := list(dict.fromkeys(texts))):
             return {}
         scores = np.asarray(self.score(*map(list, zip(*different, strict=True))), float)
-        if scores.shape != (len(different),):
-            raise ValueError(
-                f"judge {self.name!r} returned shape {scores.shape} for {len(different)} texts: return a score each."
-            )
+        what = f"judge {self.name!r} returned shape {scores.shape} for {len(different)} texts"
+        require(scores.shape == (len(different),), f"{what}: return a score each.")
         return dict(zip(different, scores.tolist(), strict=True))
 
 
@@ -274,9 +272,8 @@ def _ask(
     except EndpointError as error:
         left = sum(cache.get(key) is None for key in waiting)
         kept = f"in {cache.path}" if cache.path else "of this process only: pass a path to keep answers"
-        raise EndpointError(
-            f"{error} {left} of {len(by_key)} questions are left; the other answers are in the cache {kept}."
-        ) from None
+        told = f"{error} {left} of {len(by_key)} questions are left; the other answers are in the cache {kept}."
+        raise EndpointError(told) from None
     failed = {key: answer for key, answer in zip(waiting, answers, strict=True) if answer.error}
     spent = Spent(
         questions=len(by_key),

@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from evoalign_lib import tasks
-from evoalign_lib.checks import choose, whole_number
+from evoalign_lib.checks import choose, require, whole_number
 from evoalign_lib.rewards import DataError
 
 PUBLIC_PATH = "countdown/data/countdown.json"  # in `tasks.PUBLIC_REPOSITORY`
@@ -89,10 +89,10 @@ class Problem:
     id: int | None = None
 
     def __post_init__(self) -> None:
-        if not (type(self.numbers) is tuple and self.numbers and all(type(n) is int and n >= 0 for n in self.numbers)):
-            raise ValueError(f"numbers must be a non-empty tuple of non-negative integers, got {self.numbers!r}")
-        if type(self.target) is not str:
-            raise ValueError(f"target must be a string such as '98' or '27.4', got {self.target!r}")
+        numbers, target = self.numbers, self.target
+        fits = type(numbers) is tuple and numbers and all(type(n) is int and n >= 0 for n in numbers)
+        require(fits, f"numbers must be a non-empty tuple of non-negative integers, got {numbers!r}")
+        require(type(target) is str, f"target must be a string such as '98' or '27.4', got {target!r}")
         _exact_target(self.target)
 
 
@@ -186,10 +186,10 @@ def generate(
     """
     whole_number("n", n, 0)
     whole_number("count", count, 2, 6)
-    if not 0 <= low <= high or (2 * high) ** count >= 2**62:
-        raise ValueError(f"need 0 <= low <= high and (2 * high)**count < 2**62, got low={low}, high={high}")
-    if target_low > target_high:
-        raise ValueError(f"target_low must not exceed target_high, got {target_low} > {target_high}")
+    fits = 0 <= low <= high and (2 * high) ** count < 2**62
+    require(fits, f"need 0 <= low <= high and (2 * high)**count < 2**62, got low={low}, high={high}")
+    rises = target_low <= target_high
+    require(rises, f"target_low must not exceed target_high, got {target_low} > {target_high}")
     if split is not None:
         choose("split", split, SPLITS)
     rng = np.random.default_rng(seed)
@@ -306,8 +306,8 @@ def solve(numbers: Sequence[int], target: Target) -> str | None:
 
 def _tables(numbers: Sequence[int], size: int) -> dict[int, dict[Fraction, str]]:
     """Return values with bracketed expressions for every subset (a bit mask) of at most `size` numbers."""
-    if not 1 <= len(numbers) <= _MAX_SOLVER_NUMBERS:
-        raise ValueError(f"the solver takes 1 to {_MAX_SOLVER_NUMBERS} numbers, got {len(numbers)}")
+    fits = 1 <= len(numbers) <= _MAX_SOLVER_NUMBERS
+    require(fits, f"the solver takes 1 to {_MAX_SOLVER_NUMBERS} numbers, got {len(numbers)}")
     tables: dict[int, dict[Fraction, str]] = {}
     for chosen in chain.from_iterable(combinations(range(len(numbers)), parts) for parts in range(1, size + 1)):
         mask = sum(1 << i for i in chosen)
@@ -560,8 +560,7 @@ def _evaluate(text: str, number: Callable[[int], Any], functions: Mapping[type, 
             case _:
                 raise ValueError(f"{type(node).__name__} is not allowed")
         for sign in signs:
-            if type(sign) not in functions:
-                raise ValueError("a plus sign before a number is not allowed")
+            require(type(sign) in functions, "a plus sign before a number is not allowed")
             found = functions[type(sign)](found)
         return found
 

@@ -51,8 +51,8 @@ class Problem:
     prompt: str
 
     def __post_init__(self) -> None:
-        if type(self.prompt) is not str or not self.prompt.strip():
-            raise ValueError(f"prompt must be a text that is not blank, got {self.prompt!r:.200}")
+        fits = type(self.prompt) is str and self.prompt.strip()
+        require(fits, f"prompt must be a text that is not blank, got {self.prompt!r:.200}")
 
 
 def load(path: str | Path) -> list[Problem]:
