@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from evoalign_lib import _noise_cpu
-from evoalign_lib.checks import require, single, whole_number
+from evoalign_lib.checks import positive, require, whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,8 @@ def check_members(keys: np.ndarray, coefficients: np.ndarray) -> None:
 def signed_sigma(sigma: float, sign: int) -> np.float32:
     """Return fl32(sign * sigma); raise ValueError unless sign is 1 or -1 and sigma positive and finite in float32."""
     require(sign in (1, -1), f"sign must be 1 or -1, got {sign!r}")
-    single("sigma", sigma)
+    positive("sigma", sigma, float(np.finfo(np.float32).max))
+    require(np.float32(sigma) > 0, f"sigma={sigma!r} is 0 in float32: pass a larger one")
     return np.float32(sign * sigma)
 
 

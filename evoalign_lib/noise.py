@@ -29,8 +29,8 @@ changing a single bit of it would make a version 2.
    so the results are equal bit for bit; a library's log or cos would not be. No normal exceeds 5.89, and none is
    further than 1.4e-6 from Box-Muller in real arithmetic on the same float32 u.
 
-Three backends give the same bits: NumPy (the reference) and numba on a CPU, both from the same source
-(``_noise_cpu``), and Triton on a GPU (``_noise_triton``; ``device_weights`` keeps a model there).
+Numba on a CPU and Triton on a GPU (``_noise_triton``; ``device_weights`` keeps a model there) give the same bits, and
+so does NumPy, with which the tests run the source of the first (``_noise_cpu``) as the reference.
 ``noise_vectors.json`` beside this file has known answers for all three, and the tests compute the law independently,
 with Python's integers and libm's functions.
 """
@@ -77,7 +77,6 @@ _LAWS = {
     "tied": (_noise_cpu.GAUSSIAN, False),
 }
 DISTRIBUTIONS = tuple(_LAWS)
-BACKENDS = ("numba", "numpy", "triton")
 
 
 # Keys and parameter ids.
@@ -171,7 +170,6 @@ def normals(
     cols: tuple[int, int] | None = None,
     stream: int = 0,
     distribution: str = "gaussian",
-    backend: Literal["numba", "numpy", "triton"] = "numba",
 ) -> np.ndarray:
     """Return the noise of a tensor or a window of it: normals, or a distribution with the same mean and variance.
 
@@ -183,32 +181,22 @@ def normals(
         cols: (start, stop) of the window's columns; None: all.
         stream: 0 full-rank noise, 1 and 2 low-rank factors A and B, 3 stochastic rounding, 4 sampling.
         distribution: "gaussian", "byte_sum" or "tied"; see step 3 of the law.
-        backend: "numba"; the reference "numpy"; "triton" on a GPU, or in Triton's interpreter. All give the same bits.
 
     Returns:
         float32: the whole tensor in its shape, or the window as a matrix if rows or cols is given.
 
     Raises:
-        ValueError: a window outside the tensor, a number out of range, an unknown distribution or backend.
-        RuntimeError: "triton" with neither a GPU nor Triton's interpreter.
+        ValueError: a window outside the tensor, a number out of range, an unknown distribution.
 
     >>> tensor = normals(7, 1, (4, 6))
-    >>> bool((normals(7, 1, (4, 6), rows=(1, 3), cols=(3, 6), backend="numpy") == tensor[1:3, 3:]).all())
+    >>> bool((normals(7, 1, (4, 6), rows=(1, 3), cols=(3, 6)) == tensor[1:3, 3:]).all())
     True
     """
     key, stream = unsigned("key", key, 64), unsigned("stream", stream, 32)
     n_rows, n_cols = _matrix_shape(shape)
-    choose("backend", backend, BACKENDS)
     kind, number = _law(distribution, param_id)
     where = number, _window("rows", rows, n_rows, shape), _window("cols", cols, n_cols, shape), stream
-    if backend == "numpy":
-        window = _noise_cpu.reference(kind, key, *where)
-    elif backend == "numba":
-        (window,) = rows_of_members(kind, np.array([key], np.uint64), *where)
-    else:
-        from evoalign_lib import _noise_triton
-
-        window = _noise_triton.window(kind, key, *where)
+    (window,) = rows_of_members(kind, np.array([key], np.uint64), *where)
     return window.reshape(tuple(shape)) if rows is None and cols is None else window
 
 
@@ -221,7 +209,6 @@ def factors(
     rows: tuple[int, int] | None = None,
     cols: tuple[int, int] | None = None,
     distribution: str = "gaussian",
-    backend: Literal["numba", "numpy", "triton"] = "numba",
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the factors of members' low-rank noise for a matrix, E[i, j] = sum_k a[k, i] b[k, j].
 
@@ -232,7 +219,6 @@ def factors(
         rank: r, 1 or more.
         rows, cols: (start, stop) of a window of the matrix; None: all.
         distribution: distribution of the factors' numbers.
-        backend: as for `normals`.
 
     Returns:
         a, float32 (members, rank, rows), which includes the 1 / sqrt(rank); b, float32 (members, rank, cols).
@@ -243,13 +229,7 @@ def factors(
     require((rank := check_rank(rank)) > 0, f"rank={rank} has no factors: pass 1 or more")
     n_rows, n_cols = _matrix_shape(shape)
     windows = _window("rows", rows, n_rows, shape), _window("cols", cols, n_cols, shape)
-    if backend == "numba":
-        return factors_of(*_law(distribution, param_id), keys, rank, *windows)
-    found, options = [], {"distribution": distribution, "backend": backend}
-    for stream, length, window in ((1, n_rows, windows[0]), (2, n_cols, windows[1])):
-        whole = [normals(int(k), param_id, (rank, length), cols=window, stream=stream, **options) for k in keys]
-        found.append(np.array(whole, np.float32).reshape(len(keys), rank, window[1] - window[0]))
-    return found[0] * _noise_cpu.root(rank), found[1]
+    return factors_of(*_law(distribution, param_id), keys, rank, *windows)
 
 
 def vectors(keys: np.ndarray, param_id: int, length: int, distribution: str = "gaussian") -> np.ndarray:
@@ -264,18 +244,14 @@ def vectors(keys: np.ndarray, param_id: int, length: int, distribution: str = "g
 def eps(key: int, param_id: int, shape: Sequence[int], rank: int = 0, **how: Any) -> np.ndarray:
     """Return a member's noise for a tensor or a window of it, of low rank if the rank is above 0.
 
-    Arguments (including rows, cols, distribution and backend), result and errors are as for `normals` (stream 0) and
-    `factors`.
+    Arguments (including rows, cols and distribution), result and errors are as for `normals` (stream 0) and `factors`.
     """
     if not is_low_rank(shape, rank):
         return normals(key, param_id, shape, **how)
     a, b = factors(np.array([unsigned("key", key, 64)], np.uint64), param_id, shape, rank, **how)
-    if how.get("backend") == "numpy":
-        window = _noise_cpu.reference_product(a[0], b[0])
-    else:
-        window = np.full((a.shape[2], b.shape[2]), _noise_cpu.NOTHING)
-        flat, one = window.reshape(-1), np.ones(1, np.float32)
-        _noise_cpu.add_products(flat, read_only(flat), _noise_cpu.NOTHING, one, a, b, 0, b.shape[2])
+    window = np.full((a.shape[2], b.shape[2]), _noise_cpu.NOTHING)
+    flat, one = window.reshape(-1), np.ones(1, np.float32)
+    _noise_cpu.add_products(flat, read_only(flat), _noise_cpu.NOTHING, one, a, b, 0, b.shape[2])
     return window if how.get("rows") or how.get("cols") else window.reshape(tuple(shape))
 
 
