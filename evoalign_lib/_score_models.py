@@ -128,8 +128,7 @@ def _with_head(body: Any, folder: str, name: str) -> ScoreModel:
     if not getattr(config, "do_normalize", False):
         return ScoreModel(body, *head)
     kind = getattr(config, "score_type", "reward")
-    if kind not in ("reward", "cost"):
-        raise ValueError(f"model {name!r} has score_type {kind!r}: pass a reward or cost model.")
+    require(kind in ("reward", "cost"), f"model {name!r} has score_type {kind!r}: pass a reward or cost model.")
     # values in the weight files override those of the configuration, as when a state dict is loaded
     mean, var = (held.get(f"normalizer.{key}", getattr(config, key, None)) for key in ("mean", "var"))
     if mean is None or var is None:

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from evoalign_lib.checks import key_in
+from evoalign_lib.checks import key_in, require
 from evoalign_lib.reward_models import RewardModel, ScorerError, fingerprint
 
 MOST_TEXTS = 1024
@@ -56,8 +56,7 @@ def app_of(reward_model: RewardModel, *, api_key: str | None = None) -> Any:
     from fastapi.responses import JSONResponse
     from pydantic import BaseModel, ConfigDict
 
-    if api_key is not None and not api_key:
-        raise ValueError("api_key is empty: pass a key, or None for a server without one.")
+    require(api_key is None or api_key, "api_key is empty: pass a key, or None for a server without one.")
     identity = reward_model.identity
     mark = fingerprint(identity)
     turn = threading.Lock()

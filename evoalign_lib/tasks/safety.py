@@ -286,9 +286,9 @@ class ConstrainedObjective(Objective):
         Raises:
             ValueError: no cost was logged.
         """
-        if not metrics.get("cost"):
-            raise ValueError("no cost was logged in this step: every batch failed, or two functions share a name.")
-        self.multiplier.move(float(np.mean(metrics["cost"])))
+        costs = metrics.get("cost")
+        require(costs, "no cost was logged in this step: every batch failed, or two functions share a name.")
+        self.multiplier.move(float(np.mean(costs)))
 
 
 def _numbers(scorer: Scorer, request: Sequence[str], texts: Sequence[str]) -> NDArray[np.float64]:
