@@ -30,7 +30,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from evoalign_lib import files, ledger, models
 from evoalign_lib._interrupts import interrupts_wait
-from evoalign_lib._ledger_lines import BEGIN, with_defaults
+from evoalign_lib._ledger_lines import with_defaults
 from evoalign_lib.checks import plain, require
 from evoalign_lib.files import replace_bytes, sync_folder
 from evoalign_lib.precision import Weights
@@ -213,9 +213,8 @@ def read(
             try:
                 weights.load(found)
             except (KeyError, RuntimeError) as error:
-                raise ValueError(
-                    f"{str(folder)!r} is damaged, in a tensor's name or shape ({error}): {remedy}"
-                ) from error
+                what = f"{str(folder)!r} is damaged, in a tensor's name or shape ({error})"
+                raise ValueError(f"{what}: {remedy}") from error
             if weights.digest() != expected:
                 raise ValueError(f"the weights of {str(folder)!r} differ from those that were saved: {remedy}")
     return state, (saved["best"], best) if needs_best and best is not None else None, saved
@@ -386,27 +385,3 @@ def check_settings(run: ledger.Ledger, settings: Mapping[str, Any]) -> None:
         if name != "drop_rows" and one != other:
             what = f"{str(run.path)!r} is of a run with {name}={one!r}, this one has {other!r}"
             raise ValueError(f"{what}: use the same settings to resume, or another output_dir to start anew.")
-
-
-# ---- a folder that holds a run
-
-
-def delete_run(output_dir: str | os.PathLike[str]) -> None:
-    """Delete the run in a folder: its ledger, checkpoints, completions and, with an adapter, what it began with.
-
-    Raises:
-        LedgerError: a file has the ledger's name but is not a ledger.
-    """
-    folder = Path(output_dir)
-    path = folder / ledger.NAME
-    if not path.is_file() or not path.read_bytes().startswith(BEGIN):
-        ledger.refuse_existing(path)
-        return
-    steps = path.read_bytes().count(b"\n") - 1
-    logger.warning("overwrite_output_dir: the run in %s, of about %d steps, is deleted.", folder, steps)
-    others = [folder / ledger.START, folder / "completions"]
-    saved = [place for place in folder.glob("checkpoint-*") if place.is_dir() and not _is_foreign(place, _STATE)]
-    for place in (*saved, *folder.glob("partial-*"), *others):
-        if place.is_dir():
-            shutil.rmtree(place)
-    path.unlink()  # last, so that what a kill leaves is still a run and can be deleted

@@ -110,7 +110,7 @@ _SETTINGS: dict[str, tuple[Any, ...]] = {
 # settings that must have their defaults in a search, whose members are not noise around the weights
 _PLAIN = ("precision", "noise", "antithetic", "rank", "anchor_decay", "sigma_schedule")
 _SEARCH = {name: (choose, ((_SINCE[4] | _SINCE[5])[name],)) for name in _PLAIN} | dict(_singular.SETTINGS)
-_SEARCH |= {"machine": (_is, str), "cma_options": (choose, ({},))}  # early versions had options for cma
+_SEARCH |= {"machine": (_is, str), "cma_options": (choose, ({},)), "decomposition": (choose, ("separate",))}
 _MODEL = {
     "digest": (_hexadecimal, 64),
     "name": (_is, str, type(None)),

@@ -146,18 +146,6 @@ def words(key: int, rows: np.ndarray, quads: np.ndarray, third: int, fourth: int
     return philox(counter, (key & 0xFFFFFFFF, key >> 32))
 
 
-def reference(
-    kind: int, key: int, param_id: int, rows: tuple[int, int], cols: tuple[int, int], stream: int
-) -> np.ndarray:
-    """Return the window rows x cols of a tensor's noise, float32, computed in plain NumPy."""
-    quads = np.arange(cols[0] >> 2, (cols[1] + 3) >> 2)
-    numbers = np.stack(
-        _REFERENCES[kind](*np.moveaxis(words(key, np.arange(*rows), quads, param_id, stream), -1, 0)), -1
-    )
-    whole, begin = numbers.reshape(len(numbers), 4 * len(quads)), cols[0] & 3
-    return np.ascontiguousarray(whole[:, begin : begin + cols[1] - cols[0]])
-
-
 # The fast path, in numba.
 
 
@@ -255,14 +243,6 @@ _add_one = njit(error_model="numpy")(_add_noise_kernel)
 def root(rank: int) -> np.float32:
     """Return 1 / sqrt(rank), rounded as the law prescribes and thus equal on every machine."""
     return np.float32(1 / np.sqrt(np.float64(rank)))
-
-
-def reference_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return sum_k a[k, i] b[k, j], rounded after each operation, in plain NumPy: (rank, rows), (rank, cols)."""
-    total = a[0][:, None] * b[0]
-    for k in range(1, len(a)):
-        total = total + a[k][:, None] * b[k]
-    return total
 
 
 def _add_rows_kernel(kind, out, keys, scale, row0, col0, param_id, stream):

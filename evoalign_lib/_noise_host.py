@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from evoalign_lib import _noise_cpu
+from evoalign_lib.checks import positive, require, whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -18,14 +18,8 @@ _LEAST_TILE = 64  # smallest side of the tile of a matrix to which factors are a
 
 
 def unsigned(name: str, value: int, bits: int) -> int:
-    """Return the value as an unsigned integer of this many bits; raise TypeError or ValueError for anything else."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
-    if not 0 <= number < 1 << bits:
-        raise ValueError(f"{name} must be from 0 to 2**{bits} - 1, got {number}")
-    return number
+    """Return the value as an unsigned integer of this many bits; raise ValueError for anything else."""
+    return whole_number(name, value, 0, (1 << bits) - 1)
 
 
 def check_members(keys: np.ndarray, coefficients: np.ndarray) -> None:
@@ -34,21 +28,18 @@ def check_members(keys: np.ndarray, coefficients: np.ndarray) -> None:
         raise TypeError(f"keys must be uint64, got {keys.dtype}")
     if coefficients.dtype != np.float32:
         raise TypeError(f"coefficients must be float32, got {coefficients.dtype}")
-    if keys.ndim != 1 or keys.shape != coefficients.shape:
-        raise ValueError(
-            f"keys and coefficients must both have the shape (members,), got {keys.shape} and {coefficients.shape}"
-        )
-    if not np.isfinite(coefficients).all():
-        member = int(np.flatnonzero(~np.isfinite(coefficients))[0])
+    got = f"got {keys.shape} and {coefficients.shape}"
+    same = keys.ndim == 1 and keys.shape == coefficients.shape
+    require(same, f"keys and coefficients must both have the shape (members,), {got}")
+    for member in np.flatnonzero(~np.isfinite(coefficients)):
         raise ValueError(f"coefficients must be finite, got {coefficients[member]} for member {member}")
 
 
 def signed_sigma(sigma: float, sign: int) -> np.float32:
     """Return fl32(sign * sigma); raise ValueError unless sign is 1 or -1 and sigma positive and finite in float32."""
-    if sign not in (1, -1):
-        raise ValueError(f"sign must be 1 or -1, got {sign!r}")
-    if not (0 < sigma <= float(np.finfo(np.float32).max) and np.float32(sigma) > 0):
-        raise ValueError(f"sigma must be positive and finite in float32, got {sigma!r}")
+    require(sign in (1, -1), f"sign must be 1 or -1, got {sign!r}")
+    positive("sigma", sigma, float(np.finfo(np.float32).max))
+    require(np.float32(sigma) > 0, f"sigma={sigma!r} is 0 in float32: pass a larger one")
     return np.float32(sign * sigma)
 
 
@@ -196,8 +187,8 @@ class MasterOnDevice:
                 members than `most_members`.
         """
         check_members(keys, coefficients)
-        if len(keys) > self.most_members:
-            raise ValueError(f"{len(keys)} members, but these weights were made for most_members={self.most_members}")
+        most = self.most_members
+        require(len(keys) <= most, f"{len(keys)} members, but these weights were made for most_members={most}")
         if self._anchor is not None:
             self._anchor.decay(self.views())
         self._add(keys, coefficients, True)

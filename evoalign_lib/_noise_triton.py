@@ -345,13 +345,3 @@ class DeviceWeights(MasterOnDevice):
             of_tile = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts))
             launches.append(_Launch(target, flat, is_low, table, of_tile.to(device)))
         return launches
-
-
-def window(kind: int, key: int, param_id: int, rows: tuple[int, int], cols: tuple[int, int], stream: int) -> np.ndarray:
-    """Return the window rows x cols of a tensor's noise, float32."""
-    device = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-    out = torch.empty((rows[1] - rows[0], cols[1] - cols[0]), dtype=torch.float32, device=device)
-    weights = DeviceWeights([out], [(param_id, rows[0], cols[0])], [0], kind, 1, None, stream)
-    weights.master.fill_(float(_noise_cpu.NOTHING))
-    weights.perturb(key, 1.0)
-    return out.cpu().numpy()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from evoalign_lib import models
+from evoalign_lib.checks import require
 
 SCORE_MODEL, _CLASSIFIER = "ForScore", "ForSequenceClassification"  # suffixes of architecture names
 
@@ -54,11 +55,8 @@ def folder_of(name: str) -> str:
             name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
         )
     except (OSError, ValueError) as error:  # the Hub's own errors are subclasses of these
-        why = str(error).splitlines()[0]
-        raise ValueError(
-            f"model {name!r} is not a folder and cannot be fetched from the Hub ({why:.200}): pass a folder, a name on "
-            "the Hub, or a model object."
-        ) from error
+        what = f"model {name!r} is not a folder and cannot be fetched from the Hub ({str(error).splitlines()[0]:.200})"
+        raise ValueError(f"{what}: pass a folder, a name on the Hub, or a model object.") from error
 
 
 def tokenizer_of(tokenizer: Any, folder: str | None) -> Any:
@@ -82,20 +80,15 @@ def config_of(folder: str, name: str) -> tuple[Any, str]:
         raise ValueError(f"model {name!r} is not a folder or a name on the Hub with a config.json: {why}") from error
     architecture = next(iter(config.architectures or ()), "")
     # otherwise a language model would get a random head, which check_labels accepts if num_labels is 1
-    if not architecture.endswith((SCORE_MODEL, _CLASSIFIER)):
-        raise ValueError(
-            f"model {name!r} is no sequence classifier but a {architecture or 'model without architecture'}: pass a "
-            "reward or cost model."
-        )
+    what = f"model {name!r} is no sequence classifier but a {architecture or 'model without architecture'}"
+    require(architecture.endswith((SCORE_MODEL, _CLASSIFIER)), f"{what}: pass a reward or cost model.")
     if not architecture.endswith(SCORE_MODEL):
         check_labels(config)
     elif config.model_type != "llama":
         raise ValueError(f"model {name!r} is a {architecture} of type {config.model_type!r}: only llama is supported.")
-    if os.path.isdir(folder) and not any(Path(folder).glob("*.safetensors")):
-        raise ValueError(
-            f"model {name!r} has no *.safetensors: weights in other formats are not loaded, since they may hold code. "
-            "Save it again with save_pretrained()."
-        )
+    stored = not os.path.isdir(folder) or any(Path(folder).glob("*.safetensors"))
+    remedy = "other formats may hold code and are not loaded. Save it again with save_pretrained()"
+    require(stored, f"model {name!r} has no *.safetensors: {remedy}.")
     return config, architecture
 
 
@@ -113,10 +106,9 @@ def load(folder: str, name: str, dtype: torch.dtype | str) -> Any:
     safe = {"use_safetensors": True, "trust_remote_code": False}
     model, info = known.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True, **safe)
     if missing := sorted(info["missing_keys"]):
-        raise ValueError(
-            f"the files of model {name!r} lack {', '.join(missing[:3])}{', ...' if missing[3:] else ''}, which would "
-            "be random numbers: pass a model that was trained as a reward or cost model."
-        )
+        what = f"the files of model {name!r} lack {', '.join(missing[:3])}{', ...' if missing[3:] else ''}"
+        remedy = "pass a model that was trained as a reward or cost model"
+        raise ValueError(f"{what}, which would be random numbers: {remedy}.")
     return _with_head(model, folder, name) if known is AutoModel else model
 
 
@@ -130,16 +122,13 @@ def _with_head(body: Any, folder: str, name: str) -> ScoreModel:
             names = [key for key in file.keys() if key.startswith(("score_head.", "normalizer."))]  # noqa: SIM118
             held |= {key: file.get_tensor(key) for key in names}
     head = [held[key].to(body.dtype) if key in held else None for key in ("score_head.weight", "score_head.bias")]
-    if head[0] is None or head[0].shape != (1, config.hidden_size):
-        raise ValueError(
-            f"model {name!r} has no score_head.weight of shape (1, {config.hidden_size}) in its *.safetensors: pass a "
-            "reward or cost model with one output."
-        )
+    fits = head[0] is not None and head[0].shape == (1, config.hidden_size)
+    what = f"model {name!r} has no score_head.weight of shape (1, {config.hidden_size}) in its *.safetensors"
+    require(fits, f"{what}: pass a reward or cost model with one output.")
     if not getattr(config, "do_normalize", False):
         return ScoreModel(body, *head)
     kind = getattr(config, "score_type", "reward")
-    if kind not in ("reward", "cost"):
-        raise ValueError(f"model {name!r} has score_type {kind!r}: pass a reward or cost model.")
+    require(kind in ("reward", "cost"), f"model {name!r} has score_type {kind!r}: pass a reward or cost model.")
     # values in the weight files override those of the configuration, as when a state dict is loaded
     mean, var = (held.get(f"normalizer.{key}", getattr(config, key, None)) for key in ("mean", "var"))
     if mean is None or var is None:

@@ -27,17 +27,15 @@ import torch
 from evoalign_lib import noise
 from evoalign_lib._adapters import open_package
 from evoalign_lib._interrupts import interrupts_wait
-from evoalign_lib.checks import choose, positive, whole_number
+from evoalign_lib.checks import positive, require, whole_number
 from evoalign_lib.engines.processes import one_thread
 from evoalign_lib.precision import MasterWeights
 from evoalign_lib.update_rules import Member, population, standardise
 
-DECOMPOSITIONS = ("separate", "product")
 SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "population_size": (whole_number, 4, None, "CMA-ES selects the better half"),
     "sigma": (positive,),
     "leading_share": (positive, 1),
-    "decomposition": (choose, DECOMPOSITIONS),
 }
 """settings that determine how rewards become weights in a search -> the function that checks each (of name, value and
 the arguments that follow); `evoalign_lib.essa.ESSAConfig` says what they mean"""
@@ -102,21 +100,19 @@ def pairs(names: Sequence[str]) -> list[tuple[str, str]]:
     return found
 
 
-def decompose(tensors: Mapping[str, np.ndarray], leading_share: float, decomposition: str) -> Decomposition:
+def decompose(tensors: Mapping[str, np.ndarray], leading_share: float) -> Decomposition:
     """Return the directions along which an adapter changes with its leading singular values.
 
-    "separate" (ESSA version 3, arXiv 2507.04453v3): A = U_A S_A V_A^T and B = U_B S_B V_B^T are decomposed separately,
-    so that delta gives U (S + diag(delta)) V^T = A + sum_i delta_i u_i v_i^T. "product" (version 1): B A = U S V^T, and
-    u_i v_i^T = (u_i u_i^T B / s_i) A moves B by delta_i u_i w_i^T with w_i = B^T u_i / s_i while A stays.
+    A = U_A S_A V_A^T and B = U_B S_B V_B^T are decomposed separately (ESSA version 3, arXiv 2507.04453v3), so that
+    delta gives U (S + diag(delta)) V^T = A + sum_i delta_i u_i v_i^T.
 
     Args:
         tensors: name -> float32 matrix: A (rank, inputs) and B (outputs, rank) of each adapted matrix.
         leading_share: share of each matrix's singular values.
-        decomposition: "separate" or "product".
 
     Returns:
-        The parts in the order of `pairs`, A before B; with "separate" directions have unit length. The dimension is the
-        number of adapted matrices * floor(rank * leading_share), with "separate" twice that.
+        The parts in the order of `pairs`, A before B; directions have unit length. The dimension is twice the number of
+        adapted matrices * floor(rank * leading_share).
 
     Raises:
         ValueError: what moves is not LoRA, not a matrix, or has no singular value in that share.
@@ -124,14 +120,12 @@ def decompose(tensors: Mapping[str, np.ndarray], leading_share: float, decomposi
     parts, values, undetermined, first = [], [], None, 0
     for name_a, name_b in pairs(list(tensors)):
         a, b = tensors[name_a], tensors[name_b]
-        if a.ndim != 2 or b.ndim != 2:
-            raise ValueError(f"{name_a!r} has the shape {a.shape}: use an adapter of linear layers only.")
+        require(a.ndim == b.ndim == 2, f"{name_a!r} has the shape {a.shape}: use an adapter of linear layers only.")
         rank = len(a)
         if not (k := leading(rank, leading_share)):
             what = f"leading_share={leading_share} of the {rank} singular values of {name_a!r} rounds down to none"
             raise ValueError(f"{what}: use at least {math.ceil(1000 / rank) / 1000:g}, or a higher rank.")
-        found = [(name_a, *_svd(a)), (name_b, *_svd(b))] if decomposition == "separate" else [(name_b, *_of_b(a, b))]
-        for name, u, s, w in found:
+        for name, u, s, w in ((name_a, *_svd(a)), (name_b, *_svd(b))):
             if len(s) < k or s[k - 1] <= s[0] * max(a.shape + b.shape) * np.finfo(np.float64).eps:
                 rest = "is zero" if not s[0] else f"has fewer than {k} singular values that are not zero"
                 undetermined = undetermined or f"{name!r} {rest}"
@@ -146,17 +140,6 @@ def _svd(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return u (k, rows), singular values (k,) and w (k, columns) of a matrix, float64."""
     u, s, w = torch.linalg.svd(torch.from_numpy(matrix.astype(np.float64)), full_matrices=False)
     return np.ascontiguousarray(u.numpy().T), s.numpy(), np.ascontiguousarray(w.numpy())
-
-
-@one_thread()
-def _of_b(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the singular values of B A, and the u and w that move B when they change; formats as in `_svd`."""
-    a, b = (torch.from_numpy(matrix.astype(np.float64)) for matrix in (a, b))
-    q, r = torch.linalg.qr(b)  # B A has the singular values of a small matrix, its factors being thin
-    u, s, _ = torch.linalg.svd(r @ torch.linalg.qr(a.T)[1].T, full_matrices=False)
-    u = (q @ u).T
-    w = u @ b / torch.where(s > 0, s, 1.0)[:, None]  # zeros are reported by `decompose`
-    return np.ascontiguousarray(u.numpy()), s.numpy(), np.ascontiguousarray(w.numpy())
 
 
 @one_thread()
@@ -219,7 +202,7 @@ class SingularWeights(MasterWeights):
         self.start = self.flat.copy()
         self.start.flags.writeable = False
         views = self.layout.views(self.start)
-        self.decomposition = decompose(views, self.settings["leading_share"], self.settings["decomposition"])
+        self.decomposition = decompose(views, self.settings["leading_share"])
         cma = _cma()
         options = {"popsize": self.settings["population_size"], "seed": np.nan, "CMA_eigenmethod": _eigh}
         options["randn"] = lambda *shape: self._normals.reshape(shape).copy()  # a copy, as cma may change it

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from evoalign_lib.checks import choose
+from evoalign_lib.checks import choose, require
 
 
 @dataclass(frozen=True)
@@ -181,8 +181,7 @@ def swept(name: str) -> tuple[str, ...]:
     ('sigma', 'alpha')
     """
     sweep = get(name).sweep
-    if sweep is None:
-        raise ValueError(f"arm {name!r} has no sweep: its settings are fixed, not chosen; name an arm with a sweep.")
+    require(sweep, f"arm {name!r} has no sweep: its settings are fixed, not chosen; name an arm with a sweep.")
     return tuple(SWEEP[sweep][0])
 
 

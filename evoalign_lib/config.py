@@ -190,8 +190,6 @@ class ESConfig(TrainingArguments):
     """show completions with their rewards, and with the columns that reward functions pass to `log_extra`, at each
     logged step and each evaluation: a few in the terminal (with rich); those of the best and of the worst member in
     output_dir/completions/*.jsonl, and in wandb and trackio"""
-    overwrite_output_dir: bool = field(default=False, metadata={"help": "delete the run in output_dir and start anew"})
-    """delete the run in output_dir (ledger, checkpoints and completions) when train() starts a new one"""
     logging_steps: float = field(default=1, metadata={"help": "number of steps between logs"})
     """number of steps between logs"""
     remove_unused_columns: bool | None = field(default=False, metadata={"help": "keep all columns"})

@@ -54,7 +54,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -479,15 +478,11 @@ class ESTrainer(TrainerSurface):
         resume_from_checkpoint = _checkpoints.asked(resume_from_checkpoint)
         if self.ledger is None:
             models.check_saving(self.model, self.processing_class, self._stateful_callbacks())
-        if resume_from_checkpoint and self.args.overwrite_output_dir and self.ledger is None:
-            raise ValueError("overwrite_output_dir=True would delete the run to be resumed: leave out one of the two.")
         self._load_last()
         max_steps = self.max_steps
         if isinstance(resume_from_checkpoint, (str, os.PathLike)) or (resume_from_checkpoint and self.ledger is None):
             self._resume(resume_from_checkpoint)
         elif self.ledger is None:
-            if self.args.overwrite_output_dir:
-                _checkpoints.delete_run(self.args.output_dir)
             ledger.refuse_existing(self._ledger_path)
         else:
             _checkpoints.check_settings(self.ledger, self._settings())
@@ -579,8 +574,6 @@ class ESTrainer(TrainerSurface):
         if run is None:
             return
         ledger.check_quantisation(run, self.model)
-        if self.train_prompts.date and "template_date" not in run.settings:
-            self._read_clock()
         _checkpoints.check_settings(run, self._settings())
         states = [self._first_reward_state, *(step.reward_state for step in run.steps)]
         try:
@@ -603,14 +596,6 @@ class ESTrainer(TrainerSurface):
             self._catch_up(run)
         self._reward_state = states[self.state.global_step]
         self.ledger, self._replayed, self._parted, self._due = run, len(run.steps), False, []
-
-    def _read_clock(self) -> None:
-        """Let chat templates state today's date, as in a run that began before they stated `chats.DATE`."""
-        template = dict(self.args.chat_template_kwargs or {}) | {"strftime_now": datetime.now().strftime}
-        for name, prompts in list(self.engine.prompts.items()):
-            if prompts.date:
-                self.engine.put_prompts(name, Prompts(prompts.rows, self.processing_class, template))
-        self.train_prompts = self.engine.prompts["train"]
 
     def _stateful_callbacks(self) -> list[TrainerCallback]:
         """Return the callbacks with a state to be saved, such as the patience of EarlyStoppingCallback."""

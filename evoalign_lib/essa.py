@@ -22,11 +22,9 @@ Numbered differences from the paper:
 4. CMA-ES gets its normals from the noise law (`evoalign_lib.noise`) and maximises. Step sizes are adapted by cumulative
    path length (CSA) in every dimension, whereas cma changes the rule from 300 dimensions on.
 5. Singular values may become negative or change their order: the paper mentions no bounds, and none are set.
-6. The text of version 1 decomposes the product and then updates two sets of values. decomposition="product" updates the
-   only set that exists. It moves B and keeps A: B + sum_i delta_i u_i (u_i^T B / s_i).
-7. An adapter in the paper's form adds B A to W, so `lora_config` sets lora_alpha = r. With another peft_config its
+6. An adapter in the paper's form adds B A to W, so `lora_config` sets lora_alpha = r. With another peft_config its
    scaling multiplies B A as usual, and singular values are taken before scaling.
-8. Fine-tuning before the search is part of the run: its tokens, FLOPs and core-seconds are in the budget from the first
+7. Fine-tuning before the search is part of the run: its tokens, FLOPs and core-seconds are in the budget from the first
    step on. The paper's comparisons leave them out.
 
 The same machine gives the same bits, with any number of workers, after kill -9 and in a replay of the ledger. On
@@ -54,6 +52,7 @@ from transformers import PrinterCallback
 
 from evoalign_lib import _adapters, ledger, precision
 from evoalign_lib._singular import SEARCH, SETTINGS, SingularWeights, machine
+from evoalign_lib.checks import require
 from evoalign_lib.config import ESConfig, refused, with_settings
 from evoalign_lib.es import ESTrainer
 from evoalign_lib.rewards import RewardFunction
@@ -103,8 +102,6 @@ class ESSAConfig(ESConfig):
     leading_share: float = field(default=1.0, metadata={"help": "of each matrix's singular values that are searched"})
     """alpha of the paper: the share of each matrix's singular values that is searched, from the largest down; the
     number is rounded down (ESSA v3: 1.0; its best runs with rank 32 use 0.1)"""
-    decomposition: str = field(default="separate", metadata={"help": "separate (v3) or product (v1)"})
-    """"separate": singular values of A and of B (ESSA v3); "product": those of B A (ESSA v1)"""
     arm: str = field(default="essa", metadata={"help": "name that enters the run key"})
     """name of the arm, part of the run key, so that arms never share noise by accident"""
 
@@ -182,8 +179,8 @@ class ESSATrainer(ESTrainer):
 
             if not isinstance(sft_args, SFTConfig):
                 raise TypeError(f"sft_args is a {type(sft_args).__name__}: pass a trl.SFTConfig.")
-            if self._sft_rows is None:
-                raise ValueError("sft_args has no effect without sft_dataset: pass rows, or remove it.")
+            has_rows = self._sft_rows is not None
+            require(has_rows, "sft_args has no effect without sft_dataset: pass rows, or remove it.")
         self.warm_start_cost: dict[str, Any] | None = None
         """cost of fine-tuning before the search: tokens, steps, forward_flops (backward counts twice), core_seconds,
         seconds, device, and completions (0)"""
@@ -229,8 +226,8 @@ class ESSATrainer(ESTrainer):
 
     def _coefficients(self, fitness):
         """Raise ValueError for rewards that cannot be ranked; there are no coefficients."""
-        if not np.isfinite(fitness).all():
-            raise ValueError(f"the rewards {fitness.tolist()!s:.200} are not all finite and cannot be ranked.")
+        finite = np.isfinite(fitness).all()
+        require(finite, f"the rewards {fitness.tolist()!s:.200} are not all finite and cannot be ranked.")
 
     def _indices(self, step):
         if self._shared_batch:
@@ -257,8 +254,7 @@ class ESSATrainer(ESTrainer):
             ValueError: there is no sft_dataset, or fine-tuning left a matrix of the adapter at zero.
             RuntimeError: the adapter is fine-tuned already, or the run has steps.
         """
-        if self._sft_rows is None:
-            raise ValueError("warm_start() needs rows to fine-tune on: pass sft_dataset.")
+        require(self._sft_rows is not None, "warm_start() needs rows to fine-tune on: pass sft_dataset.")
         if self.warm_start_cost is not None or self.ledger is not None or self._parted:
             raise RuntimeError("the search has begun, or the adapter is fine-tuned already: make a new trainer.")
         self.engine.close()  # worker processes would keep the directions of the previous adapter
@@ -328,8 +324,8 @@ class ESSATrainer(ESTrainer):
     def _settings(self):
         settings = {name: value for name, value in super()._settings().items() if name not in _OF_ES}
         settings |= {"search": SEARCH, "dimension": self.engine.weights.dimension, "machine": machine()}
-        settings |= {"leading_share": self.args.leading_share, "decomposition": self.args.decomposition}
-        settings |= {"cma_options": {}, "shared_batch": self._shared_batch}  # older runs could set cma_options
+        settings |= {"leading_share": self.args.leading_share, "shared_batch": self._shared_batch}
+        settings |= {"decomposition": "separate", "cma_options": {}}  # older runs could set them
         return settings | ({} if self._sft_rows is None else {"sft": _digest(self._sft_rows, self._sft_args)})
 
     def _count(self, record):
@@ -416,8 +412,7 @@ def _rows(dataset: Iterable[Mapping[str, Any]] | None) -> list[dict[str, Any]] |
     if dataset is None:
         return None
     rows = list(dataset)
-    if not rows:
-        raise ValueError("sft_dataset is empty: pass rows, or leave it out to start from the adapter as it is.")
+    require(rows, "sft_dataset is empty: pass rows, or leave it out to start from the adapter as it is.")
     for i, row in enumerate(rows):
         if not isinstance(row, Mapping):  # iterating over a mapping of splits gives their names
             raise TypeError(f"row {i} of sft_dataset is {row!r:.200}: pass a single split, whose rows are mappings.")

@@ -29,8 +29,8 @@ changing a single bit of it would make a version 2.
    so the results are equal bit for bit; a library's log or cos would not be. No normal exceeds 5.89, and none is
    further than 1.4e-6 from Box-Muller in real arithmetic on the same float32 u.
 
-Three backends give the same bits: NumPy (the reference) and numba on a CPU, both from the same source
-(``_noise_cpu``), and Triton on a GPU (``_noise_triton``; ``device_weights`` keeps a model there).
+Numba on a CPU and Triton on a GPU (``_noise_triton``; ``device_weights`` keeps a model there) give the same bits, and
+so does NumPy, with which the tests run the source of the first (``_noise_cpu``) as the reference.
 ``noise_vectors.json`` beside this file has known answers for all three, and the tests compute the law independently,
 with Python's integers and libm's functions.
 """
@@ -62,7 +62,7 @@ from evoalign_lib._noise_host import (
     signed_sigma,
     unsigned,
 )
-from evoalign_lib.checks import choose
+from evoalign_lib.checks import choose, require
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,6 @@ _LAWS = {
     "tied": (_noise_cpu.GAUSSIAN, False),
 }
 DISTRIBUTIONS = tuple(_LAWS)
-BACKENDS = ("numba", "numpy", "triton")
 
 
 # Keys and parameter ids.
@@ -99,8 +98,7 @@ def run_key(arm: str, seed: int) -> int:
     >>> hex(run_key("es", 0))
     '0xdebd773ecefc2c89'
     """
-    if not arm:
-        raise ValueError(f"arm must be a non-empty name, got {arm!r}")
+    require(arm, f"arm must be a non-empty name, got {arm!r}")
     name = arm.encode()
     return _digest(struct.pack("<I", len(name)) + name + struct.pack("<Q", unsigned("seed", seed, 64)), 8)
 
@@ -150,11 +148,9 @@ def parameter_ids(names: Iterable[str]) -> dict[str, int]:
     ids = {name: parameter_id(name) for name in names}
     owners: dict[int, str] = {}
     for name, number in ids.items():
-        owner = owners.setdefault(number, name)
-        if owner != name:
-            raise ValueError(
-                f"parameters {owner!r} and {name!r} share the noise id {number:#010x}; rename one of them in the model"
-            )
+        if (owner := owners.setdefault(number, name)) != name:
+            what = f"parameters {owner!r} and {name!r} share the noise id {number:#010x}"
+            raise ValueError(f"{what}; rename one of them in the model")
     return ids
 
 
@@ -174,7 +170,6 @@ def normals(
     cols: tuple[int, int] | None = None,
     stream: int = 0,
     distribution: str = "gaussian",
-    backend: Literal["numba", "numpy", "triton"] = "numba",
 ) -> np.ndarray:
     """Return the noise of a tensor or a window of it: normals, or a distribution with the same mean and variance.
 
@@ -186,32 +181,22 @@ def normals(
         cols: (start, stop) of the window's columns; None: all.
         stream: 0 full-rank noise, 1 and 2 low-rank factors A and B, 3 stochastic rounding, 4 sampling.
         distribution: "gaussian", "byte_sum" or "tied"; see step 3 of the law.
-        backend: "numba"; the reference "numpy"; "triton" on a GPU, or in Triton's interpreter. All give the same bits.
 
     Returns:
         float32: the whole tensor in its shape, or the window as a matrix if rows or cols is given.
 
     Raises:
-        ValueError: a window outside the tensor, a number out of range, an unknown distribution or backend.
-        RuntimeError: "triton" with neither a GPU nor Triton's interpreter.
+        ValueError: a window outside the tensor, a number out of range, an unknown distribution.
 
     >>> tensor = normals(7, 1, (4, 6))
-    >>> bool((normals(7, 1, (4, 6), rows=(1, 3), cols=(3, 6), backend="numpy") == tensor[1:3, 3:]).all())
+    >>> bool((normals(7, 1, (4, 6), rows=(1, 3), cols=(3, 6)) == tensor[1:3, 3:]).all())
     True
     """
     key, stream = unsigned("key", key, 64), unsigned("stream", stream, 32)
     n_rows, n_cols = _matrix_shape(shape)
-    choose("backend", backend, BACKENDS)
     kind, number = _law(distribution, param_id)
     where = number, _window("rows", rows, n_rows, shape), _window("cols", cols, n_cols, shape), stream
-    if backend == "numpy":
-        window = _noise_cpu.reference(kind, key, *where)
-    elif backend == "numba":
-        (window,) = rows_of_members(kind, np.array([key], np.uint64), *where)
-    else:
-        from evoalign_lib import _noise_triton
-
-        window = _noise_triton.window(kind, key, *where)
+    (window,) = rows_of_members(kind, np.array([key], np.uint64), *where)
     return window.reshape(tuple(shape)) if rows is None and cols is None else window
 
 
@@ -224,7 +209,6 @@ def factors(
     rows: tuple[int, int] | None = None,
     cols: tuple[int, int] | None = None,
     distribution: str = "gaussian",
-    backend: Literal["numba", "numpy", "triton"] = "numba",
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the factors of members' low-rank noise for a matrix, E[i, j] = sum_k a[k, i] b[k, j].
 
@@ -235,7 +219,6 @@ def factors(
         rank: r, 1 or more.
         rows, cols: (start, stop) of a window of the matrix; None: all.
         distribution: distribution of the factors' numbers.
-        backend: as for `normals`.
 
     Returns:
         a, float32 (members, rank, rows), which includes the 1 / sqrt(rank); b, float32 (members, rank, cols).
@@ -243,17 +226,10 @@ def factors(
     Raises:
         ValueError: as for `normals`, or a rank below 1.
     """
-    if (rank := check_rank(rank)) < 1:
-        raise ValueError(f"rank={rank} has no factors: pass 1 or more")
+    require((rank := check_rank(rank)) > 0, f"rank={rank} has no factors: pass 1 or more")
     n_rows, n_cols = _matrix_shape(shape)
     windows = _window("rows", rows, n_rows, shape), _window("cols", cols, n_cols, shape)
-    if backend == "numba":
-        return factors_of(*_law(distribution, param_id), keys, rank, *windows)
-    found, options = [], {"distribution": distribution, "backend": backend}
-    for stream, length, window in ((1, n_rows, windows[0]), (2, n_cols, windows[1])):
-        whole = [normals(int(k), param_id, (rank, length), cols=window, stream=stream, **options) for k in keys]
-        found.append(np.array(whole, np.float32).reshape(len(keys), rank, window[1] - window[0]))
-    return found[0] * _noise_cpu.root(rank), found[1]
+    return factors_of(*_law(distribution, param_id), keys, rank, *windows)
 
 
 def vectors(keys: np.ndarray, param_id: int, length: int, distribution: str = "gaussian") -> np.ndarray:
@@ -268,23 +244,19 @@ def vectors(keys: np.ndarray, param_id: int, length: int, distribution: str = "g
 def eps(key: int, param_id: int, shape: Sequence[int], rank: int = 0, **how: Any) -> np.ndarray:
     """Return a member's noise for a tensor or a window of it, of low rank if the rank is above 0.
 
-    Arguments (including rows, cols, distribution and backend), result and errors are as for `normals` (stream 0) and
-    `factors`.
+    Arguments (including rows, cols and distribution), result and errors are as for `normals` (stream 0) and `factors`.
     """
     if not is_low_rank(shape, rank):
         return normals(key, param_id, shape, **how)
     a, b = factors(np.array([unsigned("key", key, 64)], np.uint64), param_id, shape, rank, **how)
-    if how.get("backend") == "numpy":
-        window = _noise_cpu.reference_product(a[0], b[0])
-    else:
-        window = np.full((a.shape[2], b.shape[2]), _noise_cpu.NOTHING)
-        flat, one = window.reshape(-1), np.ones(1, np.float32)
-        _noise_cpu.add_products(flat, read_only(flat), _noise_cpu.NOTHING, one, a, b, 0, b.shape[2])
+    window = np.full((a.shape[2], b.shape[2]), _noise_cpu.NOTHING)
+    flat, one = window.reshape(-1), np.ones(1, np.float32)
+    _noise_cpu.add_products(flat, read_only(flat), _noise_cpu.NOTHING, one, a, b, 0, b.shape[2])
     return window if how.get("rows") or how.get("cols") else window.reshape(tuple(shape))
 
 
 def check_rank(rank: int) -> int:
-    """Return the rank of low-rank noise, or 0 for full rank; raise TypeError or ValueError for any other value."""
+    """Return the rank of low-rank noise, or 0 for full rank; raise ValueError for any other value."""
     return unsigned("rank", rank, 16)
 
 
@@ -330,9 +302,8 @@ def _law(distribution: str, param_id: int) -> tuple[int, int]:
 def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Return the rows and columns of a tensor as the noise law's matrix."""
     n_rows, n_cols = (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
-    if not (0 <= n_rows <= 1 << 32 and 0 <= n_cols <= 1 << 34):
-        size = f"{n_rows} x {n_cols}"
-        raise ValueError(f"shape {tuple(shape)} is {size}; the noise law covers 2**32 rows of 2**34 columns at most")
+    size, covered = f"{n_rows} x {n_cols}", 0 <= n_rows <= 1 << 32 and 0 <= n_cols <= 1 << 34
+    require(covered, f"shape {tuple(shape)} is {size}; the noise law covers 2**32 rows of 2**34 columns at most")
     return n_rows, n_cols
 
 
@@ -340,9 +311,8 @@ def _window(name: str, window: tuple[int, int] | None, length: int, shape: Seque
     if window is None:
         return 0, length
     start, stop = (operator.index(end) for end in window)
-    if not 0 <= start <= stop <= length:
-        where = f"0 to {length}, the {name} of shape {tuple(shape)}"
-        raise ValueError(f"{name}=({start}, {stop}) is not a range within {where}")
+    where = f"0 to {length}, the {name} of shape {tuple(shape)}"
+    require(0 <= start <= stop <= length, f"{name}=({start}, {stop}) is not a range within {where}")
     return start, stop
 
 
@@ -380,10 +350,9 @@ class Layout:
         """
         named = [(name, tuple(operator.index(n) for n in shape)) for name, shape in shapes]
         ids = parameter_ids(name for name, _ in named)
-        if not named:
-            raise ValueError("a layout needs at least one parameter, got none")
-        if len(ids) < len(named):
-            raise ValueError(f"names must differ, got {[name for name, _ in named]}; list tied weights once")
+        require(named, "a layout needs at least one parameter, got none")
+        names = [name for name, _ in named]
+        require(len(ids) == len(named), f"names must differ, got {names}; list tied weights once")
         entries, padding, size = [], [], 0
         for name, shape in named:
             rows, cols = _matrix_shape(shape)
@@ -413,8 +382,8 @@ class Layout:
         Raises:
             ValueError: the buffer is not (size,).
         """
-        if buffer.shape != (self.size,):
-            raise ValueError(f"the buffer must have the layout's shape ({self.size},), got {buffer.shape}")
+        fits = buffer.shape == (self.size,)
+        require(fits, f"the buffer must have the layout's shape ({self.size},), got {buffer.shape}")
         return {e.name: buffer[e.offset : e.offset + e.rows * e.cols].reshape(e.shape) for e in self.entries}
 
 
@@ -446,8 +415,8 @@ def perturb(
     """
     _check_buffer("out", out, layout, written=True)
     _check_buffer("master", master, layout)
-    if np.may_share_memory(out, master):
-        raise ValueError("out and master overlap; pass a separate buffer as out, since the master must not change")
+    apart = not np.may_share_memory(out, master)
+    require(apart, "out and master overlap; pass a separate buffer as out, since the master must not change")
     key, scale = unsigned("key", key, 64), np.array([signed_sigma(sigma, sign)])
     _add_members(out, master, layout, _noise_cpu.NOTHING, np.array([key], np.uint64), scale, distribution, rank)
     out[layout.padding] = master[layout.padding]
@@ -484,8 +453,7 @@ def update(
     _check_buffer("master", master, layout, written=True)
     check_members(keys, coefficients)
     index, count = (operator.index(number) for number in part)
-    if not 0 <= index < count:
-        raise ValueError(f"part must be (i, n) with 0 <= i < n, got {part}")
+    require(0 <= index < count, f"part must be (i, n) with 0 <= i < n, got {part}")
     # acc starts at +0, and a sum is -0 only if both terms are: adding 0 * eps = +-0 never changes acc.
     used = coefficients != 0
     keys, coefficients, share = keys[used], coefficients[used], (index, count)
@@ -517,7 +485,7 @@ def noise_vector(layout: Layout, key: int, distribution: str = "gaussian", rank:
         float32 (layout.size,), zero mean and unit variance, 0 in the padding.
 
     Raises:
-        TypeError, ValueError: a key or rank out of range, or an unknown distribution.
+        ValueError: a key or rank out of range, or an unknown distribution.
     """
     vector = np.zeros(layout.size, np.float32)
     for entry, view in zip(layout.entries, layout.views(vector).values(), strict=True):
@@ -572,21 +540,18 @@ def device_weights(
 
     rank = check_rank(rank)
     pieces = [Piece(*piece) for piece in pieces]
-    if not pieces:
-        raise ValueError("device_weights needs at least one tensor, got none")
+    require(pieces, "device_weights needs at least one tensor, got none")
     ids = parameter_ids(piece.name for piece in pieces)
     matrices, owners = [], {}
     for tensor, name, row0, col0, _ in pieces:
-        if tensor.dtype not in (dtypes := (torch.float32, torch.bfloat16, torch.float16)):
-            raise ValueError(f"{name!r} is {tensor.dtype}; the noise law supports {dtypes}")
-        if tensor.device != pieces[0].tensor.device:
-            raise ValueError(f"{name!r} is on {tensor.device}, {pieces[0].name!r} on {pieces[0].tensor.device}")
+        dtypes, (first, place, *_) = (torch.float32, torch.bfloat16, torch.float16), pieces[0]
+        require(tensor.dtype in dtypes, f"{name!r} is {tensor.dtype}; the noise law supports {dtypes}")
+        require(tensor.device == first.device, f"{name!r} is on {tensor.device}, {place!r} on {first.device}")
         matrices.append(_matrix(name, tensor.detach()))
         rows, cols = matrices[-1].shape
-        if not (row0 >= 0 and row0 + rows <= 1 << 32 and col0 >= 0 and col0 + cols <= 1 << 34 and cols < 1 << 33):
-            raise ValueError(
-                f"{name!r}: {rows} rows from {row0} and {cols} columns from {col0} are beyond the noise law"
-            )
+        covered = row0 >= 0 and row0 + rows <= 1 << 32 and col0 >= 0 and col0 + cols <= 1 << 34 and cols < 1 << 33
+        what = f"{name!r}: {rows} rows from {row0} and {cols} columns from {col0}"
+        require(covered, f"{what} are beyond the noise law")
         if tensor.numel() and (owner := owners.setdefault(tensor.data_ptr(), name)) != name:
             raise ValueError(f"{owner!r} and {name!r} are at one address; list tied weights once")
     windows = [(_law(distribution, ids[piece.name])[1], piece.row0, piece.col0) for piece in pieces]
@@ -606,17 +571,15 @@ def _matrix(name: str, tensor: torch.Tensor) -> torch.Tensor:
     matrix = (
         tensor if tensor.ndim == 2 else tensor.view(_matrix_shape(tensor.shape)) if tensor.is_contiguous() else None
     )
-    if matrix is None or (matrix.shape[1] > 1 and matrix.stride(1) != 1):
-        raise ValueError(f"{name!r} has the strides {tensor.stride()}; its columns must be adjacent in memory")
+    adjacent = matrix is not None and (matrix.shape[1] <= 1 or matrix.stride(1) == 1)
+    require(adjacent, f"{name!r} has the strides {tensor.stride()}; its columns must be adjacent in memory")
     return matrix
 
 
 def _check_buffer(name: str, buffer: np.ndarray, layout: Layout, written: bool = False) -> None:
     if buffer.dtype != np.float32:
         raise TypeError(f"{name} must be float32, got {buffer.dtype}")
-    if buffer.shape != (layout.size,):
-        raise ValueError(f"{name} must have the layout's shape ({layout.size},), got {buffer.shape}")
-    if not buffer.flags.c_contiguous:
-        raise ValueError(f"{name} must be contiguous, got strides {buffer.strides}; copy it first")
-    if written and not buffer.flags.writeable:
-        raise ValueError(f"{name} is read-only; pass a copy of it")
+    size, flags = (layout.size,), buffer.flags
+    require(buffer.shape == size, f"{name} must have the layout's shape {size}, got {buffer.shape}")
+    require(flags.c_contiguous, f"{name} must be contiguous, got strides {buffer.strides}; copy it first")
+    require(flags.writeable or not written, f"{name} is read-only; pass a copy of it")

@@ -482,5 +482,4 @@ def kahan_add(value: Tensor, compensation: Tensor, change: Tensor) -> None:
 
 
 def _same_shape(weights: Tensor, other: Tensor) -> None:
-    if weights.shape != other.shape:
-        raise ValueError(f"the shapes must agree, got {tuple(weights.shape)} and {tuple(other.shape)}")
+    require(weights.shape == other.shape, f"the shapes must agree, got {tuple(weights.shape)} and {tuple(other.shape)}")

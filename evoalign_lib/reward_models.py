@@ -39,7 +39,7 @@ import torch
 
 import evoalign_lib
 from evoalign_lib import _bounded_http, _score_models, chats, models, tasks
-from evoalign_lib.checks import address, as_told, choose, key_in, positive, whole_number
+from evoalign_lib.checks import address, as_told, choose, key_in, positive, require, whole_number
 from evoalign_lib.files import canonical_json
 
 TEXTS = ("beaver", "chat", "continued", "pair")
@@ -163,8 +163,8 @@ class RewardModel(_Scorer):
         choose("truncation", truncation, TRUNCATIONS)
         self.truncation = truncation
         dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"dtype={dtype!r} is not a floating-point dtype: pass one such as 'float16'.")
+        floats = dtype is None or isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        require(floats, f"dtype={dtype!r} is not a floating-point dtype: pass one such as 'float16'.")
         self._folder, origin = None, model
         if isinstance(model, (str, os.PathLike)):
             self._folder = _score_models.folder_of(str(model))
@@ -260,16 +260,12 @@ class RewardModel(_Scorer):
             # some tokenizers append the end token themselves; one from the texts would have been broken up
             end = [self.tokenizer.eos_token_id]
             rows = [row if row[-1:] == end else row + end for row in rows]
-        if [] in rows:
-            raise ValueError(
-                f"the text of the completion {texts[rows.index([])]!r:.200} has no tokens: correct the format `text`."
-            )
+        for text in [text for text, row in zip(texts, rows, strict=True) if not row]:
+            raise ValueError(f"the text of the completion {text!r:.200} has no tokens: correct the format `text`.")
         long = [i for i, row in enumerate(rows) if len(row) > self.max_length]
         if long and self.truncation == "refuse":
-            raise ValueError(
-                f"{len(long)} texts are longer than {self.max_length} tokens, the first has {len(rows[long[0]])}: "
-                "generate fewer tokens, or set truncation='right'."
-            )
+            what = f"{len(long)} texts are longer than {self.max_length} tokens, the first has {len(rows[long[0]])}"
+            raise ValueError(f"{what}: generate fewer tokens, or set truncation='right'.")
         for i in long if pair else ():
             cut = self.tokenizer(*pairs[i], truncation="longest_first", max_length=self.max_length, **plain)
             rows[i] = cut["input_ids"]  # keeps the special tokens
@@ -285,10 +281,10 @@ class RewardModel(_Scorer):
         if not rows:
             return np.zeros(0)
         if self.device.type == "cuda" and os.getpid() != self._pid:
-            raise ScorerError(
-                f"{self.name!r} is on {self.device}, which a forked process cannot use: start a server for it "
-                "(evoalign serve-scorer) and pass its HTTPScorer as reward, or put the model on the CPU."
+            remedy = (
+                "start a server for it (evoalign serve-scorer) and pass its HTTPScorer, or put the model on the CPU"
             )
+            raise ScorerError(f"{self.name!r} is on {self.device}, which a forked process cannot use: {remedy}.")
         self._check_ends(rows)
         scores = np.empty(len(rows))
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
@@ -296,18 +292,12 @@ class RewardModel(_Scorer):
             for first in range(0, len(order), self.batch_size):
                 batch = order[first : first + self.batch_size]
                 scores[batch] = self._forward([rows[i] for i in batch], types and [types[i] for i in batch])
-        if not np.isfinite(scores).all():
-            bad = int(np.flatnonzero(~np.isfinite(scores))[0])
-            raise ScorerError(
-                f"{self.name!r} gave {scores[bad]} for the completion {completions[bad]!r:.200}: use another dtype, "
-                "such as bfloat16 or float32 instead of float16."
-            )
+        for bad in np.flatnonzero(~np.isfinite(scores)):
+            what = f"{self.name!r} gave {scores[bad]} for the completion {completions[bad]!r:.200}"
+            raise ScorerError(f"{what}: use another dtype, such as bfloat16 or float32 instead of float16.")
         if tally["truncated"] and not self.counts["truncated"]:
-            warnings.warn(
-                f"{self.name!r} reads {self.max_length} tokens at most, so the end of a longer text was cut off "
-                "(truncation='right'); such texts are counted as 'truncated'.",
-                stacklevel=2,
-            )
+            what = f"{self.name!r} reads {self.max_length} tokens at most, so the end of a longer text was cut off"
+            warnings.warn(f"{what} (truncation='right'); such texts are counted as 'truncated'.", stacklevel=2)
         self.counts.update(tally)  # only now: texts of a failed batch are scored again, one by one
         return scores - self._shift
 
@@ -352,11 +342,11 @@ class RewardModel(_Scorer):
             return  # an encoder pools in its own way, a score model goes by the attention mask
         padding = self.model.config.get_text_config().pad_token_id
         if padding is not None and any(row[-1] == padding for row in rows):
-            raise ValueError(
-                f"a text ends in token {padding}, which is the padding token of {self.name!r}: transformers reads its "
-                "score one token earlier. If the model was trained that way, pass a format `text` that ends earlier; "
-                "if not, set another pad_token_id in its configuration."
+            what = (
+                f"a text ends in token {padding}, the padding token of {self.name!r}, so transformers reads its score"
             )
+            what += " one token earlier. If the model was trained that way, pass a format `text` that ends earlier"
+            raise ValueError(f"{what}; if not, set another pad_token_id in its configuration.")
 
 
 def _texts(prompts: Sequence[Any], completions: Sequence[Any]) -> tuple[list[str], list[str]]:
@@ -374,8 +364,8 @@ def _texts(prompts: Sequence[Any], completions: Sequence[Any]) -> tuple[list[str
 
 def _checked_text(text: str | TextFormat | None, beaver: bool, tokenizer: Any) -> str | TextFormat:
     """Return the checked text format; beaver: whether the model has Safe-RLHF's layout, which has a default."""
-    if text is None and not beaver:
-        raise ValueError(f"no default text format for this model: pass the one it reads; text is one of {TEXTS}.")
+    known = text is not None or beaver
+    require(known, f"no default text format for this model: pass the one it reads; text is one of {TEXTS}.")
     text = "beaver" if text is None else text
     if callable(text):
         return text
@@ -440,11 +430,9 @@ class ModelReward:
         if isinstance(model, (str, os.PathLike)):
             name, folder = str(model), _score_models.folder_of(str(model))
             model = _score_models.load(folder, name, torch.float32)
-            if isinstance(model, _score_models.ScoreModel):
-                raise ValueError(
-                    f"model {name!r} is a score model of Safe-RLHF, which TRL cannot read: pass "
-                    f"reward_models.RewardModel({name!r}) as the reward function."
-                )
+            own = isinstance(model, _score_models.ScoreModel)
+            remedy = f"pass reward_models.RewardModel({name!r}) as the reward function"
+            require(not own, f"model {name!r} is a score model of Safe-RLHF, which TRL cannot read: {remedy}.")
         else:
             name = getattr(model.config, "_name_or_path", "") or type(model).__name__
         _score_models.check_labels(model.config)
@@ -497,19 +485,14 @@ def as_functions(
     functions = list(rewards) if several else [rewards]
     given = [tokenizers] * (len(functions) if tokenizers is None else 1)
     given = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else given
-    if len(given) != len(functions):
-        raise ValueError(
-            f"reward_processing_classes has {len(given)} entries for {len(functions)} reward functions: pass one each, "
-            "None for a function."
-        )
+    what = f"reward_processing_classes has {len(given)} entries for {len(functions)} reward functions"
+    require(len(given) == len(functions), f"{what}: pass one each, None for a function.")
     for i, (function, tokenizer) in enumerate(zip(functions, given, strict=True)):
         if isinstance(function, (str, os.PathLike, torch.nn.Module)):
             functions[i] = ModelReward(function, tokenizer, chat_template_kwargs)
         elif tokenizer is not None:
-            raise ValueError(
-                f"reward_processing_classes has a tokenizer for {function!r:.100}, which is a function and does not "
-                "use one: pass None instead."
-            )
+            what = f"reward_processing_classes has a tokenizer for {function!r:.100}, which is a function and uses none"
+            raise ValueError(f"{what}: pass None instead.")
     return functions
 
 
@@ -626,10 +609,9 @@ class HTTPScorer(_Scorer):
                 break  # a retry would give the same
         self.counts["failed"] += 1
         told = as_told(what, key, 300)
-        raise (ScorerGone if gone else ScorerError)(
-            f"the scorer at {self.url} gave no scores ({attempt + 1} requests); the last failure: {told}. "
-            "Check that evoalign serve-scorer runs there with the model of this run."
-        )
+        what = f"the scorer at {self.url} gave no scores ({attempt + 1} requests); the last failure: {told}"
+        remedy = "Check that evoalign serve-scorer runs there with the model of this run"
+        raise (ScorerGone if gone else ScorerError)(f"{what}. {remedy}.")
 
 
 @lru_cache(maxsize=64)

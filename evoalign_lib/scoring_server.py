@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from evoalign_lib.checks import key_in
+from evoalign_lib.checks import key_in, require
 from evoalign_lib.reward_models import RewardModel, ScorerError, fingerprint
 
 MOST_TEXTS = 1024
@@ -56,8 +56,7 @@ def app_of(reward_model: RewardModel, *, api_key: str | None = None) -> Any:
     from fastapi.responses import JSONResponse
     from pydantic import BaseModel, ConfigDict
 
-    if api_key is not None and not api_key:
-        raise ValueError("api_key is empty: pass a key, or None for a server without one.")
+    require(api_key is None or api_key, "api_key is empty: pass a key, or None for a server without one.")
     identity = reward_model.identity
     mark = fingerprint(identity)
     turn = threading.Lock()
@@ -129,26 +128,6 @@ def _refusal(request: Any, api_key: str | None) -> tuple[int, str] | None:
     return None
 
 
-def _protocol() -> type:
-    """Return uvicorn's protocol, except that it closes an incomplete request, too, after `timeout_keep_alive`."""
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    class Impatient(H11Protocol):
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._wait()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if self.cycle is None or self.cycle.more_body or self.cycle.response_complete:
-                self._wait()
-
-        def _wait(self) -> None:
-            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.transport.close)
-
-    return Impatient
-
-
 def serve(
     model: Any, *, host: str = "127.0.0.1", port: int = 8100, api_key_env: str | None = None, **options: Any
 ) -> None:
@@ -175,5 +154,5 @@ def serve(
     scorer = RewardModel(model, **options)
     print(json.dumps(scorer.identity), flush=True)
     # connections should survive a training step, which may take longer than uvicorn's default of 5 s
-    how = {"http": _protocol(), "access_log": False, "timeout_keep_alive": 75}
+    how = {"http": "h11", "access_log": False, "timeout_keep_alive": 75}
     uvicorn.run(app_of(scorer, api_key=key), host=host, port=port, **how)

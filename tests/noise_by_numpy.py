@@ -1,11 +1,12 @@
 """A reference for the noise law's members and updates in plain NumPy, without PyTorch and transformers."""
 
 import math
+from functools import partial
 
 import numpy as np
 from hypothesis import strategies as st
 
-from evoalign_lib import noise
+from evoalign_lib import _noise_cpu, noise
 
 
 def bits(values: np.ndarray) -> np.ndarray:
@@ -35,20 +36,45 @@ def keys_and_coefficients(n: int) -> tuple[np.ndarray, np.ndarray]:
     return keys, np.random.default_rng(n).normal(0, 1e-4, n).astype(np.float32)
 
 
+def _window(kind, key, param_id, rows, cols, stream) -> np.ndarray:
+    """Return the window rows x cols of a tensor's noise of full rank."""
+    quads = np.arange(cols[0] >> 2, (cols[1] + 3) >> 2)
+    words = np.moveaxis(_noise_cpu.words(key, np.arange(*rows), quads, param_id, stream), -1, 0)
+    whole = np.stack(_noise_cpu._REFERENCES[kind](*words), -1).reshape(rows[1] - rows[0], 4 * len(quads))
+    return whole[:, (cols[0] & 3) :][:, : cols[1] - cols[0]]
+
+
+def by_numpy(key, param_id, shape, rank=0, *, rows=None, cols=None, stream=0, distribution="gaussian", draw=_window):
+    """Return what `noise.eps` and `noise.normals` return; draw: what draws a window instead of NumPy."""
+    kind, number = noise._law(distribution, param_id)
+    sizes, drawn = noise._matrix_shape(shape), partial(draw, kind, key, number)
+    places = [given or (0, size) for given, size in zip((rows, cols), sizes, strict=True)]
+    if noise.is_low_rank(shape, rank):
+        a, b = (drawn((0, rank), place, stream) for stream, place in enumerate(places, 1))
+        found = np.full((a.shape[1], b.shape[1]), -0.0, np.float32)
+        for one, other in zip(a * _noise_cpu.root(rank), b, strict=True):
+            found = found + one[:, None] * other
+    else:
+        found = drawn(*places, stream)
+    return found if rows or cols else found.reshape(shape)
+
+
 def reference_perturb(master, layout, key, sigma, sign=1, distribution="gaussian", rank=0) -> np.ndarray:
     """Compute in plain NumPy what `noise.perturb` writes to its first argument."""
-    out, law = master.copy(), {"distribution": distribution, "backend": "numpy"}
+    out = master.copy()
     for entry, weights in zip(layout.entries, layout.views(out).values(), strict=True):
-        weights[...] = weights + np.float32(sign * sigma) * noise.eps(key, entry.id, entry.shape, rank, **law)
+        weights[...] = weights + np.float32(sign * sigma) * by_numpy(
+            key, entry.id, entry.shape, rank, distribution=distribution
+        )
     return out
 
 
 def reference_update(master, layout, keys, coefficients, distribution="gaussian", rank=0) -> np.ndarray:
     """Compute the master after `noise.update` in plain NumPy."""
-    updated, law = master.copy(), {"distribution": distribution, "backend": "numpy"}
+    updated = master.copy()
     for entry, weights in zip(layout.entries, layout.views(updated).values(), strict=True):
         total = np.zeros(entry.shape, np.float32)
         for key, coefficient in zip(keys, coefficients, strict=True):
-            total = total + coefficient * noise.eps(int(key), entry.id, entry.shape, rank, **law)
+            total = total + coefficient * by_numpy(int(key), entry.id, entry.shape, rank, distribution=distribution)
         weights[...] = weights + total
     return updated

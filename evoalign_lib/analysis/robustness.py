@@ -46,10 +46,8 @@ def perturb(
     for name in weights:
         tensor = weights[name].detach()
         if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
-            raise TypeError(
-                f"{name!r} is {tensor.dtype} on {tensor.device}: pass the weights as .float().cpu(), or use"
-                " noise.device_weights"
-            )
+            remedy = "pass the weights as .float().cpu(), or use noise.device_weights"
+            raise TypeError(f"{name!r} is {tensor.dtype} on {tensor.device}: {remedy}")
         found[name] = tensor.clone()
         if name in chosen and sigma > 0:
             scale = sigma if mode == "isotropic" else sigma * float(tensor.double().square().mean().sqrt())

@@ -8,8 +8,6 @@ would only show later, such as B of a new adapter, shows at once.
 The same comparison tells whether padding changes what transformers itself computes, as for models that ignore the mask.
 """
 
-import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -30,7 +28,6 @@ STEPS = 4
 LATEST = 128
 """new tokens after which nothing else is expected to begin, unless the configuration has a window of attention"""
 _NOISE = 0.01  # standard deviation
-logger = logging.getLogger(__name__)
 
 Trial = tuple[Tensor, Tensor, Tensor]
 """ids and mask of prompts, (rows, width) int64, padded on the left; and tokens that follow, (rows, steps) int64"""
@@ -133,12 +130,10 @@ def loop_differs(model: Any, prompts: Prompts, pad: int, new: int) -> str | None
     """
     if reason := misfit(model.config, dense(model)):
         return reason
-    new, started = new if getattr(model.config, "sliding_window", None) else min(new, LATEST), time.monotonic()
+    new = new if getattr(model.config, "sliding_window", None) else min(new, LATEST)
     with shaken(model, torch.float32):
         decoder = Decoder(model.config, dense(model), (), pad, torch.from_numpy(prompts.prefix))
         error = difference(model, trial(model, prompts.ids, prompts.mask, pad, new, longest=True), decoder.generate)
-    if (seconds := time.monotonic() - started) > 30:  # worth a line; a new machine compiles code for ten first
-        logger.warning("comparing the decoding loop with transformers took %.0f s", seconds)
     what = f"its logits differ from the model's by {error:.3g} of their norm"
     return None if error <= TOLERANCE[torch.float32] else what
 
@@ -148,7 +143,7 @@ def check_padding(model: Any, ids: np.ndarray, mask: np.ndarray, pad: int, new: 
     error = difference(model, trial(model, ids, mask, pad, new), partial(by_transformers, model))
     if not error <= TOLERANCE[torch.bfloat16]:  # some quantised layers round a row by what else is there
         what = f"padding changes the logits of a model of type {model.config.model_type!r} by {error:.3g} of their norm"
-        raise ValueError(f"{what}: pass prompts of one length (to a judge, batch_size=1), or another model.")
+        raise ValueError(f"{what}: pass prompts of one length, or another model.")
 
 
 @torch.inference_mode()

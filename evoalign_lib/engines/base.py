@@ -147,11 +147,6 @@ class Prompts:
                 raise ValueError(f"{what}. Correct the messages, the template or chat_template_kwargs.") from error
         return texts
 
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """The data set again, one mapping a row."""
-        return [{"prompt": p} | {name: v[i] for name, v in self.columns.items()} for i, p in enumerate(self.prompts)]
-
     def __len__(self) -> int:
         return len(self.prompts)
 

@@ -81,8 +81,8 @@ def import_vllm(in_process: bool = True) -> Any:
         import vllm
     except ImportError as error:
         raise ImportError(
-            "engine='vllm' and VLLMChat need vLLM 0.31: pip install -e '.[gpu]' on a machine with NVIDIA GPUs, or use "
-            "engine='local' or LocalChat."
+            "engine='vllm' needs vLLM 0.31: pip install -e '.[gpu]' on a machine with NVIDIA GPUs, or use "
+            "engine='local'."
         ) from error
     return vllm
 

@@ -1,8 +1,8 @@
-"""Judges that compare two answers or score one, either a reward model or a language model.
+"""Judges that compare two answers, either a reward model or a language model.
 
-`judge_pairs` and `judge_texts` take a `ScoreJudge`, which wraps any function that scores texts (a reward model, a
-rule), or a `ChatJudge`, a language model with a `Rubric`. The language model runs behind an OpenAI-compatible address
-(`Endpoint`), or in this process with transformers (`LocalChat`) or vLLM (`VLLMChat`).
+`judge_pairs` takes a `ScoreJudge`, which wraps any function that scores texts (a reward model, a rule), or a
+`ChatJudge`, a language model with a `Rubric`. The language model runs behind an OpenAI-compatible address (`Endpoint`),
+such as that of `vllm serve` or `transformers serve` on this machine.
 
 A chat judge sees every pair in both orders. A win counts only if both orders agree on it; if the orders disagree, the
 pair is a tie and is counted as inconsistent. A missing answer, or one without a verdict, is neither a tie nor a zero:
@@ -18,24 +18,13 @@ by what it reads; no format can.
 from evoalign_lib.judges.answers import ERRORS, Answer  # noqa: F401
 from evoalign_lib.judges.cache import Cache, CacheError  # noqa: F401
 from evoalign_lib.judges.endpoint import Endpoint, EndpointError  # noqa: F401
-from evoalign_lib.judges.local import LocalChat, VLLMChat  # noqa: F401
-from evoalign_lib.judges.rubrics import (  # noqa: F401
-    ARENA,
-    HARMLESS_SCORE,
-    HELPFUL_SCORE,
-    SAFE_RLHF_HARMLESS,
-    SAFE_RLHF_HELPFUL,
-    Reading,
-    Rubric,
-)
+from evoalign_lib.judges.rubrics import SAFE_RLHF_HARMLESS, SAFE_RLHF_HELPFUL, Reading, Rubric  # noqa: F401
 from evoalign_lib.judges.verdicts import (  # noqa: F401
     ChatJudge,
     Judged,
-    JudgedTexts,
     Judgement,
     Order,
     Pair,
     ScoreJudge,
     judge_pairs,
-    judge_texts,
 )

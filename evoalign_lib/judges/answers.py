@@ -1,17 +1,16 @@
 """Answers of chat judges, and the interface of the backends that return them.
 
-A backend has `model`, a name for records; `special_tokens`, which judged texts must not contain; `identity()`,
-everything that determines its answers; and `answers(conversations, keep)`. A single failure is an `Answer` with an
-error, never an exception and never a text. An error that would recur every time (a wrong key, a missing model) stops at
-once.
+A backend has `model`, a name for records; `identity()`, everything that determines its answers; and
+`answers(conversations, keep)`. A single failure is an `Answer` with an error, never an exception and never a text. An
+error that would recur every time (a wrong key, a missing model) stops at once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-ERRORS = ("timeout", "connection", "http", "malformed", "refused", "too long", "special token")
-"""Reasons for a missing answer: a time-out; no connection; an HTTP error; a reply that is not a chat completion; a
-refusal by the provider's filter; a prompt beyond the model's context; a special token that could not be broken up."""
+ERRORS = ("timeout", "connection", "http", "malformed", "refused")
+"""Reasons for a missing answer: a time-out; no connection; an HTTP error, such as that for a prompt beyond the model's
+context; a reply that is not a chat completion; a refusal by the provider's filter."""
 
 Messages = Sequence[Mapping[str, str]]
 

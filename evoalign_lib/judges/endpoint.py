@@ -5,7 +5,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from evoalign_lib import _bounded_http
 from evoalign_lib.checks import address, as_told, choose, key_in, plain, positive, whole_number, without_key
@@ -54,8 +54,6 @@ class Endpoint:
     seed: int | None = 0
     concurrency: int = 8
     token_limit: str = "max_tokens"
-    special_tokens: ClassVar[tuple[str, ...]] = ()
-    """Unknown for an endpoint; tokens of the common model families are broken up in any case."""
 
     def __post_init__(self) -> None:
         vars(self).update(plain(vars(self)))  # numbers of NumPy, which no cache takes
@@ -119,10 +117,9 @@ class Endpoint:
                 for last in pool.map(ask, range(len(conversations))):
                     failures = failures + 1 if last else 0
                     if failures >= _MOST_FAILURES:
-                        raise EndpointError(
-                            f"{failures} questions to {self.model!r} failed in a row, the last by {last.error!r} "
-                            f"({last.detail}): check that {url} is up, and call again."
-                        )
+                        told = f"failed in a row, the last by {last.error!r} ({last.detail})"
+                        remedy = f"check that {url} is up, and call again"
+                        raise EndpointError(f"{failures} questions to {self.model!r} {told}: {remedy}.")
             finally:
                 stopped.set()  # tasks that still wait in the pool return at once
         return answers
@@ -157,11 +154,11 @@ class Endpoint:
         # some servers repeat the key in their messages
         text, detail = answer.text and without_key(answer.text, key), as_told(answer.detail, key, 200)
         if stops:  # raise outside the handlers: a chained error would carry the request, and with it the key
-            raise EndpointError(
-                f"{url} refuses {self.model!r}: {detail}. Correct the model, the base_url, its settings (a model "
-                "may need token_limit='max_completion_tokens' and temperature=None) or the "
-                f"key in {self.api_key_env}, or top up the account, and call again."
+            settings = "its settings (a model may need token_limit='max_completion_tokens' and temperature=None)"
+            remedy = (
+                f"Correct the model, the base_url, {settings} or the key in {self.api_key_env}, or top up the account"
             )
+            raise EndpointError(f"{url} refuses {self.model!r}: {detail}. {remedy}, and call again.")
         return replace(answer, text=text, detail=detail), gone
 
 

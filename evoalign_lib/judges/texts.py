@@ -14,7 +14,7 @@ of plain words ("### Human:", "USER:") stay as they are; only the code says wher
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evoalign_lib.files import canonical_json
@@ -40,45 +40,31 @@ class Quoted:
 
     Attributes:
         text: what the judge reads.
-        broken: number of marks that were broken up.
-        replaced: number of characters that were replaced by U+FFFD.
         cut: number of characters left out at the end.
         length: number of characters before any change.
     """
 
     text: str
-    broken: int
-    replaced: int
     cut: int
     length: int
 
 
-def quote(text: str, most: int, tokens: Iterable[str] = ()) -> Quoted:
+def quote(text: str, most: int) -> Quoted:
     """Return a text made safe for a prompt.
 
     Args:
         text: any text.
         most: most characters to keep.
-        tokens: further special tokens to break up, such as those of a local model's tokenizer; tokens of a single
-            character are left alone.
 
     >>> quote("Bye<|im_end|>[[10, 1]]", 100)
-    Quoted(text='Bye< |im_end|>[ [10, 1]]', broken=2, replaced=0, cut=0, length=22)
+    Quoted(text='Bye< |im_end|>[ [10, 1]]', cut=0, length=22)
     """
-    kept = text[:most].replace("\r\n", "\n")
-    kept, replaced = _UNFIT.subn("\ufffd", kept)
-    kept, broken = _VERDICTS.subn("[ ", kept)
-    patterns = [_TOKENS]
-    if named := sorted((re.escape(token) for token in tokens if len(token.strip()) > 1), key=len, reverse=True):
-        patterns.append(re.compile("|".join(named)))
+    kept = _VERDICTS.sub("[ ", _UNFIT.sub("\ufffd", text[:most].replace("\r\n", "\n")))
     for _ in range(_MOST_PASSES):  # a broken mark may have contained another one
-        before = broken
-        for pattern in patterns:
-            kept, n = pattern.subn(lambda mark: mark[0][0] + " " + mark[0][1:], kept)
-            broken += n
-        if broken == before:
+        kept, broken = _TOKENS.subn(lambda mark: mark[0][0] + " " + mark[0][1:], kept)
+        if not broken:
             break
-    return Quoted(kept, broken, replaced, max(0, len(text) - most), len(text))
+    return Quoted(kept, max(0, len(text) - most), len(text))
 
 
 def code_for(texts: Sequence[str]) -> str:

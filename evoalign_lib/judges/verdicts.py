@@ -1,4 +1,4 @@
-"""Judge pairs in both orders, or single texts, and count answers without a verdict."""
+"""Judge pairs in both orders, and count answers without a verdict."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from evoalign_lib.checks import require, whole_number
 from evoalign_lib.judges.answers import Answer
 from evoalign_lib.judges.cache import Cache, key_of
 from evoalign_lib.judges.endpoint import EndpointError
-from evoalign_lib.judges.rubrics import Reading, Rubric
+from evoalign_lib.judges.rubrics import Rubric
 from evoalign_lib.judges.texts import quote
 
 # -------------------------------------------------------------------------------------------------------------- inputs
@@ -35,13 +35,9 @@ class Pair:
     b: str
 
     def __post_init__(self) -> None:
-        _check_texts(self.prompt, self.a, self.b)
-
-
-def _check_texts(*texts: Any) -> None:
-    for text in texts:
-        if not isinstance(text, str):
-            raise TypeError(f"prompts and answers must be strings, got {text!r:.200}.")
+        for text in (self.prompt, self.a, self.b):
+            if not isinstance(text, str):
+                raise TypeError(f"prompts and answers must be strings, got {text!r:.200}.")
 
 
 # ------------------------------------------------------------------------------------------------------------- results
@@ -55,15 +51,13 @@ class Order:
         first: the text that it saw first, "a" or "b".
         raw: its answer, unprocessed; None after a failure.
         winner: "a", "b" or "tie"; None if there is no verdict.
-        strength: 0 for a tie, 1 for a win, 2 for a strong win.
-        scores: of a and of b, if the judge gives scores.
+        scores: of a and of b; None if there is no verdict.
         error: why there is no answer (`answers.ERRORS`); None if there is one.
     """
 
     first: str
     raw: str | None
     winner: str | None
-    strength: int = 0
     scores: tuple[float, float] | None = None
     error: str | None = None
 
@@ -91,7 +85,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Spent:
-    """The cost of judging, and how many texts were changed before a judge saw them.
+    """The cost of judging.
 
     Attributes:
         questions: number of different questions to a chat judge.
@@ -99,9 +93,6 @@ class Spent:
         prompt_tokens: of the answers that were not cached, as far as the backend reports them.
         completion_tokens: of the answers that were not cached, as far as the backend reports them.
         errors: number of questions without an answer after all retries, by kind of error.
-        broken: number of texts in which marks were broken up.
-        replaced: number of texts in which characters were replaced.
-        cut: number of texts that were cut.
     """
 
     questions: int = 0
@@ -109,9 +100,6 @@ class Spent:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     errors: dict[str, int] = field(default_factory=dict)
-    broken: int = 0
-    replaced: int = 0
-    cut: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,35 +143,6 @@ class Judged:
         return sum(wins) / len(wins) if wins else math.nan
 
 
-@dataclass(frozen=True)
-class JudgedTexts:
-    """The scores of one judge for single texts.
-
-    Attributes:
-        judge: its name.
-        scores: (texts,) float64; NaN for a text without a score.
-        errors: (texts,) why there is no answer; None if there is one.
-        spent: the cost of judging.
-        raw: (texts,) the unprocessed answers; empty for a `ScoreJudge`.
-    """
-
-    judge: str
-    scores: np.ndarray
-    errors: list[str | None]
-    spent: Spent
-    raw: tuple[str | None, ...] = ()
-
-    @property
-    def failed(self) -> int:
-        """Number of texts without an answer."""
-        return sum(error is not None for error in self.errors)
-
-    @property
-    def unparsed(self) -> int:
-        """Number of texts whose answer has no score."""
-        return int(np.isnan(self.scores).sum()) - self.failed
-
-
 # -------------------------------------------------------------------------------------------------------------- judges
 
 
@@ -207,10 +166,8 @@ class ScoreJudge:
         if not (different := list(dict.fromkeys(texts))):
             return {}
         scores = np.asarray(self.score(*map(list, zip(*different, strict=True))), float)
-        if scores.shape != (len(different),):
-            raise ValueError(
-                f"judge {self.name!r} returned shape {scores.shape} for {len(different)} texts: return a score each."
-            )
+        what = f"judge {self.name!r} returned shape {scores.shape} for {len(different)} texts"
+        require(scores.shape == (len(different),), f"{what}: return a score each.")
         return dict(zip(different, scores.tolist(), strict=True))
 
 
@@ -218,10 +175,10 @@ class ChatJudge:
     """A language model that judges by a rubric.
 
     Args:
-        backend: `Endpoint`, `LocalChat` or `VLLMChat`.
-        rubric: for pairs or for single texts.
+        backend: an `Endpoint`, or another backend (`answers`).
+        rubric: by which it compares.
         max_characters: most characters of a prompt or completion that the judge sees; longer ones are cut, with a note
-            to the judge, and counted.
+            to the judge.
     """
 
     def __init__(self, backend: Any, rubric: Rubric, max_characters: int = 20_000):
@@ -238,12 +195,11 @@ def judge_pairs(
     """Judge pairs; a chat judge sees each pair in both orders.
 
     Args:
-        judge: a score judge, or a chat judge with a rubric for pairs.
+        judge: a score judge or a chat judge.
         pairs: the pairs; equal pairs are judged once.
         cache: a cache of a chat judge's answers, or its path; None: answers are kept for this call only.
 
     Raises:
-        ValueError: the rubric is for single texts.
         EndpointError: every further request would fail. Answers received so far are in the cache: call again.
         CacheError: the cache is damaged.
     """
@@ -251,40 +207,9 @@ def judge_pairs(
         scores = judge.scores([(pair.prompt, text) for pair in pairs for text in (pair.a, pair.b)])
         return Judged(judge.name, [_compared(pair, scores, judge.margin) for pair in pairs], Spent())
     shown = [(pair.prompt, *texts) for pair in pairs for texts in ((pair.a, pair.b), (pair.b, pair.a))]
-    answers, spent = _ask(judge, shown, cache, pairwise=True)
+    answers, spent = _ask(judge, shown, cache)
     both = zip(answers[::2], answers[1::2], strict=True)
     return Judged(judge.name, [_judgement(judge.rubric, *orders) for orders in both], spent)
-
-
-def judge_texts(
-    judge: ScoreJudge | ChatJudge,
-    texts: Sequence[tuple[str, str]],
-    cache: Cache | str | os.PathLike[str] | None = None,
-) -> JudgedTexts:
-    """Score single texts.
-
-    Args:
-        judge: a score judge, or a chat judge with a rubric for single texts.
-        texts: pairs (prompt, completion); equal ones are scored once.
-        cache: as for `judge_pairs`.
-
-    Raises:
-        ValueError: the rubric is for pairs.
-        TypeError: a prompt or a completion is not a string.
-        EndpointError, CacheError: as for `judge_pairs`.
-    """
-    texts = [(prompt, completion) for prompt, completion in texts]
-    _check_texts(*itertools.chain.from_iterable(texts))
-    if isinstance(judge, ScoreJudge):
-        by_text = judge.scores(texts)
-        scores = np.array([by_text[text] for text in texts], float)
-        finite = np.isfinite(scores)
-        errors = [None if good else "not finite" for good in finite]
-        return JudgedTexts(judge.name, np.where(finite, scores, math.nan), errors, Spent())
-    answers, spent = _ask(judge, texts, cache, pairwise=False)
-    scores = np.array([_read(judge.rubric, answer) for answer in answers], float)  # None becomes NaN
-    errors = [answer.error for answer in answers]
-    return JudgedTexts(judge.name, scores, errors, spent, tuple(answer.text for answer in answers))
 
 
 # ------------------------------------------------------------------------------------------------------------- verdicts
@@ -297,18 +222,14 @@ def _compared(pair: Pair, scores: dict[tuple[str, str], float], margin: float) -
     return Judgement("tie" if abs(a - b) <= margin else "a" if a > b else "b", scores=(a, b))
 
 
-def _read(rubric: Rubric, answer: Answer) -> Reading | float | None:
-    """Parse an answer; None if it is missing, has no verdict, or was cut, which loses its last words."""
-    return None if answer.text is None or answer.cut else rubric.read(answer.text)
-
-
 def _order(rubric: Rubric, answer: Answer, first: str, second: str) -> Order:
-    reading = _read(rubric, answer)
+    # an answer that was cut has lost its last words
+    reading = None if answer.text is None or answer.cut else rubric.read(answer.text)
     if reading is None:
         return Order(first, answer.text, None, error=answer.error)
     winner = {"first": first, "second": second, "tie": "tie"}[reading.winner]
-    scores = reading.scores if reading.scores is None or first == "a" else reading.scores[::-1]
-    return Order(first, answer.text, winner, reading.strength, scores)
+    scores = reading.scores if first == "a" else reading.scores[::-1]
+    return Order(first, answer.text, winner, scores)
 
 
 def _judgement(rubric: Rubric, a_first: Answer, b_first: Answer) -> Judgement:
@@ -319,11 +240,10 @@ def _judgement(rubric: Rubric, a_first: Answer, b_first: Answer) -> Judgement:
     if failed or None in winners:
         return Judgement(None, unparsed=not failed, failed=failed, orders=orders)
     agree = len(winners) == 1
-    scores = [order.scores for order in orders if order.scores]
     return Judgement(
         orders[0].winner if agree else "tie",
         inconsistent=not agree,
-        scores=tuple((one + other) / 2 for one, other in zip(*scores, strict=True)) if scores else None,
+        scores=tuple((one + other) / 2 for one, other in zip(*(order.scores for order in orders), strict=True)),
         orders=orders,
     )
 
@@ -332,21 +252,18 @@ def _judgement(rubric: Rubric, a_first: Answer, b_first: Answer) -> Judgement:
 
 
 def _ask(
-    judge: ChatJudge, shown: Sequence[tuple[str, ...]], cache: Cache | str | os.PathLike[str] | None, *, pairwise: bool
+    judge: ChatJudge, shown: Sequence[tuple[str, str, str]], cache: Cache | str | os.PathLike[str] | None
 ) -> tuple[list[Answer], Spent]:
     """Return an answer to each question, from the cache if it has one, and the cost.
 
     shown: for each question, the prompt and the texts to judge, in their order.
     """
-    if judge.rubric.pairwise != pairwise:
-        what, call = ("pairs", "judge_pairs") if judge.rubric.pairwise else ("single texts", "judge_texts")
-        raise ValueError(f"rubric {judge.rubric.name!r} is for {what}: call {call}, or pass another rubric.")
     backend = judge.backend
     cache = cache if isinstance(cache, Cache) else Cache(cache)
     cache.refresh()
     different = dict.fromkeys(itertools.chain.from_iterable(shown))
-    quoted = {text: quote(text, judge.max_characters, backend.special_tokens) for text in different}
-    questions = [judge.rubric.messages(quoted[prompt], tuple(quoted[t] for t in texts)) for prompt, *texts in shown]
+    quoted = {text: quote(text, judge.max_characters) for text in different}
+    questions = [judge.rubric.messages(quoted[prompt], (quoted[one], quoted[other])) for prompt, one, other in shown]
     keys = [key_of(backend.identity(), messages) for messages in questions]
     by_key = dict(zip(keys, questions, strict=True))
     waiting = [key for key in by_key if cache.get(key) is None]
@@ -355,9 +272,8 @@ def _ask(
     except EndpointError as error:
         left = sum(cache.get(key) is None for key in waiting)
         kept = f"in {cache.path}" if cache.path else "of this process only: pass a path to keep answers"
-        raise EndpointError(
-            f"{error} {left} of {len(by_key)} questions are left; the other answers are in the cache {kept}."
-        ) from None
+        told = f"{error} {left} of {len(by_key)} questions are left; the other answers are in the cache {kept}."
+        raise EndpointError(told) from None
     failed = {key: answer for key, answer in zip(waiting, answers, strict=True) if answer.error}
     spent = Spent(
         questions=len(by_key),
@@ -365,6 +281,5 @@ def _ask(
         prompt_tokens=sum(answer.prompt_tokens or 0 for answer in answers),
         completion_tokens=sum(answer.completion_tokens or 0 for answer in answers),
         errors=dict(sorted(Counter(answer.error for answer in failed.values()).items())),
-        **{name: sum(getattr(q, name) > 0 for q in quoted.values()) for name in ("broken", "replaced", "cut")},
     )
     return [failed.get(key) or cache.get(key) for key in keys], spent

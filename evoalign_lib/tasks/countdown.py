@@ -20,9 +20,11 @@ To handle hostile text in bounded time, `released` departs from the published sc
 3. an answer of more than 2,000 characters, not counting spaces, is an error. Python accepts longer chains of signs, up
    to a limit that depends on its version; brackets nested more than 200 deep are an error in both.
 
-No text is ever evaluated as code: answers are parsed by an iterative precedence parser.
+No text is ever evaluated as code: Python's own parser reads an answer of digits, operators, brackets and blanks, and
+only the operators named above are then applied.
 """
 
+import ast
 import hashlib
 import json
 import operator
@@ -38,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from evoalign_lib import tasks
-from evoalign_lib.checks import choose, whole_number
+from evoalign_lib.checks import choose, require, whole_number
 from evoalign_lib.rewards import DataError
 
 PUBLIC_PATH = "countdown/data/countdown.json"  # in `tasks.PUBLIC_REPOSITORY`
@@ -64,7 +66,6 @@ Target = str | int | float | Fraction
 
 _MAX_RESPONSE = 65_536  # characters; longer responses score 0 without being read
 _MAX_SYMBOLS = 2_000  # characters of an answer, not counting spaces
-_MAX_DEPTH = 200  # nested brackets: the limit of Python's own tokenizer
 _MAX_BITS = 32_768  # of an integer power, for the released grader
 _MAX_SOLVER_NUMBERS = 6
 _FULL_DRAW = 65_536  # most candidates that the generator draws at once
@@ -88,10 +89,10 @@ class Problem:
     id: int | None = None
 
     def __post_init__(self) -> None:
-        if not (type(self.numbers) is tuple and self.numbers and all(type(n) is int and n >= 0 for n in self.numbers)):
-            raise ValueError(f"numbers must be a non-empty tuple of non-negative integers, got {self.numbers!r}")
-        if type(self.target) is not str:
-            raise ValueError(f"target must be a string such as '98' or '27.4', got {self.target!r}")
+        numbers, target = self.numbers, self.target
+        fits = type(numbers) is tuple and numbers and all(type(n) is int and n >= 0 for n in numbers)
+        require(fits, f"numbers must be a non-empty tuple of non-negative integers, got {numbers!r}")
+        require(type(target) is str, f"target must be a string such as '98' or '27.4', got {target!r}")
         _exact_target(self.target)
 
 
@@ -185,10 +186,10 @@ def generate(
     """
     whole_number("n", n, 0)
     whole_number("count", count, 2, 6)
-    if not 0 <= low <= high or (2 * high) ** count >= 2**62:
-        raise ValueError(f"need 0 <= low <= high and (2 * high)**count < 2**62, got low={low}, high={high}")
-    if target_low > target_high:
-        raise ValueError(f"target_low must not exceed target_high, got {target_low} > {target_high}")
+    fits = 0 <= low <= high and (2 * high) ** count < 2**62
+    require(fits, f"need 0 <= low <= high and (2 * high)**count < 2**62, got low={low}, high={high}")
+    rises = target_low <= target_high
+    require(rises, f"target_low must not exceed target_high, got {target_low} > {target_high}")
     if split is not None:
         choose("split", split, SPLITS)
     rng = np.random.default_rng(seed)
@@ -305,8 +306,8 @@ def solve(numbers: Sequence[int], target: Target) -> str | None:
 
 def _tables(numbers: Sequence[int], size: int) -> dict[int, dict[Fraction, str]]:
     """Return values with bracketed expressions for every subset (a bit mask) of at most `size` numbers."""
-    if not 1 <= len(numbers) <= _MAX_SOLVER_NUMBERS:
-        raise ValueError(f"the solver takes 1 to {_MAX_SOLVER_NUMBERS} numbers, got {len(numbers)}")
+    fits = 1 <= len(numbers) <= _MAX_SOLVER_NUMBERS
+    require(fits, f"the solver takes 1 to {_MAX_SOLVER_NUMBERS} numbers, got {len(numbers)}")
     tables: dict[int, dict[Fraction, str]] = {}
     for chosen in chain.from_iterable(combinations(range(len(numbers)), parts) for parts in range(1, size + 1)):
         mask = sum(1 << i for i in chosen)
@@ -511,8 +512,6 @@ def last_answer(text: str) -> str | None:
 
 _FORBIDDEN = re.compile(r"[^0-9+\-*/() ]")
 _DIGITS = re.compile(r"[0-9]+")
-_TOKEN = re.compile(r"[0-9]+|\*\*|//|[+\-*/()]")
-_PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "unary +": 3, "unary -": 3, "**": 4}
 
 
 def _answer_is_right(answer: str | None, numbers: Sequence[int], goal: Fraction, grader: str) -> bool:
@@ -536,61 +535,36 @@ def _has_value(expression: str, numbers: tuple[int, ...], goal: Fraction, grader
         if grader == "strict":
             return _meets(_evaluate(expression, Fraction, _EXACT), goal)
         return abs(float(_evaluate(expression, int, _PYTHON)) - float(goal)) < 1e-5
-    except (ValueError, ArithmeticError):  # not an expression, a division by zero or an overflow
+    # not an expression, too deep for the parser, a division by zero or an overflow
+    except (SyntaxError, MemoryError, RecursionError, ValueError, ArithmeticError):
         return False
 
 
-def _evaluate(text: str, number: Callable[[int], Any], functions: Mapping[str, Callable[..., Any]]) -> Any:
-    """Evaluate a string of digits, `+ - * / ( )` and spaces with Python's precedence, without recursion.
+def _evaluate(text: str, number: Callable[[int], Any], functions: Mapping[type, Callable[..., Any]]) -> Any:
+    """Return the value of a string of digits, `+ - * / ( )` and spaces, by Python's grammar.
 
     `number` converts an integer to a value; `functions` maps operators to functions. An operator not in it raises
-    ValueError, as does whatever Python rejects, and calls such as `2(3)` and the empty tuple `()`, which Python parses
-    but cannot evaluate to a number.
+    ValueError, as do calls such as `2(3)` and the empty tuple `()`; what Python cannot parse raises SyntaxError.
     """
-    values: list[Any] = []
-    operators: list[str] = []
-    depth = 0
-    operand_next = True
 
-    def reduce() -> None:
-        sign, b = operators.pop(), values.pop()
-        if sign not in functions:
-            raise ValueError(f"{sign} is not allowed")
-        values.append(functions[sign](b) if sign.startswith("unary") else functions[sign](values.pop(), b))
+    def value(node: ast.AST) -> Any:
+        signs = []
+        while isinstance(node, ast.UnaryOp):  # a loop: chains of signs may be long
+            signs.append(node.op)
+            node = node.operand
+        match node:
+            case ast.Constant(digits):
+                found = number(digits)
+            case ast.BinOp(left, sign, right) if type(sign) in functions:
+                found = functions[type(sign)](value(left), value(right))
+            case _:
+                raise ValueError(f"{type(node).__name__} is not allowed")
+        for sign in signs:
+            require(type(sign) in functions, "a plus sign before a number is not allowed")
+            found = functions[type(sign)](found)
+        return found
 
-    for token in _TOKEN.findall(text):
-        if operand_next:
-            if token.isdigit():
-                if token[0] == "0" and token.strip("0"):
-                    raise ValueError("leading zero")
-                values.append(number(int(token)))
-                operand_next = False
-            elif token in "+-":
-                operators.append(f"unary {token}")
-            elif token == "(" and depth < _MAX_DEPTH:
-                operators.append(token)
-                depth += 1
-            else:
-                raise ValueError("operand expected, or brackets too deep")
-        elif token == ")" and depth:
-            while operators[-1] != "(":
-                reduce()
-            operators.pop()
-            depth -= 1
-        elif token in _PRECEDENCE:
-            # `**` groups from the right, so an equal operator stays on the stack
-            bound = _PRECEDENCE[token] + (token == "**")
-            while operators and operators[-1] != "(" and _PRECEDENCE[operators[-1]] >= bound:
-                reduce()
-            operators.append(token)
-            operand_next = True
-        else:
-            raise ValueError("operator expected")
-    if operand_next or depth:
-        raise ValueError("unfinished expression")
-    while operators:
-        reduce()
-    return values[0]
+    return value(ast.parse(text.strip(" "), mode="eval").body)
 
 
 def _bounded_power(a: float, b: float) -> float:
@@ -604,8 +578,9 @@ def _bounded_power(a: float, b: float) -> float:
     return power
 
 
-_EXACT = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "unary -": operator.neg}
-_PYTHON = _EXACT | {"//": operator.floordiv, "unary +": operator.pos, "**": _bounded_power}
+_EXACT: dict[type, Callable[..., Any]] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+_EXACT |= {ast.Div: operator.truediv, ast.USub: operator.neg}
+_PYTHON = _EXACT | {ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos, ast.Pow: _bounded_power}
 
 
 def _meets(value: Fraction, goal: Fraction) -> bool:

@@ -51,8 +51,8 @@ class Problem:
     prompt: str
 
     def __post_init__(self) -> None:
-        if type(self.prompt) is not str or not self.prompt.strip():
-            raise ValueError(f"prompt must be a text that is not blank, got {self.prompt!r:.200}")
+        fits = type(self.prompt) is str and self.prompt.strip()
+        require(fits, f"prompt must be a text that is not blank, got {self.prompt!r:.200}")
 
 
 def load(path: str | Path) -> list[Problem]:
@@ -286,9 +286,9 @@ class ConstrainedObjective(Objective):
         Raises:
             ValueError: no cost was logged.
         """
-        if not metrics.get("cost"):
-            raise ValueError("no cost was logged in this step: every batch failed, or two functions share a name.")
-        self.multiplier.move(float(np.mean(metrics["cost"])))
+        costs = metrics.get("cost")
+        require(costs, "no cost was logged in this step: every batch failed, or two functions share a name.")
+        self.multiplier.move(float(np.mean(costs)))
 
 
 def _numbers(scorer: Scorer, request: Sequence[str], texts: Sequence[str]) -> NDArray[np.float64]:

@@ -17,6 +17,7 @@ from evoalign_study import loading, plots, runs, specs, style, trainers
 from evoalign_study.claims import quantities
 from evoalign_study.claims.quantities import skills
 from evoalign_study.claims.selection import Evidence
+from evoalign_study.displacements import recorded
 from evoalign_study.kinds.decode import decoding_specs
 from evoalign_study.kinds.train import sweep_specs
 from evoalign_study.kinds.weights import TEMPERATURE, gram_of_stretch, merge_specs, products_specs, stretch_specs
@@ -213,7 +214,7 @@ def label(arm: str) -> str:
 
 def displacements(records: Records, *names: str) -> geometry.Displacements:
     """Return the inner products of the displacements of all runs of some arms, by layer, in the order of the arms."""
-    return geometry.recorded(records["products"], [run for arm in names for run in records[arm]])
+    return recorded(records["products"], [run for arm in names for run in records[arm]])
 
 
 def norms(records: Records, arm: str) -> np.ndarray:

@@ -9,8 +9,8 @@ from matplotlib import pyplot as plt
 
 from evoalign_lib.analysis import refusals
 from evoalign_lib.analysis.stats import Interval
-from evoalign_lib.tasks import safety_published as data
 from evoalign_study import plots, style
+from evoalign_study import safety_published as data
 from evoalign_study.kinds import judged as kind
 from evoalign_study.records import Record
 from evoalign_study.results import Results, stated

@@ -12,7 +12,7 @@ import torch
 from helpers import python, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from noise_by_numpy import bits, filled, reference_perturb, reference_update, window
+from noise_by_numpy import bits, by_numpy, filled, reference_perturb, reference_update, window
 from noise_by_numpy import keys_and_coefficients as members
 
 from evoalign_lib import _anchor, _noise_cpu, noise
@@ -73,11 +73,20 @@ def test_all_of_this_in_the_interpreter(which):
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= (3 if which == FAST else 30)
 
 
+def drawn(kind, key, param_id, rows, cols, stream) -> np.ndarray:
+    """A window of a tensor's noise, drawn by Triton."""
+    out = torch.empty((rows[1] - rows[0], cols[1] - cols[0]), device=DEVICE)
+    weights = _noise_triton.DeviceWeights([out], [(param_id, rows[0], cols[0])], [0], kind, 1, None, stream)
+    weights.master.fill_(float(_noise_cpu.NOTHING))
+    weights.perturb(key, 1.0)
+    return out.cpu().numpy()
+
+
 @kernels
 @pytest.mark.parametrize("case", VECTORS["normals"] + VECTORS["alternatives"], ids=lambda case: case["about"])
 def test_known_answers(case):
     given = {name: case[name] for name in ("rows", "cols", "stream", "distribution") if name in case}
-    z = normals(int(case["key"], 16), int(case["param_id"], 16), case["shape"], backend="triton", **given)
+    z = by_numpy(int(case["key"], 16), int(case["param_id"], 16), case["shape"], draw=drawn, **given)
     assert z.dtype == np.float32
     assert [f"{word:08x}" for word in bits(z).ravel()] == case["normals"].split()
 
@@ -92,10 +101,10 @@ def test_known_answers(case):
 @settings(max_examples=40)
 def test_a_window_is_a_slice_of_the_whole_in_tiles_of_any_size(shape, distribution, tile, data):
     rows, cols, sizes = window(data, shape)
-    whole = normals(KEY, 9, shape, distribution=distribution, backend="numpy").reshape(sizes)
+    whole = by_numpy(KEY, 9, shape, distribution=distribution).reshape(sizes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_noise_triton, "TILE", tile)
-        found = normals(KEY, 9, shape, rows=rows, cols=cols, distribution=distribution, backend="triton")
+        found = by_numpy(KEY, 9, shape, rows=rows, cols=cols, distribution=distribution, draw=drawn)
     assert (bits(found) == bits(whole[slice(*rows), slice(*cols)])).all()
 
 
@@ -130,7 +139,7 @@ def test_members_and_updates_have_the_references_bits(distribution, rank, dtype)
 @pytest.mark.parametrize(("row0", "col0"), [(3, 5), (61, 254)])
 def test_low_rank_noise_of_a_window(row0, col0):
     """A shard that begins anywhere, with columns of a fused tensor, in tiles of which none begins where it does."""
-    whole = noise.eps(KEY, parameter_id("shard"), (row0 + 70, col0 + 261), 2, backend="numpy")
+    whole = by_numpy(KEY, parameter_id("shard"), (row0 + 70, col0 + 261), 2)
     fused = torch.zeros(70, 300, device=DEVICE)
     weights = device_weights([Piece(fused[:, 20:281], "shard", row0, col0)], rank=2)
     weights.perturb(KEY, 1.0)

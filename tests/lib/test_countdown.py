@@ -349,6 +349,7 @@ _HOSTILE = {
     "brackets without end": ("3" + "(" * 60_000, [3]),
     "signs": ("-" * 60_000 + "3", [3]),
     "signs and brackets": ("-(" * 900 + "3", [3]),
+    "signs in brackets": ("(" * 199 + "-" * 1500 + "3" + ")" * 199, [3]),
     "blanks": (" " * 60_000 + "3", [3]),
     "blanks, then no": ("3" + " " * 60_000 + "x", [3]),
     "1 MB of digits": ("9" * 1_000_000, [9]),

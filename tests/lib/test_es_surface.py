@@ -330,7 +330,7 @@ def test_the_template_gets_its_arguments(tmp_path):
 def test_a_complete_run_says_so(tmp_path, caplog):
     first = trained(tmp_path, **SAVING)
     data = (tmp_path / ledger.NAME).read_bytes()
-    with pytest.raises(ledger.LedgerError, match="another run: use another output_dir, overwrite_output_dir=True"):
+    with pytest.raises(ledger.LedgerError, match="another run: use another output_dir"):
         trained(tmp_path, **SAVING)
     with caplog.at_level(logging.WARNING, logger="evoalign_lib"):
         assert first.train().global_step == 2  # the cell again
@@ -338,21 +338,3 @@ def test_a_complete_run_says_so(tmp_path, caplog):
     assert outcome(again) == outcome(first)
     assert [f"{tmp_path} is complete" in r.getMessage() for r in caplog.records] == [True, True]
     assert (tmp_path / ledger.NAME).read_bytes() == data
-
-
-def test_overwrite_output_dir_begins_anew(tmp_path, caplog):
-    trained(tmp_path, seed=1, **SAVING)
-    (tmp_path / "notes.txt").write_text("mine")
-    again = trainer(tmp_path, overwrite_output_dir=True, **SAVING | {"max_steps": 1})
-    with pytest.raises(ValueError, match="overwrite_output_dir=True"):
-        again.train(resume_from_checkpoint=True)
-    again.train()
-    assert "is deleted" in caplog.text and (tmp_path / "notes.txt").read_text() == "mine"
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
-    assert read(tmp_path).weights == trained(tmp_path / "alone", max_steps=1).ledger.weights
-    again.train()  # a second call goes on, and deletes nothing
-    assert again.ledger is not None and len(read(tmp_path).steps) == 1
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / ledger.NAME).write_text("no ledger\nat all\n")
-    with pytest.raises(ledger.LedgerError, match="is no ledger of a run"):
-        trained(tmp_path / "other", overwrite_output_dir=True)

@@ -73,31 +73,22 @@ def by_svd(matrix, delta) -> np.ndarray:
     return (u * s) @ v
 
 
-@pytest.mark.parametrize("decomposition", _singular.DECOMPOSITIONS)
 @given(st.integers(0, 99), st.integers(4, 9), st.integers(4, 9), st.integers(1, 4), st.integers(1, 4))
-def test_a_decomposition_changes_the_singular_values(decomposition, seed, inputs, outputs, rank, k):
-    """Those of A and of B, or those of B A while A stays."""
+def test_a_decomposition_changes_the_singular_values(seed, inputs, outputs, rank, k):
     rng = np.random.default_rng(seed)
     tensors, k = adapter_of(rng, inputs, outputs, rank), min(k, rank)
-    found = decompose(tensors, k / rank, decomposition)
+    found = decompose(tensors, k / rank)
     delta = rng.standard_normal(len(found.values))
     moved = changed_by(tensors, found, delta)
-    assert found.undetermined is None and len(delta) == (2 * k if decomposition == "separate" else k)
-    if decomposition == "separate":
-        for (name, tensor), mine in zip(tensors.items(), (delta[:k], delta[k:]), strict=True):
-            np.testing.assert_allclose(moved[name], by_svd(tensor, mine), atol=1e-9)
-        return
-    (a, b), (old, before) = moved.values(), tensors.values()
-    np.testing.assert_allclose(b @ a, by_svd(before.astype(np.float64) @ old, delta), atol=1e-7)
-    assert (a == old).all()
+    assert found.undetermined is None and len(delta) == 2 * k
+    for (name, tensor), mine in zip(tensors.items(), (delta[:k], delta[k:]), strict=True):
+        np.testing.assert_allclose(moved[name], by_svd(tensor, mine), atol=1e-9)
 
 
 @pytest.mark.parametrize(("rank", "share", "k", "wider"), [(2, 1.0, 2, 4), (4, 0.5, 2, 4), (3, 0.67, 2, 4)])
-@pytest.mark.parametrize(("decomposition", "matrices"), [("separate", 2), ("product", 1)])
-def test_the_dimension(tmp_path, rank, share, k, wider, decomposition, matrices):
-    patterned = drawn(rank, rank_pattern={"q_proj": 2 * rank})
-    tested = trainer(tmp_path, adapter=patterned, leading_share=share, decomposition=decomposition)
-    assert tested.engine.weights.dimension == 2 * matrices * (3 * k + wider)  # layers * ... * (k, v, o and q)
+def test_the_dimension(tmp_path, rank, share, k, wider):
+    tested = trainer(tmp_path, adapter=drawn(rank, rank_pattern={"q_proj": 2 * rank}), leading_share=share)
+    assert tested.engine.weights.dimension == 2 * 2 * (3 * k + wider)  # layers * (A and B) * (k, v, o and q)
 
 
 # ---- what is refused
@@ -116,7 +107,7 @@ SETTINGS = {
     "alpha": [0.1], "antithetic": [True], "fitness_shaping": ["centred_ranks"], "sigma_schedule": ["linear"],
     "perturbation": ["low_rank"], "anchor_decay": [0.1], "noise": ["byte_sum"], "precision": ["kahan"],
     "engine": ["ray"], "population_size": [3], "sigma": [0.0, math.inf], "leading_share": [0, 1.5, "all"],
-    "decomposition": ["seperate"], "shared_batch": ["yes"], "learning_rate": [1e-6],
+    "shared_batch": ["yes"], "learning_rate": [1e-6],
 }  # fmt: skip
 
 
@@ -136,13 +127,12 @@ test_what_is_refused = refused(
         (lambda folder: trainer(folder, adapter=lora_config(2), sft=SFT_ROWS).step(), RuntimeError, "warm_start"),
         # directions that are arbitrary, or none
         (lambda folder: trainer(folder, adapter=None), ValueError, "lora_B.*is zero.*warm-start"),
-        *((lambda _, how=how: trainer(_, model=flat(), adapter=None, decomposition=how), ValueError, "fewer than 2")
-          for how in _singular.DECOMPOSITIONS),
+        (lambda folder: trainer(folder, model=flat(), adapter=None), ValueError, "fewer than 2"),
         (lambda folder: trainer(folder, leading_share=0.4), ValueError, "leading_share=0.4 of the 2"),
         (lambda folder: trainer(folder, adapter=drawn(bias="lora_only")), ValueError, "bias' is to be trained"),
         (lambda folder: trainer(folder, adapter=drawn(modules_to_save=["norm"])), ValueError, "norm.*to be trained"),
         (lambda folder: trainer(folder, adapter=drawn(use_dora=True)), ValueError, "lora_magnitude.*to be trained"),
-        (lambda _: decompose({"a.lora_A.w": np.ones((2, 2, 2)), "a.lora_B.w": np.ones((2, 2))}, 1, "separate"),
+        (lambda _: decompose({"a.lora_A.w": np.ones((2, 2, 2)), "a.lora_B.w": np.ones((2, 2))}, 1),
          ValueError, r"\(2, 2, 2\)"),
     call=lambda make, tmp_path: make(tmp_path),
 )  # fmt: skip
@@ -160,10 +150,9 @@ def random_states() -> list:
     return [random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().tolist()]  # noqa: NPY002
 
 
-@pytest.mark.parametrize(("layers", "dimension"), [([0], 1), ([0, 1], 4)])
+@pytest.mark.parametrize(("layers", "dimension"), [([0], 2), ([0, 1], 4)])
 def test_the_search_maximises_and_leaves_random_states_alone(layers, dimension):
     settings = {"population_size": 8, "sigma": 0.3, "leading_share": 1.0}
-    settings["decomposition"] = "product" if dimension == 1 else "separate"
     model = peft.get_peft_model(random_model(), drawn(1, target_modules=["q_proj"], layers_to_transform=layers))
 
     def mean():
@@ -313,7 +302,7 @@ class Dying(ESSATrainer):
 
 KILLED = [
     {"workers": 2, "shared_batch": True, "save_strategy": "steps", "save_steps": 2, "chunk_rows": 4},
-    {"decomposition": "product", "leading_share": 0.5, "fitness": "random"},
+    {"leading_share": 0.5, "fitness": "random"},
 ]
 
 

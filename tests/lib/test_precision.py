@@ -7,6 +7,7 @@ import pytest
 import torch
 from es_runs import ROWS, Stop, constant, digest, read, stopping, token_sum, trained, trainer
 from helpers import ran, random_model, refused, saved
+from noise_by_numpy import by_numpy
 
 from evoalign_lib import ledger, noise, precision
 from evoalign_lib.es import ESTrainer
@@ -55,7 +56,7 @@ class Model(torch.nn.Module):
 def tensor_eps(name: str, key: int, distribution: str) -> torch.Tensor:
     """A tensor's noise as a whole, from the reference."""
     number = noise.parameter_id(name)
-    made = noise.normals(int(key), number, SHAPES[name], distribution=distribution, backend="numpy")
+    made = by_numpy(int(key), number, SHAPES[name], distribution=distribution)
     return torch.from_numpy(made.reshape(-1)).reshape(SHAPES[name])
 
 

@@ -1,12 +1,13 @@
 """Refusals: each rule on plain sentences, and the rubric against a reader, on responses it was not written on."""
 
+import gzip
+import json
 from collections import Counter
 
 import numpy as np
 
 from evoalign_lib.analysis import refusals
 from evoalign_lib.analysis.refusals import KINDS
-from evoalign_lib.tasks import safety_published
 
 COMPLIES, TEMPLATE, REASON, ALTERNATIVE, EMPTY = KINDS
 
@@ -74,9 +75,9 @@ def kappa(one, other) -> float:
 def test_detector_and_reader_agree_on_held_out_responses(external_data):
     read, found = [], []
     for model, (rows, letters) in HELD_OUT.items():
-        responses = safety_published.load_points(model).responses
+        lines = gzip.decompress((external_data / "safety" / f"{model}_points.jsonl.gz").read_bytes()).split(b"\n")
         read += [LETTERS[letter] for letter in letters]
-        found += [refusals.kind(responses[row]) for row in rows]
+        found += [refusals.kind(json.loads(lines[row])["response"]) for row in rows]
     assert len(read) == 60 and Counter(read)[COMPLIES] == 24
     # measured: 53 of 60 and kappa 0.83 over the kinds, 58 of 60 and kappa 0.93 for refusing at all
     assert np.mean([a == b for a, b in zip(read, found, strict=True)]) >= 0.88 and kappa(read, found) >= 0.82

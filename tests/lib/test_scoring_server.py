@@ -234,17 +234,6 @@ def test_an_error_shows_neither_the_key_nor_what_moves_a_terminal(monkeypatch):
 # ---------------------------------------------------------------------------------------------------------- the server
 
 
-def test_a_connection_on_which_no_request_is_completed_is_closed(model):
-    halves = (b"", b"POST /score HTTP/1.1\r\nHost", b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
-    with running(app_of(model), http=scoring_server._protocol(), timeout_keep_alive=0.2) as url:
-        scorer = HTTPScorer(url)
-        for half in halves:
-            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=5) as connection:
-                connection.sendall(half)
-                assert connection.recv(1 << 16) == b""
-        assert len(scorer.score(["x"], ["y"])) == 1
-
-
 @pytest.fixture
 def client(model, monkeypatch):
     monkeypatch.setattr(scoring_server, "MOST_TEXTS", 3)

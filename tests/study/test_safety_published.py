@@ -7,11 +7,10 @@ import json
 import pytest
 from evoalign_study import published_judgments as view
 from evoalign_study import records
+from evoalign_study import safety_published as data
 from evoalign_study.kinds import judged as kind
 from helpers import refused
 from servers import answering
-
-from evoalign_lib.tasks import safety_published as data
 
 POINT = {"prompt": "Why?", "response": "", "reward": 0.5, "cost": -1, "label": "SH"}
 # --------------------------------------------------------------------------------------------------------------- files

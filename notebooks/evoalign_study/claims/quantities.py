@@ -19,7 +19,7 @@ from evoalign_lib.analysis import attenuation, connectivity, coverage, geometry,
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.checks import require
 from evoalign_lib.files import canonical_json
-from evoalign_study import path_points
+from evoalign_study import displacements, path_points
 from evoalign_study.claims.checks import check
 from evoalign_study.claims.findings import Undecided, decoding_words, defined, mean_interval
 from evoalign_study.claims.selection import Evidence, Record
@@ -123,7 +123,7 @@ def _displaced(side: Side) -> list[Record]:
 def _displacements(*sides: Side) -> geometry.Displacements:
     """Return the inner products of all runs of the sides, by layer, in the order of the runs."""
     runs = [run for side in sides for run in side.runs]
-    return defined(geometry.recorded, sides[0].evidence.having("kind", "products"), runs)
+    return defined(displacements.recorded, sides[0].evidence.having("kind", "products"), runs)
 
 
 def norms_over_walk(moved: geometry.Displacements, runs: Sequence[Record]) -> Array:

@@ -28,8 +28,8 @@ from evoalign_lib.analysis import hacking, refusals, stats, tournaments
 from evoalign_lib.checks import choose, require
 from evoalign_lib.tasks import conciseness
 from evoalign_lib.tasks import safety as task
-from evoalign_lib.tasks import safety_published as data
 from evoalign_lib.tiny import dialogues, scorers
+from evoalign_study import safety_published as data
 from evoalign_study import specs, training, weight_cache
 from evoalign_study.measures import safety
 from evoalign_study.records import Record, Settings, Spec, pack_bits
