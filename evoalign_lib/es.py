@@ -189,6 +189,8 @@ class ESTrainer(TrainerSurface):
         )
         self._attach(peft_config)
         _adapters.check_movable(self.model)
+        if args.perturb == "linear":
+            _adapters.keep_linear(self.model)
         _adapters.check_something_moves(self.model)
         self._frozen = _adapters.frozen_digest(self.model, _adapters.moved(self.model))
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -624,7 +626,7 @@ class ESTrainer(TrainerSurface):
         settings = {name: getattr(self.args, name) for name in names} | self.engine.plan
         settings |= {"prompts_per_step": self.prompts_per_step, "prompts": len(self.train_prompts)}
         settings |= {"max_steps": self.max_steps} if self._scheduled else {}  # a longer run would take different steps
-        options = ["stop_strings", "generation_kwargs"]
+        options = ["stop_strings", "generation_kwargs", "perturb"]
         options += ["temperature", "top_p", "top_k"] if self.args.sampling == "common" else []
         for name in options:
             if (value := getattr(self.args, name)) != _DEFAULTS[name]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from evoalign_lib._adapters import check_nothing_frozen, is_adapted
+from evoalign_lib._adapters import check_not_adapted, is_adapted
 from evoalign_lib.checks import choose
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ def open_engine(
         **common: max_completion_length, options, distribution, anchor_decay and rank of `engines.base.Engine`.
 
     Raises:
-        ValueError: an unknown engine, GPUs that cannot be divided into copies of the model, frozen parameters with an
-            engine other than "local" (an adapter also works with a single vLLM engine), or what the engine refuses.
+        ValueError: an unknown engine, GPUs that cannot be divided into copies of the model, an adapter with engine
+            "ray" or several engines of vLLM, or what the engine refuses.
         ImportError: vLLM or Ray is needed and not installed; the message says how to install it.
     """
     choose("engine", engine, ENGINES)
@@ -81,9 +81,7 @@ def open_engine(
         return cuda.CudaEngine(model, tokenizer, rewards, prompts, **own, **common)
     adapted = is_adapted(model) and engine == "vllm" and gpus <= tensor_parallel
     if not adapted:
-        check_nothing_frozen(model, engine)
-        if "max_loras" in (engine_kwargs or {}):
-            raise ValueError("engine_kwargs: max_loras has no effect on a model without an adapter. Remove it.")
+        check_not_adapted(model, engine)
     on_gpus = {"tensor_parallel": tensor_parallel, "settings": engine_kwargs}
     if engine == "vllm" or gpus:  # vLLM loads the same files that the model was loaded from
         files = load or {}
@@ -93,7 +91,11 @@ def open_engine(
     if engine == "vllm" and gpus <= tensor_parallel:
         from evoalign_lib.engines import vllm
 
-        kind, own = (vllm.AdapterEngine, {"weights": weights}) if adapted else (vllm.VLLMEngine, {})
+        kind = vllm.kind_of(model, common.get("rank", 0))
+        own = {vllm.AdapterEngine: {"weights": weights}, vllm.LowRankEngine: {"population": population}}.get(kind, {})
+        if not own and "max_loras" in on_gpus["settings"]:
+            remedy = "use an adapter, or perturb='linear' with perturbation='low_rank', or remove it"
+            raise ValueError(f"engine_kwargs: max_loras has no effect, as members decode one by one: {remedy}.")
         return kind(model, tokenizer, rewards, prompts, folder=folder, **own, **on_gpus, **common)
     from evoalign_lib.engines import ray
 

@@ -320,7 +320,7 @@ class RayEngine(Engine):
         place.process, wrong = process, None
         if self.gpus:
             try:
-                prove(self.layout, self.master, proof)
+                prove(self.model, self.layout, self.master, proof)
             except WrongWeights as error:
                 wrong = str(error)
         elif proof != (own := precision.digest(self.layout, self.master)):
