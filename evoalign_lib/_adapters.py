@@ -108,12 +108,6 @@ def check_something_moves(model: Any) -> None:
     require(any(p.requires_grad for p in model.parameters()), f"{what}or from_pretrained(..., is_trainable=True).")
 
 
-def check_not_adapted(model: Any, engine: str) -> None:
-    """Raise ValueError for a model with an adapter, for an engine that moves a model's own weights."""
-    remedy = "use engine='local', or engine='vllm' with gpus 0 or tensor_parallel"
-    require(not is_adapted(model), f"engine={engine!r} cannot spread members of an adapter over actors: {remedy}.")
-
-
 # ---- what is frozen
 
 
