@@ -243,12 +243,16 @@ class WorkerExtension:
         """vLLM's manager of adapters."""
         return self.model_runner.lora_manager._adapter_manager
 
-    def _evoalign_places(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the slots of all adapters for each layer that can have one, by Hugging Face's names: A, B."""
+    def _evoalign_places(self) -> dict[str, tuple[Tensor, Tensor] | None]:
+        """Return the slots of all adapters, A and B, for each layer that can have one, by Hugging Face's names.
+
+        None: vLLM keeps the layer's adapters in another form, as those of experts.
+        """
         manager, found = self._evoalign_manager, {}
         for name, layer in manager.modules.items():
-            pairs = zip(layer.lora_a_stacked, layer.lora_b_stacked, strict=True)
-            found |= dict(zip(manager.packed_modules.get(name, [name]), pairs, strict=True))
+            names = manager.packed_modules.get(name, [name])
+            slots = [*zip(*(getattr(layer, f"lora_{part}_stacked", ()) for part in "ab"), strict=False)]
+            found |= zip(names, slots if len(slots) == len(names) else [None] * len(names), strict=True)
         return found
 
     def _evoalign_activate(self, adapter: Any) -> None:
@@ -264,7 +268,7 @@ class WorkerExtension:
             None, or a message that names a matrix to which vLLM applies no adapter.
         """
         places, rank, moving = self._evoalign_places(), self.evoalign_law["rank"], self.evoalign_moving
-        if other := [name for name in moving if name.removesuffix(".weight") not in places]:
+        if other := [name for name in moving if places.get(name.removesuffix(".weight")) is None]:
             return f"vLLM gives {other[0]!r} no adapter, and members cannot decode together: use engine='local'."
         manager, numbers = self._evoalign_manager, range(1, len(keys) + 1)
         for number in numbers:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from es_runs import ROWS, Lagrangian, digest
 from evoalign_study import paths
-from helpers import python, random_model, tokenizer
+from helpers import python, random_model, saved, tokenizer
 from transformers import TrainerCallback
 
 from evoalign_lib import _adapters, ledger
@@ -370,6 +370,15 @@ def test_clusters_and_actors_that_cannot_be(monkeypatch, limits, settings, error
     with closing(engine), pytest.raises(error, match=named):
         engine.generate("train")
     assert room() == 2
+
+
+def test_actors_that_load_a_folder_know_what_moves(tmp_path):
+    base, found = saved(tmp_path / "base"), []
+    for one, folder in ((trainer, "here"), (on_ray, "there")):
+        found.append(one(tmp_path / folder, model=base, perturb="linear", max_steps=2))
+        found[-1].train()
+        found[-1].engine.close()
+    assert same_run(*found)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
