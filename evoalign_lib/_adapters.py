@@ -23,12 +23,32 @@ from evoalign_lib.checks import plain, require
 
 QUANTISATION = "evoalign_quantisation"
 """attribute of a model that `quantisation.quantise` has quantised"""
+PERTURBED = ("all", "linear")
+"""values of `ESConfig.perturb`"""
 
 
 def moved(model: Any) -> dict[str, torch.nn.Parameter]:
     """Return, by name, the parameters with requires_grad, or all if none has it (a model that is only decoded)."""
     parameters = dict(model.named_parameters())
     return {name: p for name, p in parameters.items() if p.requires_grad} or parameters
+
+
+def linear_matrices(model: Any) -> set[str]:
+    """Return the names of the matrices of a model's linear layers, but for those of its embeddings and its head."""
+    ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None}
+    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    return {f"{name}.weight" for name, module in layers if id(module.weight) not in ends}
+
+
+def keep_linear(model: Any) -> None:
+    """Freeze a model but for its `linear_matrices`. Raises ValueError for one with an adapter, or without such."""
+    what = "perturb='linear' selects among a model's own weights, but this one has an adapter, which alone moves"
+    require(not is_adapted(model), f"{what}. Remove perturb.")
+    linear = linear_matrices(model)
+    what = f"perturb='linear': a {type(model).__name__} has no linear layers but its head (torch.nn.Linear)"
+    require(linear, f"{what}. Remove perturb.")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and name in linear)
 
 
 def is_adapted(model: Any) -> bool:
@@ -86,16 +106,6 @@ def check_something_moves(model: Any) -> None:
     """Raise ValueError if every parameter of a model is frozen."""
     what = "no parameter of the model is trainable (requires_grad=False everywhere): call model.requires_grad_(True), "
     require(any(p.requires_grad for p in model.parameters()), f"{what}or from_pretrained(..., is_trainable=True).")
-
-
-def check_nothing_frozen(model: Any, engine: str) -> None:
-    """Raise ValueError for a partly frozen model, for an engine that moves all weights."""
-    parameters = list(model.named_parameters())
-    frozen = [name for name, parameter in parameters if not parameter.requires_grad]
-    if frozen and len(frozen) < len(parameters):
-        what = f"{len(frozen)} of {len(parameters)} parameters are frozen, the first one {frozen[0]!r}"
-        remedy = "use engine='local', or for an adapter engine='vllm' with gpus 0 or tensor_parallel"
-        raise ValueError(f"{what}, but engine={engine!r} moves all weights of a model: {remedy}.")
 
 
 # ---- what is frozen

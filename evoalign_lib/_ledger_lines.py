@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from evoalign_lib import _singular, noise, quantisation, update_rules
+from evoalign_lib._adapters import PERTURBED
 from evoalign_lib._anchor import check_decay
 from evoalign_lib.checks import choose, positive, require, single, whole_number
 from evoalign_lib.precision import PRECISIONS
@@ -63,7 +64,7 @@ _SINCE: dict[int, dict[str, Any]] = {
 }
 # settings that affect the weights only through the rewards, so that any reader can replay the run
 _SINCE[1] = {"sampling": "greedy", "num_generations": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
-_SINCE[1] |= {"stop_strings": None, "generation_kwargs": None}
+_SINCE[1] |= {"stop_strings": None, "generation_kwargs": None, "perturb": "all"}  # the header says what moves
 
 
 class LedgerError(ValueError):
@@ -105,6 +106,7 @@ _SETTINGS: dict[str, tuple[Any, ...]] = {
     "fitness_shaping": (choose, update_rules.SHAPINGS),
     "update_scaling": (choose, update_rules.SCALINGS),
     "antithetic": (_is, bool),
+    "perturb": (choose, PERTURBED),
     "search": (choose, (None, _singular.SEARCH)),
 }
 # settings that must have their defaults in a search, whose members are not noise around the weights

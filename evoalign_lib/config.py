@@ -14,6 +14,7 @@ from transformers import GenerationConfig, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from evoalign_lib import models, noise, precision
+from evoalign_lib._adapters import PERTURBED
 from evoalign_lib._anchor import check_decay
 from evoalign_lib._ledger_lines import MOST_MEMBERS
 from evoalign_lib.checks import choose, nearest, plain, positive, single, whole_number
@@ -34,6 +35,7 @@ _CHECKS: dict[str, tuple[Any, ...]] = {
     "fitness": (choose, ("reward", "shuffled", "random")),
     "fitness_shaping": (choose, SHAPINGS),
     "perturbation": (choose, ("full_rank", "low_rank")),
+    "perturb": (choose, PERTURBED),
     "sampling": (choose, ("greedy", "common")),
     "engine": (choose, ENGINES),
     "decoder": (choose, DECODERS),
@@ -102,6 +104,11 @@ class ESConfig(TrainingArguments):
     batch (on the local engine). Norms and biases get full-rank noise (`evoalign_lib.low_rank`)"""
     rank: int = field(default=1, metadata={"help": "rank of low-rank perturbations"})
     """rank r of low-rank perturbations, at least 1 (EGGROLL: 1)"""
+    perturb: str = field(default="all", metadata={"help": "all or linear"})
+    """which of the weights that move get noise: "all" (Qiu et al.); or "linear", another search space: only the
+    matrices of linear layers, as an adapter has them. Norms, biases, embeddings and the output head, tied or not, stay
+    as they are, and are frozen in the model object. With low-rank noise vLLM then decodes many members in one batch
+    (EGGROLL's code leaves out the same parameters by default)"""
     anchor_decay: float = field(default=0.0, metadata={"help": "share of the drift undone at each step; 0: off"})
     """lambda of anchored weight decay (Schweighofer et al., arXiv 2605.30148): each update first moves the weights back
     by this share of their distance from the starting weights, theta -= lambda (theta - theta_0), also when the
@@ -166,7 +173,8 @@ class ESConfig(TrainingArguments):
     """GPUs that share a copy of the model; needs vLLM"""
     engine_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "further arguments of vllm.LLM"})
     """further arguments of `vllm.LLM`, such as gpu_memory_utilization (on a command line, as JSON). With an adapter,
-    max_loras is the number of members that decode in one batch (default: 16). With engine="cuda", `members` is the
+    max_loras is the number of members that decode in one batch (default: 16), and likewise with perturb="linear" and
+    low-rank noise (default: 64, or all members if there are fewer). With engine="cuda", `members` is the
     number of members that decode at once (default: as many as there is memory for)"""
     workers: int | None = field(default=None, metadata={"help": "worker processes; None: one per core"})
     """worker processes, or actors without GPUs; None: one per core (1 if there is no master); 1: this process alone"""

@@ -24,8 +24,8 @@ alpha is "digested" as in the study's table and code: it already contains 1/sigm
 would be alpha_text = sigma * alpha).
 
 `requires_grad` decides what moves: all weights, those of an adapter alone (PEFT; its base may be quantised), or those
-that the user left unfrozen. Frozen weights do not change by a single bit, and the master holds only the weights that
-move.
+that the user left unfrozen (`perturb="linear"` freezes all but the matrices of linear layers). Frozen weights do not
+change by a single bit, and the master holds only the weights that move.
 
 Metrics logged at each step:
 
@@ -112,8 +112,8 @@ class ESTrainer(TrainerSurface):
     Args:
         model: a Hugging Face decoder-only model, a folder, a name on the Hub, or the name of a shipped base. Or a model
             with an adapter (`peft.get_peft_model`), or the folder of one. Only parameters with requires_grad move: in a
-            partly frozen model those that are not frozen (engine="local" only), in a model with an adapter the adapter
-            (engine="vllm" takes it, too).
+            partly frozen model those that are not frozen, in a model with an adapter the adapter (engine="local", or
+            one engine of vLLM).
         reward_funcs: reward function(s) with TRL's signature (see `evoalign_lib.rewards`), plain or asynchronous; or
             reward models: sequence classifiers with one label, as objects, folders or names on the Hub
             (`evoalign_lib.reward_models.ModelReward`).
@@ -188,6 +188,8 @@ class ESTrainer(TrainerSurface):
         )
         self._attach(peft_config)
         _adapters.check_movable(self.model)
+        if args.perturb == "linear":
+            _adapters.keep_linear(self.model)
         _adapters.check_something_moves(self.model)
         self._frozen = _adapters.frozen_digest(self.model, _adapters.moved(self.model))
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -609,7 +611,7 @@ class ESTrainer(TrainerSurface):
         settings = {name: getattr(self.args, name) for name in names} | self.engine.plan
         settings |= {"prompts_per_step": self.prompts_per_step, "prompts": len(self.train_prompts)}
         settings |= {"max_steps": self.max_steps} if self._scheduled else {}  # a longer run would take different steps
-        options = ["stop_strings", "generation_kwargs"]
+        options = ["stop_strings", "generation_kwargs", "perturb"]
         options += ["temperature", "top_p", "top_k"] if self.args.sampling == "common" else []
         for name in options:
             if (value := getattr(self.args, name)) != _DEFAULTS[name]:

@@ -15,10 +15,11 @@ still be read, continued and replayed to the same bits; formats 2 and 3 are no l
 
 If a run trains only part of its model (an adapter over its base, or a partly frozen model), `parameters` and all
 digests cover that part alone. The setting `frozen` is the digest of the rest, which must be the same when the run
-resumes. For a PEFT adapter, `adapter` in `model` names the folder beside the ledger that holds the adapter as it was at
-the start. If the base was quantised by `evoalign_lib.quantisation`, `quantisation` in `model` says how: `mode`,
-`group_size`, the version of `torchao`, and `base`, the digest of the unquantised weights. Quantisation affects the
-rewards but not how they become weights, so it does not change the format number.
+resumes; `perturb` is "linear" if ES itself froze the rest (`ESConfig.perturb`). For a PEFT adapter, `adapter` in
+`model` names the folder beside the ledger that holds the adapter as it was at the start. If the base was quantised by
+`evoalign_lib.quantisation`, `quantisation` in `model` says how: `mode`, `group_size`, the version of `torchao`, and
+`base`, the digest of the unquantised weights. Quantisation affects the rewards but not how they become weights, so it
+does not change the format number.
 
 If a run searches an adapter's singular values by CMA-ES (`evoalign_lib.essa`), the settings name the `search`, its own
 settings (`_singular.SETTINGS`), its `dimension`, whether the members of a step share their prompts (`shared_batch`),

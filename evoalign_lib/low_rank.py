@@ -16,7 +16,7 @@ code (HyperscaleES) in five points:
 3. z is standardised over the population (`update_rules`); their code divides by the standard deviation of all scores,
    over members and prompts.
 4. All parameters move, those with one dimension by full-rank noise; their code freezes embeddings, head, norms and
-   biases by default.
+   biases by default, as `ESConfig.perturb` "linear" does.
 5. Pairs of opposite sign are optional (`antithetic`); in their code the sign is the parity of the member.
 """
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from evoalign_lib._adapters import check_nothing_frozen, is_adapted
-from evoalign_lib.checks import choose
+from evoalign_lib._adapters import is_adapted
+from evoalign_lib.checks import choose, require
 
 if TYPE_CHECKING:
     from evoalign_lib.engines.base import Engine
@@ -58,8 +58,8 @@ def open_engine(
         **common: max_completion_length, options, distribution, anchor_decay and rank of `engines.base.Engine`.
 
     Raises:
-        ValueError: an unknown engine, GPUs that cannot be divided into copies of the model, frozen parameters with an
-            engine other than "local" (an adapter also works with a single vLLM engine), or what the engine refuses.
+        ValueError: an unknown engine, GPUs that cannot be divided into copies of the model, an adapter with engine
+            "ray" or several engines of vLLM, or what the engine refuses.
         ImportError: vLLM or Ray is needed and not installed; the message says how to install it.
     """
     choose("engine", engine, ENGINES)
@@ -79,21 +79,23 @@ def open_engine(
         own = {"chunk_rows": chunk_rows, "device": device, "population": population, "step_rows": step_rows}
         own |= engine_kwargs or {}
         return cuda.CudaEngine(model, tokenizer, rewards, prompts, **own, **common)
-    adapted = is_adapted(model) and engine == "vllm" and gpus <= tensor_parallel
-    if not adapted:
-        check_nothing_frozen(model, engine)
-        if "max_loras" in (engine_kwargs or {}):
-            raise ValueError("engine_kwargs: max_loras has no effect on a model without an adapter. Remove it.")
+    single = engine == "vllm" and gpus <= tensor_parallel
+    remedy = "use engine='local', or engine='vllm' with gpus 0 or tensor_parallel"
+    require(single or not is_adapted(model), f"adapters do not decode on actors of a cluster: {remedy}.")
     on_gpus = {"tensor_parallel": tensor_parallel, "settings": engine_kwargs}
     if engine == "vllm" or gpus:  # vLLM loads the same files that the model was loaded from
         files = load or {}
         if taken := sorted(files.keys() & {"subfolder", "gguf_file"}):
             raise ValueError(f"model_init_kwargs: vLLM cannot load a {taken[0]}. Pass a folder of the model alone.")
         on_gpus["settings"] = {_OF_VLLM[k]: v for k, v in files.items() if k in _OF_VLLM} | dict(engine_kwargs or {})
-    if engine == "vllm" and gpus <= tensor_parallel:
         from evoalign_lib.engines import vllm
 
-        kind, own = (vllm.AdapterEngine, {"weights": weights}) if adapted else (vllm.VLLMEngine, {})
+        kind = vllm.kind_of(model, common.get("rank", 0))
+        if kind is vllm.VLLMEngine and "max_loras" in on_gpus["settings"]:
+            remedy = "use an adapter, or perturb='linear' with perturbation='low_rank', or remove it"
+            raise ValueError(f"engine_kwargs: max_loras has no effect, as members decode one by one: {remedy}.")
+    if single:
+        own = {vllm.AdapterEngine: {"weights": weights}, vllm.LowRankEngine: {"population": population}}.get(kind, {})
         return kind(model, tokenizer, rewards, prompts, folder=folder, **own, **on_gpus, **common)
     from evoalign_lib.engines import ray
 

@@ -12,6 +12,7 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from evoalign_lib import noise, precision
 from evoalign_lib._forks import end_with
+from evoalign_lib.engines.processes import cores
 
 DRIVER = "EVOALIGN_VLLM_DRIVER"
 """environment variable: process id of the driver while it starts a vLLM that runs in separate processes"""
@@ -162,7 +164,9 @@ class WorkerExtension:
     """Methods that `engines.vllm` calls in every worker by `collective_rpc`, with plain values in and out."""
 
     def evoalign_open(self, most_members: int, law: Mapping[str, Any] | None) -> str | None:
-        """Build the segment map and, given a law (arguments of `noise.device_weights`), a float32 master.
+        """Build the segment map and, given a law, a float32 master of the parameters that move.
+
+        law: arguments of `noise.device_weights`, and `moving`, the shape of each parameter that moves.
 
         Returns:
             None, or the message of `NotMapped`: an exception from another process would lose its type on the way.
@@ -171,9 +175,13 @@ class WorkerExtension:
             self.evoalign_parts = list(self._evoalign_parts())
         except NotMapped as error:
             return str(error)
+        self.evoalign_moving: dict[str, tuple[int, ...]] = {}
         if law is not None:
-            pieces = [noise.Piece(part, s.name, s.row0, s.col0, vector) for s, part, vector in self.evoalign_parts]
-            self.evoalign_weights = noise.device_weights(pieces, most_members=most_members, **law)
+            self.evoalign_law = dict(law)
+            self.evoalign_moving = self.evoalign_law.pop("moving")
+            parts = [part for part in self.evoalign_parts if part[0].name in self.evoalign_moving]
+            pieces = [noise.Piece(part, s.name, s.row0, s.col0, vector) for s, part, vector in parts]
+            self.evoalign_weights = noise.device_weights(pieces, most_members=most_members, **self.evoalign_law)
         return None
 
     def _evoalign_parts(self) -> Iterator[tuple[Segment, Tensor, bool]]:
@@ -189,11 +197,10 @@ class WorkerExtension:
                 yield segment, part_of(parameter.data, segment), parameter.ndim < 2
 
     def evoalign_proof(self) -> list[tuple[tuple, str]]:
-        """Return each segment with the SHA-256 of its numbers in the master, or without one in vLLM's weights."""
-        segments, tensors, _ = zip(*self.evoalign_parts, strict=True)
-        if (weights := getattr(self, "evoalign_weights", None)) is not None:
-            tensors = weights.views()
-        return list(zip(map(tuple, segments), map(precision.matrix_digest, tensors), strict=True))
+        """Return each segment with the SHA-256 of its numbers in the master, or in vLLM if it does not move."""
+        held = iter(self.evoalign_weights.views()) if self.evoalign_moving else iter(())
+        tensors = [next(held) if s.name in self.evoalign_moving else part for s, part, _ in self.evoalign_parts]
+        return [(tuple(s), precision.matrix_digest(t)) for (s, *_), t in zip(self.evoalign_parts, tensors, strict=True)]
 
     def evoalign_perturb(self, key: int, sigma: float, sign: int) -> None:
         """Write a member's weights; see `DeviceWeights.perturb`."""
@@ -217,21 +224,72 @@ class WorkerExtension:
         Returns:
             None, or a message that names a layer to which vLLM applies no adapter: requests would silently do without.
         """
-        from vllm.lora.lora_model import LoRAModel
         from vllm.lora.lora_weights import LoRALayerWeights
 
-        manager = self.model_runner.lora_manager._adapter_manager
-        known = manager.modules.keys() | {part for parts in manager.packed_modules.values() for part in parts}
-        found, dtype = {}, manager.lora_config.lora_dtype
+        known, dtype, found = self._evoalign_places(), self._evoalign_manager.lora_config.lora_dtype, {}
         for name, rank, a, b in layers:
             if name not in known:
                 return f"vLLM gives {name!r} no adapter: leave it out of the adapter's target_modules."
             pair = (torch.frombuffer(bytearray(raw), dtype=torch.float32).to(dtype) for raw in (a, b))
             first, second = (matrix.view(shape) for matrix, shape in zip(pair, ((rank, -1), (-1, rank)), strict=True))
             found[name] = LoRALayerWeights(name, rank, rank, first, second)
-        manager.remove_adapter(number)
-        manager.add_adapter(LoRAModel(number, max(layer.rank for layer in found.values()), found))
-        manager.activate_adapter(number)
+        from vllm.lora.lora_model import LoRAModel
+
+        self._evoalign_activate(LoRAModel(number, max(layer.rank for layer in found.values()), found))
+        return None
+
+    @property
+    def _evoalign_manager(self) -> Any:
+        """vLLM's manager of adapters."""
+        return self.model_runner.lora_manager._adapter_manager
+
+    def _evoalign_places(self) -> dict[str, tuple[Tensor, Tensor] | None]:
+        """Return the slots of all adapters, A and B, for each layer that can have one, by Hugging Face's names.
+
+        None: vLLM keeps the layer's adapters in another form, as those of experts.
+        """
+        manager, found = self._evoalign_manager, {}
+        for name, layer in manager.modules.items():
+            names = manager.packed_modules.get(name, [name])
+            slots = [*zip(*(getattr(layer, f"lora_{part}_stacked", ()) for part in "ab"), strict=False)]
+            found |= zip(names, slots if len(slots) == len(names) else [None] * len(names), strict=True)
+        return found
+
+    def _evoalign_activate(self, adapter: Any) -> None:
+        """Put vLLM's adapter into a slot, in place of the one with its number."""
+        self._evoalign_manager.remove_adapter(adapter.id)
+        self._evoalign_manager.add_adapter(adapter)
+        self._evoalign_manager.activate_adapter(adapter.id)
+
+    def evoalign_put_members(self, keys: Sequence[int], signs: Sequence[int], sigma: float) -> str | None:
+        """Make low-rank members adapters 1, 2, ... over the unperturbed weights, each from its key and sign.
+
+        Returns:
+            None, or a message that names a matrix to which vLLM applies no adapter.
+        """
+        places, rank, moving = self._evoalign_places(), self.evoalign_law["rank"], self.evoalign_moving
+        if other := [name for name in moving if places.get(name.removesuffix(".weight")) is None]:
+            return f"vLLM gives {other[0]!r} no adapter, and members cannot decode together: use engine='local'."
+        manager, numbers = self._evoalign_manager, range(1, len(keys) + 1)
+        for number in numbers:
+            if number not in manager.lora_index_to_id:  # zeros, which are overwritten below
+                self._evoalign_activate(manager.create_dummy_lora(number, 1, {}))
+        slots = [manager.lora_index_to_id.index(number) for number in numbers]
+        scales = np.array([noise.signed_sigma(sigma, sign) for sign in signs])[:, None, None]
+        segments = [segment for segment, *_ in self.evoalign_parts if segment.name in moving]
+
+        def drawn(segment: Segment) -> tuple[np.ndarray, np.ndarray]:
+            name, row0, col0, rows, cols, _ = segment
+            window = {"rows": (row0, row0 + rows), "cols": (col0, col0 + cols)}
+            law = {"distribution": self.evoalign_law["distribution"], **window}
+            return noise.factors(np.array(keys, np.uint64), noise.parameter_id(name), moving[name], rank, **law)
+
+        self.evoalign_weights.restore()
+        with ThreadPoolExecutor(cores()) as pool:  # numba releases Python's lock
+            for segment, (outputs, inputs) in zip(segments, pool.map(drawn, segments), strict=True):
+                a, b = places[segment.name.removesuffix(".weight")]
+                a[slots, 0, :rank] = torch.from_numpy(inputs).to(a)
+                b[slots, 0, :, :rank] = torch.from_numpy((outputs * scales).swapaxes(1, 2)).to(b)
         return None
 
 

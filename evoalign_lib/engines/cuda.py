@@ -57,7 +57,7 @@ class PopulationDecoder:
 
     Args:
         model: a Llama or Qwen2 of Hugging Face, on any device, perhaps with a LoRA adapter. Its configuration and
-            weights are read; the first working copy starts with them, the others are empty until they are loaded.
+            weights are read; the working copies start with them.
         members: number of working copies.
         device: where they lie and are computed with, such as "cuda" or "cpu".
         dtype: of working copies, products and cache; None: the model's.
@@ -85,7 +85,7 @@ class PopulationDecoder:
         self.layers, self._eps = config.num_hidden_layers, config.rms_norm_eps
         self.vocabulary, self.hidden = self._embedding.shape[1:]
         self._batches: dict[tuple, _Batch] = {}
-        self.load(weights)
+        self.load(weights, slice(None))
 
     def _stack(self, names: Sequence[str], weights: Mapping[str, Tensor]) -> Tensor:
         """Make the working copies of parameters that are used as one: (members, sum of their rows, columns)."""
@@ -107,14 +107,14 @@ class PopulationDecoder:
             parts[norm] = self._stack([f"{prefix}{norm}.weight"], weights), None
         return parts
 
-    def working(self, name: str, member: int = 0) -> Tensor:
+    def working(self, name: str, member: int | slice = 0) -> Tensor:
         """Return a member's working copy of a parameter, a view."""
         stacked, first, last = self._places[name]
         return stacked[member, first:last]
 
     @torch.no_grad()
-    def load(self, weights: Mapping[str, Tensor], member: int = 0) -> None:
-        """Copy weights, by the model's names and of any dtype and device, into a member's working copy.
+    def load(self, weights: Mapping[str, Tensor], member: int | slice = 0) -> None:
+        """Copy weights, by the model's names and of any dtype and device, into a member's working copy, or all.
 
         Names that the decoder does not have are ignored, such as the head of a model that ties it to its embedding.
         """
@@ -492,8 +492,8 @@ class CudaEngine(Engine):
         **common: max_completion_length and options of `Engine`.
 
     Raises:
-        ValueError: no GPU, an architecture that is not covered, low rank, an adapter, frozen parameters, parameters of
-            several dtypes, generation_kwargs, too little memory for a single member, logits that differ from the
+        ValueError: no GPU, an architecture that is not covered, low rank, an adapter, parameters of several dtypes,
+            generation_kwargs, too little memory for a single member, logits that differ from the
             model's (`PopulationDecoder.check`), or what `Engine` raises.
     """
 

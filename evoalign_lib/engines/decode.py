@@ -228,7 +228,9 @@ class Decoder:
         self._population = population
         # gains of norms, float32: (members, hidden), or (1, hidden) without a population
         gains = {name: t.float()[None].numpy() for name, t in weights.items() if name.endswith("norm.weight")}
-        self._gains = gains | (population.vectors if population else {})
+        if population:  # those that do not move are the same for all members
+            gains = {n: population.vectors.get(n, np.repeat(g, population.size, 0)) for n, g in gains.items()}
+        self._gains = gains
         self._products = {}
         for product, matrix in _products(config, weights, config.num_hidden_layers):
             layer, _, kind = product.rpartition(".")
@@ -317,8 +319,8 @@ class Decoder:
         """
         owner = np.repeat(owners[slots], length)  # of each token
         x = self._embedding[ids].float()
-        if self._population:
-            _decode_cpu.add_own_rows(x.numpy(), ids.numpy(), owner, *self._population.matrices[EMBEDDING])
+        if self._population and (own := self._population.matrices.get(EMBEDDING)):
+            _decode_cpu.add_own_rows(x.numpy(), ids.numpy(), owner, *own)
         change = torch.zeros_like(x)
         for i, (keys, values) in enumerate(zip(*(held.numpy() for held in cache), strict=True)):
             p = f"model.layers.{i}."
@@ -368,15 +370,16 @@ class _Product:
         self.own: list[tuple[int, np.ndarray, np.ndarray]] = []
         first, self.own_bias = 0, None
         for name in names if population else []:
-            a, b = population.matrices[f"{name}.weight"]
-            self.own.append((first, a, b))
-            first += a.shape[2]
+            if own := population.matrices.get(f"{name}.weight"):
+                self.own.append((first, *own))
+            first += len(weights[f"{name}.weight"])
         if population and biases:
-            self.own_bias = torch.from_numpy(np.concatenate([population.vectors[name] for name in biases], 1))
+            each = (population.vectors.get(n, weights[n].expand(population.size, -1)) for n in biases)
+            self.own_bias = torch.from_numpy(np.concatenate(list(each), 1))
 
     def __call__(self, x: Tensor, owners: np.ndarray) -> Tensor:
         """Return x matrix^T + bias in float32, with the weights of the member that owns each row, if any."""
-        if not self.own:
+        if not self.own and self.own_bias is None:
             return _multiply(x, self.matrix, self.bias)
         y = _multiply(x, self.matrix)
         if self.own_bias is not None:

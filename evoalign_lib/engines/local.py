@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from evoalign_lib import noise
-from evoalign_lib._adapters import dense, not_dense, quantisation_of
+from evoalign_lib._adapters import dense, is_adapted, not_dense, quantisation_of
 from evoalign_lib._forks import Forks
 from evoalign_lib.checks import choose, require
 from evoalign_lib.engines import agreement
@@ -99,7 +99,7 @@ class LocalEngine(Engine):
             loop = self.decoder == "loop"
             self._drop_rows = loop and rows_are_exact(model.config, self._views(self.weights.flat), chunk_rows)
         # with a rounded working copy, unrounded factors would be different members
-        self._joins = self.weights.rank > 0 and loop and self._whole and model.dtype == torch.float32
+        self._joins = self.weights.rank > 0 and loop and not is_adapted(model) and model.dtype == torch.float32
 
     # ---- called by the trainer
 

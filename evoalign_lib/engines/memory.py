@@ -148,7 +148,8 @@ def held_parameters(config: Any, parameters: int, tensor_parallel: int) -> float
     if tensor_parallel == 1:
         return parameters
     try:
-        return rank_parameters(shape(config), tensor_parallel)
+        whole = shape(config)
+        return rank_parameters(whole, tensor_parallel) * parameters / whole.d
     except CannotCount:
         return parameters / tensor_parallel
 
@@ -185,5 +186,5 @@ def padded_rank(rank: int) -> int:
     8
     """
     if rank > LORA_RANKS[-1]:
-        raise ValueError(f"the adapter has rank {rank}; vLLM supports {LORA_RANKS[-1]} at most. Use engine='local'.")
+        raise ValueError(f"rank {rank} is too high: vLLM's adapters have {LORA_RANKS[-1]} at most. Use engine='local'.")
     return next(known for known in LORA_RANKS if known >= rank)

@@ -1,6 +1,7 @@
 """Proof that the weights of vLLM's workers are those of the run, byte for byte."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +19,22 @@ Proof = Sequence[Sequence[tuple[tuple, str]]]
 """For each of vLLM's ranks, its segments, each with the SHA-256 of its numbers, row by row."""
 
 
-def prove(layout: noise.Layout, master: np.ndarray, proof: Proof) -> None:
-    """Compare the masters of vLLM's workers with the run's, byte for byte; raises what `compare` raises."""
-    views = layout.views(torch.from_numpy(master))
-    views = {e.name: views[e.name].reshape(e.rows, e.cols) for e in layout.entries}
-    compare(views, proof)
+def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a parameter as a matrix; a vector is one row."""
+    return tensor.reshape(1, -1) if tensor.ndim < 2 else tensor.flatten(1)
+
+
+def prove(model: Any, layout: noise.Layout, master: np.ndarray, proof: Proof) -> None:
+    """Compare the weights of vLLM's workers with the run's, byte for byte; raises what `compare` raises.
+
+    Args:
+        model: the run's model, whose frozen parameters vLLM holds in its dtype.
+        layout, master: the parameters that move, which vLLM's workers hold in float32.
+        proof: the workers' proof.
+    """
+    views = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    views |= layout.views(torch.from_numpy(master))
+    compare({name: as_matrix(view) for name, view in views.items()}, proof)
 
 
 def compare(views: Mapping[str, torch.Tensor], proof: Proof) -> None:

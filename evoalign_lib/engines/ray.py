@@ -19,6 +19,7 @@ With actors on CPUs, a run gives the same bits as `engines.local` under the same
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import math
 import os
@@ -42,7 +43,7 @@ from evoalign_lib.engines.base import Engine, Evaluation
 from evoalign_lib.engines.local import LocalEngine
 from evoalign_lib.engines.processes import default_workers
 from evoalign_lib.engines.proof import WrongWeights, prove
-from evoalign_lib.engines.vllm import Generator, VLLMDecoding, VLLMEngine
+from evoalign_lib.engines.vllm import Generator, LowRankEngine, VLLMDecoding, kind_of
 from evoalign_lib.update_rules import Member
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,8 @@ class RayEngine(Engine):
             own["settings"] = {"distributed_executor_backend": "mp"} | dict(own.get("settings") or {})
         # an engine like the actors' own: it knows the batch plan and holds the weights, but never generates
         if gpus:
-            self._alike = VLLMEngine(*common, folder=folder or "never opened", **own, **alike)
+            kind = kind_of(model, alike.get("rank", 0))
+            self._alike = kind(*common, folder=folder or "never opened", **own, **alike)
         else:
             self._alike = LocalEngine(*common, workers=default_workers(), **own, **alike)
         super().__init__(*common, **alike | {"weights": self._alike.weights})
@@ -113,6 +115,7 @@ class RayEngine(Engine):
         self._once = {
             "model": None if folder else copy.deepcopy(model),  # the run changes its parameters; actors start afresh
             "folder": folder,
+            "moving": {entry.name for entry in self.layout.entries},  # a folder does not say
             "load": dict(load or {}) | {"dtype": model.dtype},
             "local": alike if gpus else own | alike | {"decoder": self._alike.decoder},
         }
@@ -130,6 +133,15 @@ class RayEngine(Engine):
         step = getattr(trainer_state, "global_step", None)
         where = "" if step is None else f" of step {step}"
         rest = sigma, name, np.asarray(indices), trainer_state, sampling
+        if isinstance(self._alike, LowRankEngine):
+            self._start()
+            size = min(self._alike.settings["max_loras"], math.ceil(len(members) / len(self.places)))
+            firsts = range(0, len(members), size)
+            parts = [
+                (f"members {i} to {i + size - 1}{where}", "evaluate_together", i, members[i : i + size], *rest)
+                for i in firsts
+            ]
+            return list(itertools.chain(*self._serve(parts)))
         tasks = [(f"member {i}{where}", "evaluate", i, *member, *rest) for i, member in enumerate(members)]
         return self._serve(tasks)
 
@@ -320,7 +332,7 @@ class RayEngine(Engine):
         place.process, wrong = process, None
         if self.gpus:
             try:
-                prove(self.layout, self.master, proof)
+                prove(self.model, self.layout, self.master, proof)
             except WrongWeights as error:
                 wrong = str(error)
         elif proof != (own := precision.digest(self.layout, self.master)):
@@ -396,6 +408,10 @@ class _Actor:
         """Evaluate a member."""
         return self.engine.evaluate_member(index, Member(key, sign), *rest)
 
+    def evaluate_together(self, *arguments: Any) -> list[Evaluation]:
+        """Evaluate members in one batch of vLLM."""
+        return self.engine.evaluate_together(*arguments)
+
     def generate(self, noise: tuple[Member, float] | None, *arguments: Any) -> list[tuple[str, list[int]]]:
         """Return completions; noise: a member and sigma to perturb the weights with, or None."""
         with self.engine.perturbed(noise[0].key, noise[1]) if noise else nullcontext():
@@ -407,6 +423,8 @@ def _local_engine(once: Mapping[str, Any]) -> LocalEngine:
     model, (tokenizer, rewards, prompts) = once["model"], once["scoring"]
     if model is None:
         model, _ = models.load(once["folder"], tokenizer, once["load"])
+        for own, parameter in model.named_parameters():
+            parameter.requires_grad_(own in once["moving"])
     return LocalEngine(model, tokenizer, rewards, prompts, **once["local"])
 
 

@@ -6,7 +6,8 @@ noise law (`evoalign_lib.noise`). The training process updates its own copy of t
 but with different code, and compares digests of every tensor when vLLM starts and whenever the ledger notes a digest.
 
 When an adapter is trained (`AdapterEngine`), nothing is written into vLLM's weights: the members are LoRA adapters that
-decode in one batch; this process computes them and vLLM's workers read them from memory.
+decode in one batch; this process computes them and vLLM's workers read them from memory. Low-rank members of a model
+whose linear layers alone move (`LowRankEngine`) are LoRA adapters, too; vLLM's workers make them from their keys.
 
 Differences from generating with plain vLLM:
 
@@ -42,12 +43,12 @@ import numpy as np
 import torch
 
 from evoalign_lib import checks, models
-from evoalign_lib._adapters import base_of, lora_layers
+from evoalign_lib._adapters import base_of, is_adapted, linear_matrices, lora_layers, moved
 from evoalign_lib.engines import processes
 from evoalign_lib.engines._vllm_worker import DRIVER, NotMapped, prepare
 from evoalign_lib.engines.base import PLAIN, Decoding, Engine, Evaluation, Options
 from evoalign_lib.engines.memory import MEMBERS_A_BATCH, held_parameters, padded_rank, room_beside_master
-from evoalign_lib.engines.proof import WrongWeights, compare, prove
+from evoalign_lib.engines.proof import WrongWeights, as_matrix, compare, prove
 from evoalign_lib.update_rules import Member
 
 STATED_OF_ENGINES = {"skip_tokenizer_init": True, "generation_config": "vllm", "trust_remote_code": False, "seed": 0}
@@ -56,6 +57,8 @@ STATED_OF_ENGINES |= {"worker_extension_cls": "evoalign_lib.engines._vllm_extens
 """Arguments of `vllm.LLM` that every engine sets."""
 MOST_MEMBERS = 1 << 20
 """largest population; each member takes 12 bytes in a buffer of every worker"""
+MOST_TOGETHER = 64
+"""low-rank members that decode in one batch, unless engine_kwargs set max_loras"""
 Layers = Sequence[tuple[str, int, bytes, bytes]]
 """An adapter: for each layer its name, rank, float32 A (rank, inputs) and scaling * B (outputs, rank), row by row"""
 
@@ -110,9 +113,10 @@ class Generator:
             their master, 4 bytes each, of which vLLM does not know.
         tensor_parallel: ranks that share the model.
         settings: further arguments of `vllm.LLM`, such as gpu_memory_utilization or max_num_seqs.
-        law: distribution, anchor_decay and rank of `Engine` where they differ from the defaults. With anchor_decay each
-            worker also keeps its starting weights, in dtype, and memory is left for them. None: no masters.
-        adapter: for decoding with adapters (`put_adapters`), their highest rank, rounded up to one of
+        law: distribution, anchor_decay and rank of `Engine` where they differ from the defaults, and `moving`, the
+            shapes of the parameters that move, by name. With anchor_decay each worker also keeps its starting weights,
+            in dtype, and memory is left for them. None: no masters.
+        adapter: for decoding with adapters (`put_adapters`, `put_members`), their highest rank, rounded up to one of
             `memory.LORA_RANKS`, and the last parts of their layers' names; None: no adapters.
 
     Raises:
@@ -210,8 +214,17 @@ class Generator:
             self._call("put_adapter", number, layers)
         _forget(self.llm)
 
+    def put_members(self, members: Sequence[Member], sigma: float) -> None:
+        """Make members adapters number 1, 2, ... over the unperturbed weights; their noise has low rank.
+
+        Raises:
+            NotMapped: vLLM applies no adapter to a matrix that moves.
+        """
+        self._call("put_members", [int(m.key) for m in members], [int(m.sign) for m in members], float(sigma))
+        _forget(self.llm)
+
     def proof(self) -> list[list[tuple[tuple, str]]]:
-        """Return each rank's segments with the SHA-256 of their numbers, in the masters or, without these, the base."""
+        """Return each rank's segments with the SHA-256 of their numbers: of the masters, or without one of vLLM's."""
         return self._call("proof")
 
     def close(self) -> None:
@@ -345,6 +358,26 @@ class VLLMDecoding(Decoding):
         how = seeds, temperature, self.options, adapters
         return decode(self.generator.llm, self.eos_ids, ids, self.max_completion_length, *how)
 
+    def _put(self, members: Sequence[Member], sigma: float) -> None:
+        """Make the members adapters 1, 2, ... in vLLM."""
+        self.generator.put_members(members, sigma)
+
+    def evaluate_together(self, first, members, sigma, name, indices, trainer_state=None, sampling=None):
+        """Evaluate members, the first one being number `first`, in one batch of vLLM; see `Engine.evaluate`."""
+        started, n = time.process_time(), len(members)
+        self._put(members, sigma)
+        # rows of all members in one list; a row draws the same random numbers whichever member it belongs to
+        each = np.broadcast_to(indices, (n, np.shape(indices)[-1]))
+        rows, seeds = self._drawn(each.reshape(-1), sampling)
+        numbers = np.repeat(np.arange(1, n + 1), len(rows) // n).tolist()
+        done = self._decode(name, rows, seeds, self.options.temperature, adapters=numbers)
+        found: list[Evaluation] = []
+        for i, own in enumerate(np.split(np.arange(len(rows)), n), first):
+            completions = done[own[0] : own[-1] + 1]
+            found.append(self.scored(i, name, rows[own], completions, trainer_state, started))
+            started = time.process_time()  # the time of the shared batch counts for its first member
+        return found
+
 
 class VLLMEngine(VLLMDecoding, Engine):
     """Engine on a single vLLM that this process drives.
@@ -406,10 +439,11 @@ class VLLMEngine(VLLMDecoding, Engine):
         """Return the arguments of `Generator` for what workers hold beside the model."""
         weights = self.weights
         law = {"distribution": weights.distribution, "anchor_decay": self._anchor_decay, "rank": weights.rank}
+        law["moving"] = {entry.name: entry.shape for entry in self.layout.entries}
         return {"law": law, "parameters": held_parameters(self.model.config, self.layout.d, self.tensor_parallel)}
 
     def _prove(self, generator: Generator) -> None:
-        prove(self.layout, self.master, generator.proof())
+        prove(self.model, self.layout, self.master, generator.proof())
 
     def _save_model(self, folder: str) -> None:
         models.save(self.model, folder)
@@ -462,7 +496,59 @@ class VLLMEngine(VLLMDecoding, Engine):
             self._generator = None
 
 
-class AdapterEngine(VLLMEngine):
+class _Together(VLLMEngine):
+    """An engine whose members decode in batches of up to `settings["max_loras"]`, each as an adapter."""
+
+    def __init__(self, model, tokenizer, rewards, prompts, *, most: int = MEMBERS_A_BATCH, settings=None, **common):
+        settings = {"max_loras": most} | dict(settings or {})
+        checks.whole_number("engine_kwargs: max_loras", settings["max_loras"], 1, why="members in a batch")
+        super().__init__(model, tokenizer, rewards, prompts, settings=settings, **common)
+
+    @property
+    def plan(self):
+        return super().plan | {"max_loras": self.settings["max_loras"]}
+
+    def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None):
+        each, n = np.broadcast_to(indices, (len(members), np.shape(indices)[-1])), self.settings["max_loras"]
+        found: list[Evaluation] = []
+        with self._ended_by_interrupts():
+            for i in range(0, len(members), n):
+                part = members[i : i + n], sigma, name, each[i : i + n], trainer_state, sampling
+                found += self.evaluate_together(i, *part)
+        return found
+
+
+class LowRankEngine(_Together):
+    """Engine for low-rank members on a single vLLM, of a model whose linear layers alone move: they decode together.
+
+    A member is W + sigma A B^T / sqrt(rank) (`evoalign_lib.low_rank`), hence an adapter over the unperturbed weights.
+    vLLM's workers make both factors from the member's key, each rank for its own share. A batch has the rows of up to
+    `settings["max_loras"]` members (default: `MOST_TOGETHER`, or the population). Sums are rounded in another order
+    than with a member's weights written in place, which `generate` inside `perturbed` decodes with, so near-ties may be
+    resolved differently. In half precision the members themselves differ, too: the factors are rounded, not the sum.
+
+    Args:
+        population: members of a step.
+        **settings: as for `VLLMEngine`.
+
+    Raises:
+        ValueError: a rank for which vLLM has no adapters, or what `VLLMEngine` raises.
+    """
+
+    def __init__(self, model, tokenizer, rewards, prompts, *, population: int = MOST_TOGETHER, **settings: Any):
+        self._rank = padded_rank(settings["rank"])
+        super().__init__(model, tokenizer, rewards, prompts, most=min(population, MOST_TOGETHER), **settings)
+
+    @property
+    def plan(self):
+        return super().plan | {"exact": False}
+
+    def _held(self):
+        layers = sorted({entry.name.split(".")[-2] for entry in self.layout.entries})
+        return super()._held() | {"adapter": (self._rank, layers)}
+
+
+class AdapterEngine(_Together):
     """Engine for a population of adapters on a single vLLM: members decode together, in one batch.
 
     The base stays unchanged in vLLM. This process computes each member's adapter by the noise law, and vLLM's workers
@@ -484,14 +570,8 @@ class AdapterEngine(VLLMEngine):
         self._layers = lora_layers(model)
         (self._active,) = model.active_adapters
         self._rank = padded_rank(max(len(layer.lora_A[self._active].weight) for layer in self._layers.values()))
-        given = {"max_loras": MEMBERS_A_BATCH} | dict(settings.pop("settings", None) or {})
-        checks.whole_number("engine_kwargs: max_loras", given["max_loras"], 1, why="members that decode in one batch")
-        super().__init__(model, tokenizer, rewards, prompts, settings=given, **settings)
+        super().__init__(model, tokenizer, rewards, prompts, **settings)
         self._names = {id(p): name for name, p in model.named_parameters()}
-
-    @property
-    def plan(self):
-        return super().plan | {"max_loras": self.settings["max_loras"]}
 
     def _held(self):
         return {"adapter": (self._rank, sorted({name.rpartition(".")[2] for name in self._layers}))}
@@ -503,34 +583,18 @@ class AdapterEngine(VLLMEngine):
     def _base(self) -> dict[str, torch.Tensor]:
         """Return the base's parameters as matrices, by their names in the model without the adapter."""
         parameters = _without_adapter(base_of(self.model).named_parameters())
-        values = {name: parameter.detach() for name, parameter in parameters.items()}
-        return {name: value[None] if value.ndim < 2 else value.flatten(1) for name, value in values.items()}
+        return {name: as_matrix(parameter.detach()) for name, parameter in parameters.items()}
 
     def _save_model(self, folder: str) -> None:
         base = base_of(self.model)
         base.save_pretrained(folder, state_dict=_without_adapter(base.state_dict().items()))
 
-    def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None):
-        found: list[Evaluation] = []
-        each = np.broadcast_to(indices, (len(members), np.shape(indices)[-1]))
-        size = self.settings["max_loras"]
-        with self._ended_by_interrupts():
-            for first in range(0, len(members), size):
-                started, part = time.process_time(), members[first : first + size]
-                adapters = {}
-                for number, (key, sign) in enumerate(part, 1):
-                    with self.weights.member(key, sigma, sign) as flat:
-                        adapters[number] = self._adapter(flat)
-                self.generator.put_adapters(adapters)
-                # rows of all members in one list; a row draws the same random numbers whichever member it belongs to
-                rows, seeds = self._drawn(each[first : first + len(part)].reshape(-1), sampling)
-                numbers = np.repeat(list(adapters), len(rows) // len(part)).tolist()
-                done = self._decode(name, rows, seeds, self.options.temperature, adapters=numbers)
-                for i, own in enumerate(np.split(np.arange(len(rows)), len(part)), first):
-                    completions = done[own[0] : own[-1] + 1]
-                    found.append(self.scored(i, name, rows[own], completions, trainer_state, started))
-                    started = time.process_time()  # the time of the shared batch counts for its first member
-        return found
+    def _put(self, members, sigma):
+        adapters = {}
+        for number, (key, sign) in enumerate(members, 1):
+            with self.weights.member(key, sigma, sign) as flat:
+                adapters[number] = self._adapter(flat)
+        self.generator.put_adapters(adapters)
 
     def _write(self, member):
         with self._weights_of(member) as flat:
@@ -559,6 +623,13 @@ class AdapterEngine(VLLMEngine):
 
     def check(self):
         """Do nothing, because vLLM keeps none of the run's weights between calls."""
+
+
+def kind_of(model: Any, rank: int) -> type[VLLMEngine]:
+    """Return the class of the engine on a single vLLM for a model and the rank of the noise (0: full)."""
+    if is_adapted(model):
+        return AdapterEngine
+    return LowRankEngine if rank and moved(model).keys() <= linear_matrices(model) else VLLMEngine
 
 
 def _without_adapter(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from helpers import PROMPTS, random_model, tokenizer
 
-from evoalign_lib import noise
+from evoalign_lib import _adapters, noise
 from evoalign_lib.engines.local import Prompts
 from evoalign_lib.engines.vllm import VLLMEngine
 from evoalign_lib.rewards import Rewards
@@ -27,6 +27,12 @@ def model(seed: int = 2, **config):
 # Layers that vLLM fuses (q and v, gate) and single ones, different ranks that vLLM does not have, a scaling.
 LORA = {"r": 3, "lora_alpha": 7, "rank_pattern": {"down_proj": 5}, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
 LORA |= {"target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]}
+
+
+def linear():
+    """Return the model with an untied head, of which the matrices of linear layers alone move."""
+    _adapters.keep_linear(found := model(tie_word_embeddings=False))
+    return found
 
 
 def chat_tokenizer():

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from es_runs import ROWS, Lagrangian, digest
 from evoalign_study import paths
-from helpers import python, random_model, tokenizer
+from helpers import python, random_model, saved, tokenizer
 from transformers import TrainerCallback
 
-from evoalign_lib import ledger
+from evoalign_lib import _adapters, ledger
 from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.es import ESTrainer
 from evoalign_lib.rewards import RewardError, Rewards
@@ -372,15 +372,27 @@ def test_clusters_and_actors_that_cannot_be(monkeypatch, limits, settings, error
     assert room() == 2
 
 
-def test_vllm_in_an_actor():
-    """On a CPU, which the cluster takes for a GPU."""
+def test_actors_that_load_a_folder_know_what_moves(tmp_path):
+    base, found = saved(tmp_path / "base"), []
+    for one, folder in ((trainer, "here"), (on_ray, "there")):
+        found.append(one(tmp_path / folder, model=base, perturb="linear", max_steps=2))
+        found[-1].train()
+        found[-1].engine.close()
+    assert same_run(*found)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_vllm_in_an_actor(rank):
+    """On a CPU, which the cluster takes for a GPU; members of low rank decode in batches of two."""
     pytest.importorskip("vllm")
     prompts, members = {"train": Prompts(ROWS, tokenizer())}, [Member(11), Member(12), Member(12, -1)]
     # heads as large as vLLM's kernels want them
     model = random_model(hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
-    common = {"max_completion_length": 4, "anchor_decay": 0.1}
+    common = {"max_completion_length": 4, "anchor_decay": 0.1, "rank": rank}
+    if rank:
+        _adapters.keep_linear(model)
     here = LocalEngine(model, tokenizer(), Rewards(reward), prompts, **common)
-    settings = {"enforce_eager": True, "max_num_seqs": 8}
+    settings = {"enforce_eager": True, "max_num_seqs": 8} | ({"max_loras": 2} if rank else {})
     there = RayEngine(model, tokenizer(), Rewards(reward), prompts, gpus=1, settings=settings, **common)
     with closing(there):
         for coefficients in ([0.1, -0.2], [0.05, 0.1]):

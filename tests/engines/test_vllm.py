@@ -1,11 +1,11 @@
-"""An engine of vLLM beside one of transformers, over weights and over adapters: the same tokens and weights."""
+"""An engine of vLLM beside one of transformers, over weights, low-rank members in batches, and over adapters."""
 
 import itertools
 import signal
 
 import numpy as np
 import pytest
-from small_models import ROWS, SETTINGS, adapted, engine, members, move
+from small_models import ROWS, SETTINGS, adapted, engine, linear, members, move
 
 from evoalign_lib.engines import vllm
 from evoalign_lib.engines.base import Options
@@ -14,15 +14,17 @@ from evoalign_lib.engines.local import LocalEngine
 pytest.importorskip("vllm", reason="make test-engines has an environment with vLLM")
 
 
-@pytest.fixture(scope="module", params=["weights", "adapters"])
+@pytest.fixture(scope="module", params=["weights", "linear", "adapters"])
 def pair(request):
     """One engine of each kind, with the same weights whatever a test did: each moves both."""
+    few = {"settings": {"max_loras": 4} | SETTINGS}  # a batch has four members
     if request.param == "weights":
         both = engine(), engine(LocalEngine)
-    else:  # a batch has four members
+    elif request.param == "linear":  # three factors, where vLLM allocates eight
+        both = engine(vllm.LowRankEngine, linear(), rank=3, **few), engine(LocalEngine, linear(), rank=3)
+    else:
         pytest.importorskip("peft")
-        settings = {"max_loras": 4} | SETTINGS
-        both = engine(vllm.AdapterEngine, adapted(), settings=settings), engine(LocalEngine, adapted())
+        both = engine(vllm.AdapterEngine, adapted(), **few), engine(LocalEngine, adapted())
     yield both
     both[0].close()
 
@@ -42,6 +44,16 @@ def test_members_are_those_of_transformers(pair):
         assert ours.scored.rewards.tolist() == theirs.scored.rewards.tolist()
         assert ours.lengths.tolist() == theirs.lengths.tolist() and ours.clipped.tolist() == theirs.clipped.tolist()
     assert len({tuple(e.scored.rewards) for e in found[0]}) == 10, "members that do alike show nothing"
+
+
+@pytest.mark.parametrize("pair", ["linear"], indirect=True)
+def test_members_in_a_batch_write_what_each_writes_alone(pair):
+    """Alone, a member's weights are written in place, and none of its tokens comes from an adapter."""
+    asked = members(5), 0.1, "train", np.arange(len(ROWS))
+    for _ in range(2):
+        batch, alone = pair[0].evaluate(*asked), vllm.VLLMEngine.evaluate(pair[0], *asked)
+        assert [e.written for e in batch] == [e.written for e in alone]
+        move(pair)
 
 
 @only_weights

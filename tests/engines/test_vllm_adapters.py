@@ -100,16 +100,18 @@ SAVING, LOW_RANK = {"save_strategy": "steps", "save_steps": 1}, {"perturbation":
     [
         (ESTrainer, ESConfig, False, LOW_RANK | {"anchor_decay": 0.2}, {}),
         pytest.param(ESTrainer, ESConfig, False, LOW_RANK | {"anchor_decay": 0.2}, SAVING, marks=pytest.mark.slow),
+        (ESTrainer, ESConfig, False, LOW_RANK | {"anchor_decay": 0.2, "perturb": "linear"}, {}),
         (ESTrainer, ESConfig, True, LOW_RANK | {"anchor_decay": 0.2}, {}),
         (ESSATrainer, ESSAConfig, True, {}, SAVING),
     ],
-    ids=["weights, ledger", "weights, checkpoint", "adapter", "ESSA"],
+    ids=["weights, ledger", "weights, checkpoint", "linear", "adapter", "ESSA"],
 )
 def test_a_run_that_stopped_goes_on_as_the_local_engine_had_run(
     pair, kind, config, adapter, law, save, folder, tmp_path
 ):
     pair[0].close()
-    on_vllm = {"engine": "vllm", "engine_kwargs": SETTINGS | ({"max_loras": 3} if adapter else {})} | save | law
+    batches = {"max_loras": 3} if adapter or "perturb" in law else {}
+    on_vllm = {"engine": "vllm", "engine_kwargs": SETTINGS | batches} | save | law
     whole = run(kind, config, tmp_path / "whole", folder, adapter, decoder="generate", **law)
     run(kind, config, tmp_path / "run", folder, adapter, **on_vllm | {"max_steps": 2})
     assert run(kind, config, tmp_path / "run", folder, adapter, resume=True, **on_vllm) == whole

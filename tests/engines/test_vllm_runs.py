@@ -177,8 +177,8 @@ sys.path[:0] = sys.argv[1:]
 if __name__ == "__main__":  # vLLM's processes import this file, too; on a CPU they must not find numba loaded
     import numpy as np
     from evoalign_lib.engines.local import LocalEngine
-    from evoalign_lib.engines.vllm import AdapterEngine
-    from small_models import SETTINGS, adapted, engine, members, model, move
+    from evoalign_lib.engines.vllm import AdapterEngine, LowRankEngine
+    from small_models import SETTINGS, adapted, engine, linear, members, model, move
 
     def alike(both):
         assert both[0].generate("train") == both[1].generate("train")
@@ -187,8 +187,10 @@ if __name__ == "__main__":  # vLLM's processes import this file, too; on a CPU t
 
     settings = {"settings": {"max_loras": 2} | SETTINGS, "tensor_parallel": 2}
     over_adapters = engine(AdapterEngine, adapted(), **settings), engine(LocalEngine, adapted())
-    alike(over_adapters)
-    over_adapters[0].close()
+    low_rank = engine(LowRankEngine, linear(), rank=3, **settings), engine(LocalEngine, linear(), rank=3)
+    for both in (over_adapters, low_rank):
+        alike(both)
+        both[0].close()
     shape = {"num_attention_heads": 4, "num_key_value_heads": 1}  # one head of keys on both ranks
     both = engine(model=model(**shape), tensor_parallel=2), engine(LocalEngine, model=model(**shape))
     alike(both)

@@ -178,6 +178,7 @@ def prompt_tuned():
 
 
 VLLM = {"workers": None, "engine": "vllm"}
+LINEAR = {"perturb": "linear", "perturbation": "low_rank"}
 
 
 test_what_is_refused = refused(
@@ -189,8 +190,11 @@ test_what_is_refused = refused(
     (lambda: adapted(random_model().to(torch.float64)), {}, ValueError, "float64"),
     (adapted, {"peft_config": lora()}, ValueError, "has an adapter"),
     (random_model, {"peft_config": {"r": 3}}, TypeError, "dict"),
-    *((part, VLLM | more, ValueError, "of 26 .* frozen") for more in ({}, {"gpus": 2}, {"engine": "ray"})),
-    *((adapted, VLLM | more, ValueError, "of 38 .* frozen") for more in ({"gpus": 2}, {"engine": "ray"})),
+    *((adapted, VLLM | more, ValueError, "adapters .* actors") for more in ({"gpus": 2}, {"engine": "ray"})),
+    (adapted, LINEAR, ValueError, "perturb='linear'.*has an adapter"),
+    (lambda: random_model("gpt2"), LINEAR, ValueError, "GPT2.* has no linear layers"),
+    (random_model, VLLM | LINEAR | {"rank": 513}, ValueError, "rank 513 is too high: .* 512"),
+    (random_model, VLLM | {"engine_kwargs": {"max_loras": 2}}, ValueError, "max_loras .*perturb='linear'"),
     call=lambda make, given, tmp_path: trainer(tmp_path, make(), **given),
 )  # one engine of vLLM takes adapters
 
@@ -250,6 +254,32 @@ def test_frozen_weights_stay_where_they_are(tmp_path, decoder, precision):
         trainer(tmp_path / "run", random_model(), decoder=decoder, precision=precision, max_steps=4).train(True)
     longer = ran(trainer(tmp_path / "run", part(), decoder=decoder, precision=precision, max_steps=4), True)
     assert moved(named(tested.model), longer.model) == trainable(longer.model)
+
+
+LOW = {"perturbation": "low_rank", "rank": 2}
+EVERY = [{"workers": 2}, {"workers": 2} | LOW, {"engine": "cuda", "use_cpu": True, "workers": None}]
+
+
+@pytest.mark.parametrize("settings", [{"decoder": "generate"}, *EVERY], ids=str)
+def test_noise_reaches_linear_layers_alone_whoever_decodes(tmp_path, settings):
+    """An untied head is a linear layer, too, but not one that adapters have."""
+    base = saved(tmp_path / "base", random_model(tie_word_embeddings=False))
+    settings = {"perturb": "linear", "max_steps": 4} | settings
+    tested = trainer(tmp_path / "run", base, **settings | {"max_steps": 2})
+    before = named(tested.model)
+    tested.train()
+    assert moved(before, tested.model) == {name for name in before if name.endswith("proj.weight")}
+    path = tmp_path / "run" / ledger.NAME
+    assert ledger.verify(path, base).weights == tested.engine.weights.digest()
+    assert ledger.read(path).header["settings"]["perturb"] == "linear"
+    with pytest.raises(ValueError, match="with (perturb='linear', this one has 'all'|frozen)"):
+        trainer(tmp_path / "run", base, **settings | {"perturb": "all"}).train(True)
+    again = ran(trainer(tmp_path / "run", base, **settings), True)
+    for name, parameter in (frozen := random_model(tie_word_embeddings=False)).named_parameters():
+        parameter.requires_grad_(name.endswith("proj.weight"))
+    rank = {name: settings[name] for name in LOW if name in settings}
+    whole = ran(trainer(tmp_path / "whole", frozen, decoder="generate", max_steps=4, **rank))
+    assert again.engine.weights.digest() == whole.engine.weights.digest() != tested.engine.weights.digest()
 
 
 # ---- quantised bases

@@ -214,6 +214,7 @@ HOSTILE_SETTINGS = {
     "population_size": [10**400, 8_000_000, 1, 4.0, True, math.inf], "prompts_per_step": [2**60, 0, "3"],
     "noise": [[], {}, 1, "rademacher"], "precision": [None, ["master"]], "anchor_decay": [math.inf, 10**400, "x", 1],
     "antithetic": ["yes"], "fitness_shaping": ["z"], "alpha_schedule": ["step"], "num_generations": [0],
+    "perturb": ["x"],
     "rank": [-1, 2**16], "update_scaling": ["x"], "frozen": ["0" * 63], "search": ["x"], "reward_state": STATES[1:],
 }  # fmt: skip
 HOSTILE_MODEL = {
