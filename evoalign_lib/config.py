@@ -99,7 +99,7 @@ class ESConfig(TrainingArguments):
     perturbation: str = field(default="full_rank", metadata={"help": "full_rank or low_rank"})
     """noise of matrices: "full_rank" (Qiu et al.); or "low_rank" (EGGROLL, arXiv 2511.16652), E = A B^T / sqrt(rank)
     with two thin noise factors. E has the same mean and variance, and lets members with few prompts decode as one
-    batch (on the local engine). Norms and biases get full-rank noise (`evoalign_lib.low_rank`)"""
+    batch (on the engines "local" and "cuda"). Norms and biases get full-rank noise (`evoalign_lib.low_rank`)"""
     rank: int = field(default=1, metadata={"help": "rank of low-rank perturbations"})
     """rank r of low-rank perturbations, at least 1 (EGGROLL: 1)"""
     anchor_decay: float = field(default=0.0, metadata={"help": "share of the drift undone at each step; 0: off"})
@@ -276,7 +276,7 @@ class ESConfig(TrainingArguments):
             (not vllm, "use an engine without vLLM", ["chunk_rows"]),
             (vllm, "set engine='vllm', or 'ray' with gpus", ["tensor_parallel"]),
             (vllm or self.engine == "cuda", "set engine='cuda' or 'vllm', or 'ray' with gpus", ["engine_kwargs"]),
-            (self.engine != "cuda", "set engine='local', or 'vllm'", ["perturbation", "generation_kwargs"]),
+            (self.engine != "cuda", "set engine='local', or 'vllm'", ["generation_kwargs"]),
         ):
             for name in names:
                 if not read and getattr(self, name) != _DEFAULTS[name]:
