@@ -157,9 +157,9 @@ class ESConfig(TrainingArguments):
     in a process of their own, where they keep what they keep. None: no limit"""
     engine: str = field(default="local", metadata={"help": "local, cuda, vllm or ray"})
     """what generates (`evoalign_lib.engines`): "local", worker processes on this machine's cores; "cuda", one GPU
-    without vLLM, on which as many members as there is memory for decode at once (Llama and Qwen2; with use_cpu=True,
-    for tests, on the CPU); "vllm", one engine for each group of `tensor_parallel` GPUs; "ray", actors on any cluster
-    (RAY_ADDRESS), with vLLM if there are GPUs"""
+    without vLLM, on which as many members as there is memory for decode at once (Llama and Qwen2; other models one by
+    one, by transformers; with use_cpu=True, for tests, on the CPU); "vllm", one engine for each group of
+    `tensor_parallel` GPUs; "ray", actors on any cluster (RAY_ADDRESS), with vLLM if there are GPUs"""
     gpus: int = field(default=0, metadata={"help": "GPUs to use"})
     """GPUs to use; 0: with engine="vllm" as many as tensor_parallel, with "ray" none"""
     tensor_parallel: int = field(default=1, metadata={"help": "GPUs that share one copy of the model"})
@@ -276,7 +276,6 @@ class ESConfig(TrainingArguments):
             (not vllm, "use an engine without vLLM", ["chunk_rows"]),
             (vllm, "set engine='vllm', or 'ray' with gpus", ["tensor_parallel"]),
             (vllm or self.engine == "cuda", "set engine='cuda' or 'vllm', or 'ray' with gpus", ["engine_kwargs"]),
-            (self.engine != "cuda", "set engine='local', or 'vllm'", ["generation_kwargs"]),
         ):
             for name in names:
                 if not read and getattr(self, name) != _DEFAULTS[name]:
@@ -292,7 +291,7 @@ class ESConfig(TrainingArguments):
         except (TypeError, ValueError):
             yield f"={given!r} cannot be recorded: pass only numbers, texts, lists and dicts."
         known = vars(GenerationConfig())
-        transformers = self.engine == "local" or not self.gpus and self.engine == "ray"
+        transformers = self.engine in ("local", "cuda") or not self.gpus and self.engine == "ray"
         for name in given:
             if name in _ELSEWHERE:
                 yield f": {name!r} is set elsewhere: {_ELSEWHERE[name]}."

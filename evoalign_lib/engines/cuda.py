@@ -13,11 +13,14 @@ How many members decode at once is decided by the free memory. In float32 on a C
 products of another shape may be summed in another order, so it is part of the batch plan, like `chunk_rows`.
 
 It covers what the decoding loop covers (`decode.supports`): Qwen2 and Llama with default rotary embedding, in float32,
-bfloat16 or float16. At the start the decoder's logits are held against those of the model itself. Rewards and weights
-are those of `engine="local"` wherever no token is a near-tie. With device "cpu" the same code runs without graphs.
+bfloat16 or float16. At the start the decoder's logits are held against those of the model itself. For any other model,
+and for generation_kwargs, transformers decodes with a static cache, one member after the other; a warning says why, and
+the batch plan names it. Rewards and weights are those of `engine="local"` wherever no token is a near-tie. With device
+"cpu" the same code runs without graphs.
 """
 
 import gc
+import logging
 import math
 import os
 import time
@@ -45,6 +48,7 @@ from evoalign_lib.engines.processes import one_thread
 from evoalign_lib.precision import MasterWeights, layout_of
 from evoalign_lib.update_rules import Member
 
+logger = logging.getLogger(__name__)
 CHECK = 8
 """steps between two looks at whether every row has ended"""
 SHAPES = 4
@@ -493,6 +497,51 @@ class _Batch:
         return turned.split([self.decoder.heads, self.decoder.kv_heads], 1)
 
 
+class GenerateDecoder:
+    """transformers' generate with the interface of `PopulationDecoder`, for one member.
+
+    Args:
+        model: any decoder-only model, which is moved to the device; its own parameters are the working copy.
+        device: where to compute.
+        chunk_rows: rows decoded at once; a short last chunk is filled with its last row.
+        pad: id of padding.
+        most: largest number of tokens of a prompt and its completion, for which the cache has room.
+        settings: further settings of transformers' GenerationConfig.
+    """
+
+    members, rank, factors = 1, 0, {}
+
+    def __init__(self, model: Any, device: str, chunk_rows: int, pad: int, most: int, settings: Mapping[str, Any]):
+        self.model, self.device, self.chunk_rows, self._pad = model.to(device), torch.device(device), chunk_rows, pad
+        static = {"cache_implementation": "static", "max_cache_len": most, "disable_compile": True}
+        cache = {} if settings.keys() & {"cache_implementation", "use_cache"} else static
+        self._cache, self._how = cache, cache | {"pad_token_id": pad} | settings
+        self._parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+
+    def working(self, name: str, member: int = 0) -> Tensor:
+        """See `PopulationDecoder.working`."""
+        return self._parameters[name].data
+
+    def check(self, ids: np.ndarray, mask: np.ndarray) -> None:
+        """Raise ValueError if this cache, or padding, changes the model's logits for the shortest or longest prompt."""
+        agreement.check_padding(self.model, ids, mask, self._pad, **self._cache)
+
+    def decode(self, ids, mask, new, eos, uniforms=None, temperature=1.0, top_k=0, top_p=1.0, prefix=0, members=1):
+        """See `PopulationDecoder.decode`."""
+        size, found = min(len(ids), self.chunk_rows), np.full((1, len(ids), new), self._pad)
+        for start in range(0, len(ids), max(1, size)):
+            chunk, draw = np.minimum(np.arange(start, start + size), len(ids) - 1), None
+            if uniforms is not None:
+                draw = inversion(torch.from_numpy(uniforms[chunk]).to(self.device), temperature, top_k, top_p)
+            prompts = torch.from_numpy(ids[chunk]), torch.from_numpy(mask[chunk])
+            written = agreement.by_transformers(self.model, *prompts, new, draw, eos_token_id=list(eos), **self._how)
+            found[0, start : start + size, : written.shape[1]] = written[: len(ids) - start].cpu().numpy()
+        return found
+
+    def close(self) -> None:
+        """Do nothing: no buffers are kept."""
+
+
 def uncovered(model: Any, dtype: torch.dtype, apart: bool = False) -> str | None:
     """Return why the population decoder cannot decode a model in a dtype, perhaps `apart`; None if it can."""
     more = supports(model.config) or not_dense(model, apart) or decode.misfit(model.config, dense(model))
@@ -547,8 +596,9 @@ class CudaEngine(Engine):
     """Engine on one GPU, without vLLM.
 
     Args:
-        model: a Llama or Qwen2 of Hugging Face on the CPU, perhaps with a plain LoRA adapter; its parameters that move
-            are the master at the start. Members over an adapter share the base, in its dtype, which may be another.
+        model: a decoder of Hugging Face on the CPU; its parameters that move are the master at the start. Members over
+            a plain LoRA adapter share the base, in its dtype, which may be another. If transformers decodes, the model
+            is moved to the device.
         tokenizer: its tokenizer, with a padding token.
         rewards: scores completions, in this process.
         prompts: name -> prompts (for example "train" and "eval").
@@ -564,9 +614,8 @@ class CudaEngine(Engine):
         **common: max_completion_length and options of `Engine`.
 
     Raises:
-        ValueError: no GPU, an architecture or an adapter that is not covered, weights of several dtypes,
-            generation_kwargs, too little memory for a single member, logits that differ from the model's
-            (`PopulationDecoder.check`), or what `Engine` raises.
+        ValueError: no GPU, too little memory for a single member, several members at once where transformers decodes,
+            or a model that padding or a static cache changes there; or what `Engine` raises.
     """
 
     perturbed = Decoding._perturbed_elsewhere
@@ -580,27 +629,32 @@ class CudaEngine(Engine):
         for name, number in {"members": members, "population": population, "chunk_rows": chunk_rows}.items():
             if number is not None:
                 whole_number(name, number, 1)
-        apart, dtype = is_adapted(model), base_of(model).dtype
-        kinds = [
-            {p.dtype for name, p in model.named_parameters() if (".lora_" in name) == own} for own in (False, True)
-        ]
-        reasons = {
-            "torch sees no GPU": device == "cuda" and not torch.cuda.is_available(),
-            f"generation_kwargs={options.generation_kwargs!r} are settings of transformers": options.generation_kwargs,
-            f"the weights are {' and '.join(sorted(map(str, kinds[0])))}, not of one dtype": len(kinds[0]) > 1,
-            f"anchor_decay={anchor_decay} needs an adapter in {dtype}, its base's dtype": anchor_decay
-            and not kinds[1] <= {dtype},
-        }
-        reason = next((reason for reason, holds in reasons.items() if holds), None) or uncovered(model, dtype, apart)
-        require(not reason, f"engine='cuda' cannot run this: {reason}. Use engine='local'.")
+        found = device != "cuda" or torch.cuda.is_available()
+        require(found, "engine='cuda' cannot run this: torch sees no GPU. Use engine='local'.")
         check_movable(model)
         layout = layout_of(model)
         weights = DeviceMaster(model, layout, distribution, rank, 1, anchor_decay)
         super().__init__(model, tokenizer, rewards, prompts, options=options, weights=weights, **common)
-        self.chunk_rows, self.device = chunk_rows, torch.device(device)
-        thin = apart or rank > 0
-        self.members = min(population, members or self._room(step_rows, thin))
-        self.decoder = PopulationDecoder(model, self.members, device, dtype, chunk_rows, 0 if apart else rank, apart)
+        self.chunk_rows, self.device, pad = chunk_rows, torch.device(device), tokenizer.pad_token_id
+        if not (reason := self._why_generate()):
+            apart, dtype = is_adapted(model), base_of(model).dtype
+            self.members = min(population, members or self._room(step_rows, apart or rank > 0))
+            how = self.members, device, dtype, chunk_rows, 0 if apart else rank, apart
+            self.decoder: PopulationDecoder | GenerateDecoder
+            try:
+                self.decoder = PopulationDecoder(model, *how)
+                first = prompts["train"] if "train" in prompts else next(iter(prompts.values()))
+                self.decoder.check(model, first.ids, first.mask, pad, len(first.prefix))
+            except ValueError as error:
+                reason = str(error).removesuffix(" Use engine='local'.")
+        if reason:
+            one = members in (None, 1)
+            require(one, f"members={members}: transformers decodes one member at a time, because {reason}. Remove it.")
+            logger.warning("transformers decodes, one member at a time: %s.", reason.removesuffix("."))
+            settings = options.generation_kwargs or {}
+            self.members, self.decoder = 1, GenerateDecoder(model, device, chunk_rows, pad, self.longest(), settings)
+            for each in prompts.values():
+                self.decoder.check(each.ids, each.mask)
         law = distribution, max(4096, population)
         self._held: list[Any] = []  # of each member with a working copy of its own: that copy, all beside one master
         for j in range(1 if self.decoder.rank else self.members):
@@ -608,11 +662,23 @@ class CudaEngine(Engine):
             self._held.append(noise.device_weights(pieces, *law, 0.0 if j else anchor_decay, rank))
             self._held[j].master = self._held[0].master
         weights.attach(self._held[0])
-        first = prompts["train"] if "train" in prompts else next(iter(prompts.values()))
-        self.decoder.check(model, first.ids, first.mask, tokenizer.pad_token_id, len(first.prefix))
-        if self.device.type == "cuda":  # so that `write_model`, after every step, copies at the bus's full speed
-            for parameter in moved(model).values():
+        if self.device.type == "cuda" and not reason:
+            for parameter in moved(model).values():  # so that `write_model` copies at the bus's full speed
                 parameter.data = parameter.data.pin_memory()
+
+    def _why_generate(self) -> str | None:
+        """Return why transformers must decode; None: the population decoder may cover the model."""
+        given, adapted, dtype = self.options.generation_kwargs, is_adapted(self.model), base_of(self.model).dtype
+        named = [(name, parameter.dtype) for name, parameter in self.model.named_parameters()]
+        base, adapter = ({kind for name, kind in named if (".lora_" in name) == own} for own in (False, True))
+        reasons = {
+            f"generation_kwargs={given!r} are its settings": given,
+            f"the weights are {' and '.join(sorted(map(str, base)))}, not of one dtype": len(base) > 1,
+            # the anchor is the working copy, in the base's dtype
+            f"with anchor_decay, an adapter must be in its base's {dtype}": self.weights.anchor_decay
+            and adapter - base,
+        }
+        return next((why for why, holds in reasons.items() if holds), None) or uncovered(self.model, dtype, adapted)
 
     @property
     def master(self):
@@ -622,9 +688,10 @@ class CudaEngine(Engine):
     @property
     def plan(self):
         """The batch plan of training; floating-point results depend on it."""
-        prompts, plan = self.prompts["train"], {"decoder": "population", "device": self.device.type}
-        plan |= {"chunk_rows": self.chunk_rows, "width": prompts.width, "prefix": len(prompts.prefix)}
-        return plan | {"members": self.members}
+        prompts, kind = self.prompts["train"], {"device": self.device.type, "members": self.members}
+        plan = kind | {"decoder": "generate", "chunk_rows": self.chunk_rows, "width": prompts.width}
+        population = {"decoder": "population", "prefix": len(prompts.prefix)}
+        return plan | (population if isinstance(self.decoder, PopulationDecoder) else {})
 
     def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None):
         rows, uniforms = self._drawn(np.asarray(indices), sampling)
@@ -641,6 +708,11 @@ class CudaEngine(Engine):
                 completions = self.completions(self.until_end(own))
                 found.append(self.scored(first + i, name, rows, completions, trainer_state, started))
         return found
+
+    def put_prompts(self, name, prompts):
+        super().put_prompts(name, prompts)
+        if isinstance(self.decoder, GenerateDecoder):
+            self.decoder.check(prompts.ids, prompts.mask)
 
     def _generate(self, parts):
         return [self.generate_rows(*part) for part in parts]

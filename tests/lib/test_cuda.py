@@ -1,6 +1,7 @@
 """The engine on one GPU, run here on a CPU device: members, completions and weights are those of the local engine."""
 
 import itertools
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from es_runs import cut, digest, model_bytes, outcome, read, trained, trainer
 from helpers import PROMPTS, ROWS, greedy, lora, random_model, refused, token_sum, tokenizer, with_another_head
-from test_engine import BESIDES, members
+from test_engine import BESIDES, LINEAR, members
 
 from evoalign_lib import _adapters, grpo, ledger
 from evoalign_lib.engines import cuda
@@ -166,8 +167,11 @@ def test_a_run_has_the_rewards_and_weights_of_the_local_engine(tmp_path, make, c
     assert one.settings | plan | {"members": 2 if few else 6} == one.settings
 
 
-@pytest.mark.parametrize("changed", [{}, {"save_strategy": "steps", "save_steps": 2}, LOW_RANK])
-@pytest.mark.parametrize("make", [random_model, adapted])
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+RESUMED = [(random_model, {}), (random_model, SAVING), (random_model, LOW_RANK), (adapted, SAVING | LOW_RANK)]
+
+
+@pytest.mark.parametrize(("make", "changed"), [*RESUMED, (partial(random_model, "gpt2"), {})])
 def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path, make, changed):
     best = {"eval_dataset": ROWS[:3], "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
     settings = SAMPLED | CPU | best | changed
@@ -204,31 +208,47 @@ def test_rollouts_of_a_gradient_arm():
 # ---- what is refused
 
 
-test_what_it_cannot_do_is_refused = refused(
+OTHERS = [
+    (lambda: random_model("llama", hidden_act="gelu"), {}, "hidden_act 'gelu'"),
+    (lambda: random_model("llama", rope_parameters=LINEAR), {}, "rope_type 'linear'"),
+    (lambda: random_model(use_sliding_window=True, sliding_window=4, max_window_layers=0), {}, "sliding-window"),
+    (lambda: random_model("gpt2"), {"rank": 2}, "model_type 'gpt2'"),
+    (
+        lambda: _adapters.attach(random_model(), lora(init_lora_weights=False, use_dora=True), 0),
+        {},
+        "more than a product",
+    ),
     (random_model, {"options": Options(generation_kwargs={"repetition_penalty": 2.0})}, "repetition_penalty"),
+    *((make, {}, "parameter|logits differ") for make in BESIDES),
+]
+
+
+@pytest.mark.parametrize(("make", "how", "reason"), OTHERS)
+def test_what_it_does_not_cover_transformers_decodes(make, how, reason, caplog):
+    e, local = engine(model=make(), rows=SHARED, **how), engine(LocalEngine, make(), SHARED, decoder="generate", **how)
+    assert re.search(f"transformers decodes.*({reason})", caplog.text) and e.plan["decoder"] == "generate"
+    found = [[each.written for each in k.evaluate(members(3), 0.05, "train", ALL, None, (7, 2))] for k in (e, local)]
+    assert found[0] == found[1] and e.generate("train") == local.generate("train")
+    with pytest.raises(ValueError, match=f"members=2: transformers .*({reason})"):
+        engine(model=make(), members=2, **how)
+
+
+test_what_it_cannot_do_is_refused = refused(
     (random_model, {"chunk_rows": 0}, "chunk_rows=0"),
     (random_model, {"members": 0}, "members=0"),
-    (lambda: random_model("llama", hidden_act="gelu"), {}, "hidden_act 'gelu'"),
-    (lambda: random_model(use_sliding_window=True, sliding_window=4, max_window_layers=0), {}, "sliding-window"),
-    (lambda: random_model("gpt2"), {}, "model_type 'gpt2'"),
-    *((make, {}, "Use engine='local'") for make in BESIDES),
+    (partial(random_model, "rwkv", attention_hidden_size=32, context_length=64), {}, "'rwkv'.*one length"),
     call=lambda make, settings: engine(model=make(), **settings),
 )
 
 
-def test_too_little_memory_and_a_decoder_that_computes_something_else(monkeypatch):
-    with monkeypatch.context() as full, pytest.raises(ValueError, match="GiB are free on cpu: lower chunk_rows"):
-        full.setattr(cuda.memory, "USABLE", 0.0)
+def test_too_little_memory(monkeypatch):
+    monkeypatch.setattr(cuda.memory, "USABLE", 0.0)
+    with pytest.raises(ValueError, match="GiB are free on cpu: lower chunk_rows"):
         engine()
-    monkeypatch.setattr(cuda, "supports", lambda config: None)
-    linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
-    with pytest.raises(ValueError, match="differ from the model's by 0"):
-        engine(model=random_model(rope_parameters=linear), rows=SHARED)
 
 
 def test_settings_without_effect_and_a_machine_without_a_gpu(tmp_path):
     refused = {"workers": 2, "decoder": "loop", "gpus": 1, "tensor_parallel": 2, "precision": "kahan"}
-    refused |= {"generation_kwargs": {"repetition_penalty": 2.0}}
     for name, value in refused.items():
         with pytest.raises(ValueError, match=f"{name}={value!r}.* has no effect here"):
             ESConfig(engine="cuda", **{name: value})
