@@ -159,7 +159,8 @@ class ESConfig(TrainingArguments):
     """what generates (`evoalign_lib.engines`): "local", worker processes on this machine's cores; "cuda", one GPU
     without vLLM, on which as many members as there is memory for decode at once (Llama and Qwen2; other models one by
     one, by transformers; with use_cpu=True, for tests, on the CPU); "vllm", one engine for each group of
-    `tensor_parallel` GPUs; "ray", actors on any cluster (RAY_ADDRESS), with vLLM if there are GPUs"""
+    `tensor_parallel` GPUs; "ray", actors on any cluster (RAY_ADDRESS), on GPUs with vLLM, or if that is not installed
+    with what "cuda" does"""
     gpus: int = field(default=0, metadata={"help": "GPUs to use"})
     """GPUs to use; 0: with engine="vllm" as many as tensor_parallel, with "ray" none"""
     tensor_parallel: int = field(default=1, metadata={"help": "GPUs that share one copy of the model"})

@@ -693,7 +693,8 @@ class CudaEngine(Engine):
         population = {"decoder": "population", "prefix": len(prompts.prefix)}
         return plan | (population if isinstance(self.decoder, PopulationDecoder) else {})
 
-    def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None):
+    def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None, index: int = 0):
+        """See `Engine.evaluate`; index: that of the first member, for errors."""
         rows, uniforms = self._drawn(np.asarray(indices), sampling)
         size = -(-len(members) // -(-len(members) // self.members))  # parts of nearly equal size
         found = []
@@ -706,7 +707,7 @@ class CudaEngine(Engine):
             for i, own in enumerate(ids):
                 started = time.process_time() - each
                 completions = self.completions(self.until_end(own))
-                found.append(self.scored(first + i, name, rows, completions, trainer_state, started))
+                found.append(self.scored(index + first + i, name, rows, completions, trainer_state, started))
         return found
 
     def put_prompts(self, name, prompts):
