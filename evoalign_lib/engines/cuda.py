@@ -556,7 +556,7 @@ class DeviceMaster(MasterWeights):
     def attach(self, held: Any) -> None:
         """Keep the weights in a `noise.DeviceWeights` (or `HostWeights`) of all parameters, in the layout's order."""
         self._held = held
-        self._push()
+        self.push()
 
     @property
     def on_device(self) -> Tensor:
@@ -579,13 +579,14 @@ class DeviceMaster(MasterWeights):
             torch.from_numpy(self._planes[0]).copy_(self.on_device)
             self._stale = False
 
-    def _push(self) -> None:
+    def push(self) -> None:
+        """Bring the master up to this process's copy."""
         self.on_device.copy_(torch.from_numpy(self._planes[0]))
         self._stale = False
 
     def load(self, tensors):
         super().load(tensors)
-        self._push()
+        self.push()
 
     def update(self, keys, coefficients):
         self._held.update(np.asarray(keys), np.asarray(coefficients))
@@ -688,10 +689,12 @@ class CudaEngine(Engine):
     @property
     def plan(self):
         """The batch plan of training; floating-point results depend on it."""
-        prompts, kind = self.prompts["train"], {"device": self.device.type, "members": self.members}
-        plan = kind | {"decoder": "generate", "chunk_rows": self.chunk_rows, "width": prompts.width}
-        population = {"decoder": "population", "prefix": len(prompts.prefix)}
-        return plan | (population if isinstance(self.decoder, PopulationDecoder) else {})
+        population, prompts = isinstance(self.decoder, PopulationDecoder), self.prompts.get("train")
+        plan = {"decoder": "population" if population else "generate", "device": self.device.type}
+        plan |= {"chunk_rows": self.chunk_rows, "members": self.members}
+        if prompts is None:
+            return plan
+        return plan | {"width": prompts.width} | ({"prefix": len(prompts.prefix)} if population else {})
 
     def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None, index: int = 0):
         """See `Engine.evaluate`; index: that of the first member, for errors."""
@@ -808,3 +811,17 @@ class CudaEngine(Engine):
             raise ValueError(f"{what} on {self.device}: lower chunk_rows={self.chunk_rows}, or use a smaller model.")
         left -= shared + rows * (cache + passing)  # to decode with the run's own weights
         return max(1, int(left // (own + min(self.chunk_rows, step_rows or rows) * (cache + passing))))
+
+
+class PushedEngine(CudaEngine):
+    """The same for weights that other code writes into `master`, on the host; each call decodes with them."""
+
+    perturbed, master = Engine.perturbed, Engine.master
+
+    def _decode(self, *arguments, **how):
+        self.weights.push()
+        return super()._decode(*arguments, **how)
+
+    def write_model(self):
+        self.weights.push()
+        super().write_model()

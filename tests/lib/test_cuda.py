@@ -181,6 +181,21 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path, make, changed):
     assert outcome(resumed) == outcome(whole) and model_bytes(resumed.model) == model_bytes(whole.model)
 
 
+def test_weights_that_other_code_trains():
+    model, found = random_model(), {"validation": Prompts(ROWS, tokenizer())}
+    e = cuda.PushedEngine(model, tokenizer(), None, found, max_completion_length=12, device="cpu", population=1)
+    assert e.plan == {"decoder": "population", "device": "cpu", "chunk_rows": 256, "members": 1}
+    for change in (1.5, -0.7):
+        e.master[:] *= change
+        own = engine(LocalEngine, random_model(seed=3))
+        own.master[:] = e.master
+        with e.perturbed(4, 0.05), own.perturbed(4, 0.05):
+            assert e.generate("validation", samples=2) == own.generate("train", samples=2)
+        assert e.generate("validation") == own.generate("train")
+        own.write_model(), e.write_model()
+        assert model_bytes(e.model) == model_bytes(own.model)
+
+
 # ---- GRPO
 
 
