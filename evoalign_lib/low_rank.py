@@ -28,24 +28,6 @@ from evoalign_lib import noise
 from evoalign_lib.update_rules import Member
 
 
-def drawn(
-    entry: noise.Entry, members: Sequence[Member], sigma: float, distribution: str, rank: int
-) -> tuple[np.ndarray, ...]:
-    """Return the perturbation of a tensor by each member: factors of low rank, or that of a tensor with one dimension.
-
-    Returns:
-        a (members, rank, rows) times sign, sigma, 1 / sqrt(rank), and b (members, rank, cols); or (members, cols)
-        alone; float32.
-    """
-    keys = np.array([member.key for member in members], np.uint64)
-    scales = np.array([noise.signed_sigma(sigma, member.sign) for member in members])
-    if not noise.is_low_rank(entry.shape, rank):
-        return (scales[:, None] * noise.vectors(keys, entry.id, entry.rows * entry.cols, distribution),)
-    a, b = noise.factors(keys, entry.id, entry.shape, rank, distribution=distribution)
-    a *= scales[:, None, None]
-    return a, b
-
-
 class Population:
     """The low-rank factors of some members of a population.
 
@@ -67,6 +49,8 @@ class Population:
         distribution: str = "gaussian",
         rank: int = 1,
     ):
+        keys = np.array([member.key for member in members], np.uint64)
+        scales = np.array([noise.signed_sigma(sigma, member.sign) for member in members])
         self.size = len(members)
         """number of members"""
         self.matrices: dict[str, tuple[np.ndarray, np.ndarray]] = {}
@@ -74,8 +58,10 @@ class Population:
         self.vectors: dict[str, np.ndarray] = {}
         """name -> each member's weights of a tensor with one dimension or none, float32 (members, cols)"""
         for entry, weights in zip(layout.entries, layout.views(master).values(), strict=True):
-            noises = drawn(entry, members, sigma, distribution, rank)
-            if len(noises) == 2:
-                self.matrices[entry.name] = noises
+            if noise.is_low_rank(entry.shape, rank):
+                a, b = noise.factors(keys, entry.id, entry.shape, rank, distribution=distribution)
+                a *= scales[:, None, None]
+                self.matrices[entry.name] = a, b
             else:
-                self.vectors[entry.name] = weights.reshape(-1) + noises[0]
+                eps = noise.vectors(keys, entry.id, weights.size, distribution)
+                self.vectors[entry.name] = weights.reshape(-1) + scales[:, None] * eps

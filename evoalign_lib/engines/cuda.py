@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evoalign_lib import low_rank, noise
+from evoalign_lib import noise
 from evoalign_lib._adapters import base_of, check_movable, dense, is_adapted, lora_linears, moved, not_dense, plain_name
 from evoalign_lib._noise_host import read_only
 from evoalign_lib.checks import require, whole_number
@@ -149,8 +149,9 @@ class PopulationDecoder:
         if not any(ranks):
             return None
         zeros, rows = partial(torch.zeros, dtype=self.dtype, device=self.device), [*map(len, matrices)]
-        # the ranks of A are adjacent, as in the adapter's own matrix
-        a = zeros(self.members, sum(rows), sum(ranks)).transpose(1, 2)
+        a = zeros(self.members, sum(ranks), sum(rows))
+        if not self.rank:  # as the adapter's own matrix lies in memory
+            a = zeros(self.members, sum(rows), sum(ranks)).transpose(1, 2)
         b = zeros(self.members, sum(ranks), matrices[0].shape[1])
         for i, (module, rank) in enumerate(zip(modules, ranks, strict=True)):
             first, row = sum(ranks[:i]), sum(rows[:i])
@@ -663,6 +664,8 @@ class CudaEngine(Engine):
             self._held.append(noise.device_weights(pieces, *law, 0.0 if j else anchor_decay, rank))
             self._held[j].master = self._held[0].master
         weights.attach(self._held[0])
+        if self.decoder.rank:
+            self._members_own(layout, *law)
         if self.device.type == "cuda" and not reason:
             for parameter in moved(model).values():  # so that `write_model` copies at the bus's full speed
                 parameter.data = parameter.data.pin_memory()
@@ -732,22 +735,33 @@ class CudaEngine(Engine):
         (ids,) = self._ids(name, rows, numbers, temperature, 1)
         return self.completions(self.until_end(ids))
 
+    def _members_own(self, layout: noise.Layout, *law: Any) -> None:
+        """Prepare to write what members of low rank have of their own: vectors, and both factors of each matrix."""
+        every, names = slice(None), [entry.name for entry in layout.entries]
+        self._vectors = [i for i, name in enumerate(names) if name not in self.decoder.factors]
+        stacks = [[(self.decoder.working(names[i], every), names[i]) for i in self._vectors]]
+        for side in (0, 1):
+            stacks.append([(own[side], name) for name, own in self.decoder.factors.items() if name in names])
+        self._own = [noise.device_weights(x, *law, stream=i, stacked=True) for i, x in enumerate(stacks)]
+        for factors in self._own[1:]:
+            factors.master.fill_(-0.0)  # which added to a number leaves it as it is
+
     def _perturb(self, members: Sequence[Member], sigma: float) -> None:
         """Write members' weights into the first working copies, or beside shared matrices their factors."""
-        n, rank = len(members), self.decoder.rank
-        if not rank:
+        if not self.decoder.rank:
             for held, (key, sign) in zip(self._held, members, strict=False):
                 held.perturb(key, sigma, sign)
             return
         self._held[0].restore()
-        for entry, weights in zip(self.layout.entries, self._held[0].views(), strict=True):
-            drawn = low_rank.drawn(entry, members, sigma, self.weights.distribution, rank)
-            drawn = [torch.from_numpy(numbers).to(self.device) for numbers in drawn]
-            if own := self.decoder.factors.get(entry.name):
-                for held, numbers in zip(own, drawn, strict=True):
-                    held[:n].copy_(numbers)
-            else:
-                self.decoder.working(entry.name, slice(n)).copy_(weights.view(-1) + drawn[0])
+        vectors, a, b = self._own
+        weights = self._held[0].views()
+        for own, i in zip(vectors.views(), self._vectors, strict=True):
+            own.copy_(weights[i].view(own.shape))
+        keys = np.array([member.key for member in members], np.uint64)
+        scales = np.array([noise.signed_sigma(sigma, member.sign) for member in members])
+        vectors.perturb_each(keys, scales)
+        a.perturb_each(keys, scales / np.float32(self.decoder.rank**0.5))
+        b.perturb_each(keys, np.ones_like(scales))
 
     def _ids(self, name: str, rows: np.ndarray, uniforms, temperature: float, members: int) -> np.ndarray:
         """Decode rows of a set of prompts with the first members' weights, (members, rows, new)."""
