@@ -529,6 +529,8 @@ class GenerateDecoder:
 
     def decode(self, ids, mask, new, eos, uniforms=None, temperature=1.0, top_k=0, top_p=1.0, prefix=0, members=1):
         """See `PopulationDecoder.decode`."""
+        at = str(self.model.device)
+        require(at.startswith(self.device.type), f"the model was moved to {at}: leave it on {self.device}.")
         size, found = min(len(ids), self.chunk_rows), np.full((1, len(ids), new), self._pad)
         for start in range(0, len(ids), max(1, size)):
             chunk, draw = np.minimum(np.arange(start, start + size), len(ids) - 1), None
