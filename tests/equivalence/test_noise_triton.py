@@ -116,7 +116,7 @@ def test_each_members_own_tensors_have_the_bits_of_the_member_alone(apart):
         weights.master.fill_(0.5)
         weights.perturb_each(keys, scales)
         for own, key, scale in zip(stack, keys, scales, strict=True):
-            eps = normals(int(key), parameter_id("name"), shape, stream=stream, backend="numpy")
+            eps = normals(int(key), parameter_id("name"), shape, stream=stream)
             assert same(own, torch.from_numpy(np.float32(0.5) + scale * eps).to(torch.bfloat16))
         assert int((held == 7).sum()) >= held.numel() - stack.numel()
 
