@@ -260,15 +260,18 @@ def open_package(name: str, why: str) -> Any:
 # ---- the decoding loop
 
 
-def not_dense(model: Any) -> str | None:
+def not_dense(model: Any, apart: bool = False) -> str | None:
     """Return None if `dense` can write a model's weights as matrices without an adapter, else why it cannot.
+
+    apart: the adapter's matrices are not added to the others, so that no dtype rounds them.
 
     Among quantised bases this covers those of `quantisation.quantise`: others may round activations, too.
     """
     if not is_adapted(model):
         return None
     quantised = quantisation_of(model) is not None
-    if more := _more_than_lora(model, quantised):
+    more = _more_than_lora(model, quantised)
+    if more or apart:
         return more
     for name, p in model.named_parameters():
         if p.dtype != torch.float32 or not (quantised or type(p.data) is Tensor):
@@ -293,23 +296,30 @@ def _more_than_lora(model: Any, quantised: bool) -> str | None:
 
 
 @torch.inference_mode()
-def dense(model: Any) -> dict[str, Tensor]:
+def dense(model: Any, merged: bool = True) -> dict[str, Tensor]:
     """Return weights by their names in the model without adapter; adapted ones as W + scaling * B A, in float32.
+
+    If they are not `merged`, W is alone, and the adapter's matrices have names of their own.
 
     A quantised W is dequantised: what its codes and scales stand for. An adapted head that shares the embedding's
     matrix has an entry of its own, because PEFT adds to the head alone.
     """
-    layers = _lora_linears(model) if is_adapted(model) else {}
+    layers = lora_linears(model) if is_adapted(model) else {}
     (active,) = model.active_adapters if layers else (None,)
     found, seen = {}, set()
     for name, parameter in base_of(model).named_parameters(remove_duplicate=False):
         layer = layers.get(name.removesuffix(".base_layer.weight"))
-        if ".lora_" not in name and (layer or id(parameter) not in seen):
+        if not (merged and ".lora_" in name) and (layer or id(parameter) not in seen):
             weight = parameter.detach() if type(parameter) is torch.nn.Parameter else parameter.dequantize()
-            changed = weight if layer is None else weight.float() + layer.get_delta_weight(active).float()
+            changed = weight if layer is None or not merged else weight.float() + layer.get_delta_weight(active).float()
             found[name.replace(".base_layer.", ".")] = changed
             seen.add(id(parameter))
     return found
+
+
+def plain_name(name: str) -> str:
+    """Return the name that `dense` gives a parameter of a model with an adapter, or without one."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 # ---- vLLM
@@ -323,10 +333,10 @@ def lora_layers(model: Any) -> dict[str, Any]:
     quantised = getattr(base_of(model), "is_quantized", False) or quantisation_of(model) is not None
     more = "the base is quantised" if quantised else _more_than_lora(model, False)
     require(not more, f"{more}, which engine='vllm' does not support yet: use engine='local'.")
-    return _lora_linears(model)
+    return lora_linears(model)
 
 
-def _lora_linears(model: Any) -> dict[str, Any]:
+def lora_linears(model: Any) -> dict[str, Any]:
     """Return the linear layers that the active adapter adapts, by their names in the model without adapter."""
     from peft.tuners.lora import Linear
 

@@ -75,7 +75,9 @@ def rows_of_members(kind: int, keys, param_id: int, rows, cols, stream: int, sca
     return drawn
 
 
-def add_noise(kind: int, out, source, start, keys, coefficients, table, first=(0, 0), part=(0, 1)) -> None:
+def add_noise(
+    kind: int, out, source, start, keys, coefficients, table, first=(0, 0), part=(0, 1), stream: int = 0
+) -> None:
     """Set out = source + (start + sum of c_n eps_n) for each tensor of the table, or a share of it, with numba.
 
     Args:
@@ -86,9 +88,10 @@ def add_noise(kind: int, out, source, start, keys, coefficients, table, first=(0
         table: offsets, rows, columns (int64) and ids (uint32) of the tensors, as `Layout.table`.
         first: row and column of the parameter at which the tensors begin.
         part: (i, n): only the i-th of n shares.
+        stream: of the noise law.
     """
     members = read_only(source), start, keys, coefficients
-    _noise_cpu.add_noise(kind, out, *members, *table, *first, np.uint32(0), *part)
+    _noise_cpu.add_noise(kind, out, *members, *table, *first, np.uint32(stream), *part)
 
 
 def read_only(array: np.ndarray) -> np.ndarray:
@@ -130,13 +133,17 @@ class MasterOnDevice:
         most_members: largest population of an update.
         anchor: the starting weights, if updates decay toward them.
         stream: the noise law's stream for full-rank noise.
+        aparts: how many elements after each tensor the same one of the next member begins, for `perturb_each`.
     """
 
-    def __init__(self, matrices, windows, ranks, kind: int, most_members: int, anchor=None, stream: int = 0):
+    def __init__(
+        self, matrices, windows, ranks, kind: int, most_members: int, anchor=None, stream: int = 0, aparts=None
+    ):
         import torch
 
         self._matrices, self._windows, self._ranks = list(matrices), list(windows), list(ranks)
         self._kind, self.most_members, self._anchor, self._stream = kind, most_members, anchor, stream
+        self._aparts = aparts or [0] * len(matrices)
         self._offsets, size = [], 0
         for matrix in matrices:
             self._offsets.append(size)
@@ -172,6 +179,16 @@ class MasterOnDevice:
         keys, scale = np.array([unsigned("key", key, 64)], np.uint64), np.array([signed_sigma(sigma, sign)])
         self._add(keys, scale, False)
 
+    def perturb_each(self, keys: np.ndarray, scales: np.ndarray) -> None:
+        """Write each member's weights into its own working tensors, cast(fl(master + fl(scale * eps))); full rank only.
+
+        Args:
+            keys: uint64 (members,), member keys.
+            scales: float32 (members,), fl32(sign * sigma) for the weights of members.
+        """
+        check_members(keys, scales)
+        self._add(keys, scales, False, True)
+
     def update(self, keys: np.ndarray, coefficients: np.ndarray) -> None:
         """Add the members' noise to the master in one pass, with the same bits as `noise.update`.
 
@@ -193,17 +210,28 @@ class MasterOnDevice:
             self._anchor.decay(self.views())
         self._add(keys, coefficients, True)
 
-    def _add(self, keys: np.ndarray, coefficients: np.ndarray, to_master: bool) -> None:
-        """Write master + (0 + sum of c_n eps_n) to the master, or, cast and without the 0, to the working tensors."""
+    def _add(self, keys: np.ndarray, coefficients: np.ndarray, to_master: bool, each: bool = False) -> None:
+        """Write master + (0 + sum of c_n eps_n) to the master, or, cast and without the 0, to the working tensors.
+
+        each: write master + c_n eps_n to the working tensors of the n-th member.
+        """
         raise NotImplementedError
 
 
 class HostWeights(MasterOnDevice):
     """The counterpart of `DeviceWeights` for tensors on a CPU: numba generates the noise, one tensor at a time."""
 
-    def _add(self, keys, coefficients, to_master):
+    def _add(self, keys, coefficients, to_master, each=False):
         import torch
 
+        if each:
+            first = self._matrices
+            for j in range(len(keys)):
+                moved = zip(first, self._aparts, strict=True)
+                self._matrices = [m.as_strided(m.shape, m.stride(), m.storage_offset() + j * by) for m, by in moved]
+                self._add(keys[j : j + 1], coefficients[j : j + 1], False)
+            self._matrices = first
+            return
         used = coefficients != 0  # as in `noise.update`: a term of +-0 changes no sum
         members = _noise_cpu.ZERO if to_master else _noise_cpu.NOTHING, keys[used], coefficients[used]
         for view, matrix, (param_id, *first), rank in zip(
@@ -216,6 +244,6 @@ class HostWeights(MasterOnDevice):
                 add_products(self._kind, out, source, *members, entry, rank, tuple(first))
             else:
                 table = (*(np.array([number], np.int64) for number in (0, rows, cols)), np.array([param_id], np.uint32))
-                add_noise(self._kind, out, source, *members, table, tuple(first))
+                add_noise(self._kind, out, source, *members, table, tuple(first), stream=self._stream)
             if not to_master:
                 matrix.copy_(torch.from_numpy(out).view(matrix.shape))

@@ -33,7 +33,8 @@ TILE, WARPS = (1 << 14, 1) if INTERPRETED else (512, 4)
 # Columns of the table of tensors, all int64.
 _ID, _STREAM, _FIRST_ROW, _FIRST_QUAD, _LEAD, _COLS = map(constexpr, range(6))
 _ROW_QUADS, _QUADS, _FIRST_TILE, _MASTER, _WORKING, _STRIDE = map(constexpr, range(6, 12))
-_WIDTH = constexpr(12)
+_APART = constexpr(12)
+_WIDTH = constexpr(13)
 
 # Rows and columns of a tile of low-rank noise.
 TILE_ROWS, TILE_COLS = (64, 1 << 8) if INTERPRETED else (32, 128)
@@ -156,7 +157,8 @@ def _place(table, of_tile, FLAT: constexpr, BLOCK: constexpr):
     c1 = tl.load(entry + _FIRST_ROW).to(tl.uint32) + row
     c2, c3 = tl.load(entry + _ID).to(tl.uint32), tl.load(entry + _STREAM).to(tl.uint32)
     exists = (begin + inside < tl.load(entry + _QUADS).to(tl.uint32))[:, None]
-    master, working = tl.load(entry + _MASTER), tl.load(entry + _WORKING)
+    master = tl.load(entry + _MASTER)
+    working = tl.load(entry + _WORKING) + tl.program_id(1).to(tl.int64) * tl.load(entry + _APART)
     fours = tl.arange(0, 4)[None, :]
     if FLAT:
         # The tensor consists of whole, aligned quads, so that four elements are loaded and stored at a time.
@@ -183,11 +185,15 @@ def _start(shape: constexpr, UPDATE: constexpr):
 def _add_kernel(
     target, master, table, tiles, keys, coefs, n, UPDATE: constexpr, KIND: constexpr, FLAT: constexpr, BLOCK: constexpr
 ):
-    """Set target = cast(master + (start + c_0 eps_0 + c_1 eps_1 + ...)), rounding each operation; n: members."""
+    """Set target = cast(master + (start + c_0 eps_0 + c_1 eps_1 + ...)), rounding each operation.
+
+    n: members of the sum, the first of which is this program's second number.
+    """
+    first = tl.program_id(1)
     c0, c1, c2, c3, source, working, exists = _place(table, tiles, FLAT, BLOCK)
     t0 = _start((BLOCK,), UPDATE)
     t1, t2, t3 = t0, t0, t0
-    for m in range(tl.load(n)):
+    for m in range(first, first + tl.load(n)):
         z0, z1, z2, z3 = _numbers(c0, c1, c2, c3, tl.load(keys + m), KIND)
         c = tl.load(coefs + m)
         t0, t1, t2, t3 = t0 + c * z0, t1 + c * z1, t2 + c * z2, t3 + c * z3
@@ -295,17 +301,18 @@ class DeviceWeights(MasterOnDevice):
         self._coefficients = torch.zeros(self.most_members, dtype=torch.float32, device=device)
         self._members = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def _add(self, keys, coefficients, to_master):
+    def _add(self, keys, coefficients, to_master, each=False):
         n, rank = len(keys), max(self._ranks)
         self._keys[:n].copy_(torch.from_numpy(keys.view(np.int64)))
         self._coefficients[:n].copy_(torch.from_numpy(coefficients))
-        self._members.fill_(n)
+        self._members.fill_(1 if each else n)
         # the law forbids fused multiply-adds
         common = {"UPDATE": to_master, "KIND": self._kind, "num_warps": WARPS, "enable_fp_fusion": False}
         population = self._keys, self._coefficients, self._members
         with torch.cuda.device_of(self.master):
             for launch in self._launches:
-                target, grid = self.master if to_master else launch.target, (len(launch.of_tile),)
+                target = self.master if to_master else launch.target
+                grid = len(launch.of_tile), n if each else 1
                 given = target, self.master, launch.table, launch.of_tile, *population
                 if launch.low_rank:
                     given += float(_noise_cpu.root(rank)), rank
@@ -316,8 +323,8 @@ class DeviceWeights(MasterOnDevice):
     def _plan(self) -> list[_Launch]:
         """Return launches over all non-empty tensors, one for each combination of dtype, flatness and kind of noise."""
         groups: dict[tuple[torch.dtype, bool, bool], tuple[torch.Tensor, list, list]] = {}
-        every = zip(self._matrices, self._offsets, self._windows, self._ranks, strict=True)
-        for matrix, offset, (param_id, row0, col0), rank in every:
+        every = zip(self._matrices, self._offsets, self._windows, self._ranks, self._aparts, strict=True)
+        for matrix, offset, (param_id, row0, col0), rank, apart in every:
             if not matrix.numel():
                 continue
             (rows, cols), (quad, lead), is_low = matrix.shape, divmod(col0, 4), rank > 0
@@ -332,12 +339,12 @@ class DeviceWeights(MasterOnDevice):
             if size >= (1 << 31 if is_low else (1 << 32) - TILE):
                 shape = tuple(matrix.shape)
                 raise ValueError(f"a tensor of {shape} has too many elements for one launch; split it into pieces")
-            in_fours = all(n % 4 == 0 for n in (lead, cols, matrix.data_ptr() // matrix.element_size()))
+            in_fours = all(n % 4 == 0 for n in (lead, cols, apart, matrix.data_ptr() // matrix.element_size()))
             flat = not is_low and in_fours and matrix.is_contiguous()
             target, entries, counts = groups.setdefault((matrix.dtype, flat, is_low), (matrix, [], []))
             # where the tensor begins, in elements from the group's first one
             begin = (matrix.data_ptr() - target.data_ptr()) // matrix.element_size()
-            entries.append([param_id, *place, sum(counts), offset, begin, matrix.stride(0)])
+            entries.append([param_id, *place, sum(counts), offset, begin, matrix.stride(0), apart])
             counts.append(tiles)
         launches, device = [], self.master.device
         for (_, flat, is_low), (target, entries, counts) in groups.items():

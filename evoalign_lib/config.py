@@ -101,7 +101,7 @@ class ESConfig(TrainingArguments):
     perturbation: str = field(default="full_rank", metadata={"help": "full_rank or low_rank"})
     """noise of matrices: "full_rank" (Qiu et al.); or "low_rank" (EGGROLL, arXiv 2511.16652), E = A B^T / sqrt(rank)
     with two thin noise factors. E has the same mean and variance, and lets members with few prompts decode as one
-    batch (on the local engine). Norms and biases get full-rank noise (`evoalign_lib.low_rank`)"""
+    batch (on the engines "local" and "cuda"). Norms and biases get full-rank noise (`evoalign_lib.low_rank`)"""
     rank: int = field(default=1, metadata={"help": "rank of low-rank perturbations"})
     """rank r of low-rank perturbations, at least 1 (EGGROLL: 1)"""
     perturb: str = field(default="all", metadata={"help": "all or linear"})
@@ -164,9 +164,10 @@ class ESConfig(TrainingArguments):
     in a process of their own, where they keep what they keep. None: no limit"""
     engine: str = field(default="local", metadata={"help": "local, cuda, vllm or ray"})
     """what generates (`evoalign_lib.engines`): "local", worker processes on this machine's cores; "cuda", one GPU
-    without vLLM, on which as many members as there is memory for decode at once (Llama and Qwen2; with use_cpu=True,
-    for tests, on the CPU); "vllm", one engine for each group of `tensor_parallel` GPUs; "ray", actors on any cluster
-    (RAY_ADDRESS), with vLLM if there are GPUs"""
+    without vLLM, on which as many members as there is memory for decode at once (Llama and Qwen2; other models one by
+    one, by transformers; with use_cpu=True, for tests, on the CPU); "vllm", one engine for each group of
+    `tensor_parallel` GPUs; "ray", actors on any cluster (RAY_ADDRESS), on GPUs with vLLM, or if that is not installed
+    with what "cuda" does"""
     gpus: int = field(default=0, metadata={"help": "GPUs to use"})
     """GPUs to use; 0: with engine="vllm" as many as tensor_parallel, with "ray" none"""
     tensor_parallel: int = field(default=1, metadata={"help": "GPUs that share one copy of the model"})
@@ -282,7 +283,6 @@ class ESConfig(TrainingArguments):
             (not vllm, "use an engine without vLLM", ["chunk_rows"]),
             (vllm, "set engine='vllm', or 'ray' with gpus", ["tensor_parallel"]),
             (vllm or self.engine == "cuda", "set engine='cuda' or 'vllm', or 'ray' with gpus", ["engine_kwargs"]),
-            (self.engine != "cuda", "set engine='local', or 'vllm'", ["perturbation", "generation_kwargs"]),
         ):
             for name in names:
                 if not read and getattr(self, name) != _DEFAULTS[name]:
@@ -298,7 +298,7 @@ class ESConfig(TrainingArguments):
         except (TypeError, ValueError):
             yield f"={given!r} cannot be recorded: pass only numbers, texts, lists and dicts."
         known = vars(GenerationConfig())
-        transformers = self.engine == "local" or not self.gpus and self.engine == "ray"
+        transformers = self.engine in ("local", "cuda") or not self.gpus and self.engine == "ray"
         for name in given:
             if name in _ELSEWHERE:
                 yield f": {name!r} is set elsewhere: {_ELSEWHERE[name]}."

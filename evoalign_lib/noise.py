@@ -513,6 +513,8 @@ def device_weights(
     most_members: int = 4096,
     anchor_decay: float = 0.0,
     rank: int = 0,
+    stream: int = 0,
+    stacked: bool = False,
 ) -> DeviceWeights | HostWeights:
     """Create a float32 master for a model on its device; the model's tensors become the working copy.
 
@@ -526,6 +528,8 @@ def device_weights(
         anchor_decay: share of the distance from these starting weights that each update first takes back (`_anchor`);
             above 0, a copy of the tensors is kept in their dtype.
         rank: rank of the noise of tensors with two dimensions or more; 0: full rank.
+        stream: stream of noise of full rank; 1 and 2 give the factors of that of low rank, (rank, rows or columns).
+        stacked: the tensors have one dimension more, the first, for the members to which `perturb_each` writes.
 
     Returns:
         The weights, with `perturb`, `restore`, `update` and `master`. The master of a whole model has the order and
@@ -541,6 +545,8 @@ def device_weights(
     rank = check_rank(rank)
     pieces = [Piece(*piece) for piece in pieces]
     require(pieces, "device_weights needs at least one tensor, got none")
+    aparts = [piece.tensor.stride(0) if stacked else 0 for piece in pieces]
+    pieces = [piece._replace(tensor=piece.tensor[0]) for piece in pieces] if stacked else pieces
     ids = parameter_ids(piece.name for piece in pieces)
     matrices, owners = [], {}
     for tensor, name, row0, col0, _ in pieces:
@@ -563,7 +569,7 @@ def device_weights(
         from evoalign_lib import _noise_triton
 
         kind_of_weights = _noise_triton.DeviceWeights
-    return kind_of_weights(matrices, windows, ranks, _law(distribution, 0)[0], most_members, anchor)
+    return kind_of_weights(matrices, windows, ranks, _law(distribution, 0)[0], most_members, anchor, stream, aparts)
 
 
 def _matrix(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ def open_engine(
         chunk_rows, decoder: see `engines.local.LocalEngine`; used where transformers or our loop decodes, and
             chunk_rows with engine "cuda".
         workers: processes of engine "local", or actors without GPUs; None: one per core (without a master: 1).
-        device, population, step_rows: see `engines.cuda.CudaEngine`; used with engine "cuda".
+        device, population, step_rows: see `engines.cuda.CudaEngine`; used with engine "cuda", and with "ray" and GPUs.
         gpus: GPUs to use; 0: as many as tensor_parallel with "vllm", none with "ray".
         tensor_parallel: GPUs that share a copy of the model.
         engine_kwargs: further arguments of `vllm.LLM`; with engine "cuda", only `members` (see `CudaEngine`).
@@ -99,7 +99,10 @@ def open_engine(
         return kind(model, tokenizer, rewards, prompts, folder=folder, **own, **on_gpus, **common)
     from evoalign_lib.engines import ray
 
-    own = on_gpus if gpus else {"chunk_rows": chunk_rows, "decoder": decoder}
+    of_cuda = {"device": device, "population": population, "step_rows": step_rows}
+    own = {"chunk_rows": chunk_rows} | (
+        on_gpus | of_cuda | {"vllm": True if engine == "vllm" else None} if gpus else {"decoder": decoder}
+    )
     where = {"workers": workers, "gpus": gpus, "folder": folder, "load": load}
     return ray.RayEngine(model, tokenizer, rewards, prompts, **where, **own, **common)
 

@@ -138,9 +138,12 @@ def loop_differs(model: Any, prompts: Prompts, pad: int, new: int) -> str | None
     return None if error <= TOLERANCE[torch.float32] else what
 
 
-def check_padding(model: Any, ids: np.ndarray, mask: np.ndarray, pad: int, new: int = STEPS) -> None:
-    """Raise ValueError if padding changes the logits of a model of transformers; arguments as for `trial`."""
-    error = difference(model, trial(model, ids, mask, pad, new), partial(by_transformers, model))
+def check_padding(model: Any, ids: np.ndarray, mask: np.ndarray, pad: int, new: int = STEPS, **settings: Any) -> None:
+    """Raise ValueError if padding changes the logits of a model of transformers, which decodes with some settings.
+
+    The other arguments are those of `trial`.
+    """
+    error = difference(model, trial(model, ids, mask, pad, new), partial(by_transformers, model, **settings))
     if not error <= TOLERANCE[torch.bfloat16]:  # some quantised layers round a row by what else is there
         what = f"padding changes the logits of a model of type {model.config.model_type!r} by {error:.3g} of their norm"
         raise ValueError(f"{what}: pass prompts of one length, or another model.")

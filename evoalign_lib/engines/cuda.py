@@ -1,21 +1,26 @@
 """Generate for a population on one GPU without vLLM: many members decode at once.
 
 The working copies of the members lie stacked, (members, out, in), so that a decoding step of all of them is one batched
-product per matrix. The cache is static, and a decoding step, like the pass over the prompts, is captured in a CUDA
-graph per shape. What all prompts begin with is computed once per member. Decoding ends when every row has ended, which
-is looked up every `CHECK` steps, so that the GPU rarely waits for this process; a stop string cuts a completion
-afterwards. The float32 master lies on the GPU, too (`noise.device_weights`): a member's weights are written from it by
-a few kernel launches, an update is one pass over it, and it is read back for digests, checkpoints and export.
+product per matrix. Members of low rank, and members over a LoRA adapter, share the matrices and bring thin factors: the
+product x W^T is one for all of them, and each adds its (x B) A^T, so that hundreds fit beside one model. The cache is
+static, and a decoding step, like the pass over the prompts, is captured in a CUDA graph per shape. What all prompts
+begin with is computed once per member. Decoding ends when every row has ended, which is looked up every `CHECK` steps,
+so that the GPU rarely waits for this process; a stop string cuts a completion afterwards. The float32 master lies on
+the GPU, too (`noise.device_weights`): a member's weights are written from it by a few kernel launches, an update is one
+pass over it, and it is read back for digests, checkpoints and export.
 
 How many members decode at once is decided by the free memory. In float32 on a CPU their number changes no bit; on a GPU
 products of another shape may be summed in another order, so it is part of the batch plan, like `chunk_rows`.
 
 It covers what the decoding loop covers (`decode.supports`): Qwen2 and Llama with default rotary embedding, in float32,
-bfloat16 or float16. At the start the decoder's logits are held against those of the model itself. Rewards and weights
-are those of `engine="local"` wherever no token is a near-tie. With device "cpu" the same code runs without graphs.
+bfloat16 or float16. At the start the decoder's logits are held against those of the model itself. For any other model,
+and for generation_kwargs, transformers decodes with a static cache, one member after the other; a warning says why, and
+the batch plan names it. Rewards and weights are those of `engine="local"` wherever no token is a near-tie. With device
+"cpu" the same code runs without graphs.
 """
 
 import gc
+import logging
 import math
 import os
 import time
@@ -24,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from evoalign_lib import noise
-from evoalign_lib._adapters import check_movable, dense, is_adapted, not_dense
+from evoalign_lib._adapters import base_of, check_movable, dense, is_adapted, lora_linears, moved, not_dense, plain_name
 from evoalign_lib._noise_host import read_only
 from evoalign_lib.checks import require, whole_number
 from evoalign_lib.engines import agreement, decode, memory
@@ -41,7 +46,9 @@ from evoalign_lib.engines.decode import EMBEDDING, HEAD, JOINED, NORM, NORMS, Dr
 from evoalign_lib.engines.local import LocalEngine
 from evoalign_lib.engines.processes import one_thread
 from evoalign_lib.precision import MasterWeights, layout_of
+from evoalign_lib.update_rules import Member
 
+logger = logging.getLogger(__name__)
 CHECK = 8
 """steps between two looks at whether every row has ended"""
 SHAPES = 4
@@ -52,65 +59,116 @@ How = tuple[float, int, float] | None
 """temperature, top_k and top_p of samples; None: greedy decoding"""
 
 
+class _Product(NamedTuple):
+    """What multiplies an input: y = x W^T + bias + (x B^T * scaling) A, with the members' own parts of each."""
+
+    matrices: Tensor
+    """W, (members, rows, columns), or (1, rows, columns) if they share it; or the gains of a norm"""
+    biases: Tensor | None = None
+    """(members, rows)"""
+    factors: tuple[Tensor, Tensor, Tensor | None] | None = None
+    """A, (members, ranks, rows); B, (members, ranks, columns); and scaling, (ranks); matrices that are used as one have
+    blocks of A, which is zero elsewhere"""
+
+
 class PopulationDecoder:
     """Stacked working copies of a model's weights, and a decoder for all of them at once.
 
     Args:
         model: a Llama or Qwen2 of Hugging Face, on any device, perhaps with a LoRA adapter. Its configuration and
-            weights are read; the working copies start with them.
+            weights are read; all working copies start with them.
         members: number of working copies.
         device: where they lie and are computed with, such as "cuda" or "cpu".
         dtype: of working copies, products and cache; None: the model's.
         chunk_rows: rows that a member decodes at once.
+        rank: if above 0, the members share all matrices, and each has factors of this rank (`factors`), at first zero.
+        apart: the members share the weights under an adapter, and each has its own of the adapter's matrices; otherwise
+            they have the sum.
 
     Raises:
         ValueError: an architecture or a dtype that is not covered; the message says why.
     """
 
-    def __init__(self, model: Any, members: int = 1, device: str = "cuda", dtype=None, chunk_rows: int = 256):
-        self.members, self.chunk_rows = members, chunk_rows
+    def __init__(
+        self, model: Any, members: int = 1, device: str = "cuda", dtype=None, chunk_rows: int = 256, rank: int = 0,
+        apart: bool = False,
+    ):  # fmt: skip
+        self.members, self.chunk_rows, self.rank, self.apart = members, chunk_rows, rank, apart
         self.device, self.dtype = torch.device(device), dtype or model.dtype
         config = model.config
-        weights = dense(model) if (reason := uncovered(model, self.dtype)) is None else {}
-        self._places: dict[str, tuple[Tensor, int, int]] = {}  # name -> stacked tensor, first and last row
+        weights = dense(model, not apart) if (reason := uncovered(model, self.dtype, apart)) is None else {}
+        self._lora = lora_linears(model) if apart and not reason else {}
+        self._places: dict[str, Tensor] = {}  # name -> (members, rows, columns), or of 1 if they share it
+        self.factors: dict[str, tuple[Tensor, Tensor]] = {}
+        """with a rank, name of a matrix -> the members' factors, (members, rank, rows) and (members, rank, columns)"""
         if reason is None:
             self._layers = [self._layer(f"model.layers.{i}.", weights) for i in range(config.num_hidden_layers)]
-            self._embedding, self._norm = self._stack([EMBEDDING], weights), self._stack([NORM], weights)
-            self._head = self._stack([HEAD], weights) if HEAD in weights else self._embedding
-            unknown = sorted(weights.keys() - self._places.keys())
+            self._embedding, self._norm = self._joined([EMBEDDING], weights), _Product(self._stack([NORM], weights))
+            self._head = self._joined([HEAD], weights) if HEAD in weights else self._embedding
+            unknown = sorted(name for name in weights.keys() - self._places.keys() if ".lora_" not in name)
             reason = f"the parameter {unknown[0]!r} has no place in it" if unknown else None
         require(not reason, f"the population decoder does not cover this model: {reason}. Use engine='local'.")
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim, self.inverse_frequency = decode.head_dim(config), decode.inverse_frequency(config)
         self.layers, self._eps = config.num_hidden_layers, config.rms_norm_eps
-        self.vocabulary, self.hidden = self._embedding.shape[1:]
+        self.vocabulary, self.hidden = self._embedding.matrices.shape[1:]
         self._batches: dict[tuple, _Batch] = {}
         self.load(weights, slice(None))
 
     def _stack(self, names: Sequence[str], weights: Mapping[str, Tensor]) -> Tensor:
         """Make the working copies of parameters that are used as one: (members, sum of their rows, columns)."""
         rows, rest = [len(weights[name]) for name in names], weights[names[0]].shape[1:]
-        stacked = torch.zeros((self.members, sum(rows), *rest), dtype=self.dtype, device=self.device)
-        for i, name in enumerate(names):
-            self._places[name] = stacked, sum(rows[:i]), sum(rows[: i + 1])
+        copies = 1 if rest and (self.rank or self.apart) else self.members
+        stacked = torch.zeros((copies, sum(rows), *rest), dtype=self.dtype, device=self.device)
+        self._places |= zip(names, stacked.split(rows, 1), strict=True)
         return stacked
 
-    def _layer(self, prefix: str, weights: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """Return a layer's parts: name -> (matrices, biases), or (gains, None) for the two norms."""
+    def _layer(self, prefix: str, weights: Mapping[str, Tensor]) -> dict[str, _Product]:
+        """Return a layer's parts by name."""
         parts = {}
         for part, modules in JOINED.items():
-            names = [f"{prefix}{module}" for module in modules]
-            biases = [f"{name}.bias" for name in names if f"{name}.bias" in weights]
-            matrix = self._stack([f"{name}.weight" for name in names], weights)
-            parts[part] = matrix, self._stack(biases, weights) if biases else None
+            parts[part] = self._joined([f"{prefix}{module}.weight" for module in modules], weights)
         for norm in NORMS:
-            parts[norm] = self._stack([f"{prefix}{norm}.weight"], weights), None
+            parts[norm] = _Product(self._stack([f"{prefix}{norm}.weight"], weights))
         return parts
 
+    def _joined(self, names: Sequence[str], weights: Mapping[str, Tensor]) -> _Product:
+        """Return matrices that are used as one, with their biases and factors."""
+        modules = [name.removesuffix(".weight") for name in names]
+        biases = [f"{module}.bias" for module in modules if f"{module}.bias" in weights]
+        matrices = self._stack(names, weights)
+        return _Product(matrices, self._stack(biases, weights) if biases else None, self._thin(modules, weights))
+
+    def _thin(
+        self, modules: Sequence[str], weights: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Make the members' factors of modules that are used as one; None if they have none."""
+        matrices, adapters = [weights[f"{module}.weight"] for module in modules], [*map(self._lora.get, modules)]
+        active = next((layer.active_adapters[0] for layer in adapters if layer), None)
+        ranks = [layer.r[active] if layer else self.rank for layer in adapters]
+        if not any(ranks):
+            return None
+        zeros, rows = partial(torch.zeros, dtype=self.dtype, device=self.device), [*map(len, matrices)]
+        a = zeros(self.members, sum(ranks), sum(rows))
+        if not self.rank:  # as the adapter's own matrix lies in memory
+            a = zeros(self.members, sum(rows), sum(ranks)).transpose(1, 2)
+        b = zeros(self.members, sum(ranks), matrices[0].shape[1])
+        for i, (module, rank) in enumerate(zip(modules, ranks, strict=True)):
+            first, row = sum(ranks[:i]), sum(rows[:i])
+            own = a[:, first : first + rank, row : row + rows[i]], b[:, first : first + rank]
+            if adapters[i]:
+                self._places[f"{module}.lora_A.{active}.weight"] = own[1]
+                self._places[f"{module}.lora_B.{active}.weight"] = own[0].transpose(1, 2)
+            elif self.rank:
+                self.factors[f"{module}.weight"] = own
+        scaling = [float(layer.scaling[active]) if layer else 0.0 for layer in adapters]
+        scales = torch.tensor(scaling).repeat_interleave(torch.tensor(ranks)).to(self.device, self.dtype)
+        return a, b, scales if active else None
+
     def working(self, name: str, member: int | slice = 0) -> Tensor:
-        """Return a member's working copy of a parameter, a view."""
-        stacked, first, last = self._places[name]
-        return stacked[member, first:last]
+        """Return a member's working copy of a parameter, a view; members that share it have the same one."""
+        stacked = self._places[name]
+        return stacked[member if len(stacked) > 1 or isinstance(member, slice) else 0]
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], member: int | slice = 0) -> None:
@@ -119,7 +177,7 @@ class PopulationDecoder:
         Names that the decoder does not have are ignored, such as the head of a model that ties it to its embedding.
         """
         for name in self._places:
-            self.working(name, member).copy_(weights[name])
+            self.working(name, member).copy_(weights[name].to(self.device))
 
     def close(self) -> None:
         """Free buffers and graphs; the next call makes new ones."""
@@ -196,10 +254,10 @@ class PopulationDecoder:
             ValueError: it exceeds `agreement.TOLERANCE`, or is not a number.
         """
         with agreement.shaken(model):
-            self.load(dense(model))
+            self.load(dense(model, not self.apart))
             trial = agreement.trial(model, ids, mask, pad)
             error = agreement.difference(model, trial, partial(self._generate, prefix))
-        self.load(dense(model))
+        self.load(dense(model, not self.apart))
         if not error <= (most := agreement.TOLERANCE[self.dtype]):
             what = f"the population decoder's logits differ from the model's by {error:.3g} of their norm, and rounding"
             raise ValueError(f"{what} in {self.dtype} by {most} at most. Use engine='local'.")
@@ -241,25 +299,43 @@ class PopulationDecoder:
         """
         n, length = len(ids), ids.shape[1] // rows
         widths = [heads * self.head_dim for heads in (self.heads + self.kv_heads, self.kv_heads)]
-        first = torch.arange(n, device=self.device)[:, None] * self.vocabulary
-        x = self._embedding.view(-1, self.hidden)[(ids + first).view(-1)].view(n, rows * length, self.hidden)
+        x = self._embedded(ids)
         for i, layer in enumerate(self._layers):
-            y = self._product(self._normed(x, layer["input_layernorm"][0]), *layer["qkv"])
+            y = self._product(self._normed(x, layer["input_layernorm"]), layer["qkv"])
             parts = (t.reshape(n * rows, length, -1, self.head_dim).transpose(1, 2) for t in y.split(widths, -1))
             mixed = attend(i, *parts).transpose(1, 2).reshape(n, rows * length, -1)
-            x = x + self._product(mixed, *layer["o"])
-            both = self._product(self._normed(x, layer["post_attention_layernorm"][0]), *layer["gate_up"])
+            x = x + self._product(mixed, layer["o"])
+            both = self._product(self._normed(x, layer["post_attention_layernorm"]), layer["gate_up"])
             gate, up = both.chunk(2, -1)
-            x = x + self._product(F.silu(gate) * up, *layer["down"])
+            x = x + self._product(F.silu(gate) * up, layer["down"])
         last = x.view(n, rows, length, self.hidden)[:, :, -1]
         return self._product(self._normed(last, self._norm), self._head)
 
-    def _normed(self, x: Tensor, gains: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], None, self._eps) * gains[: len(x), None]
+    def _embedded(self, ids: Tensor) -> Tensor:
+        n, (matrices, _, factors) = len(ids), self._embedding
+        first = torch.arange(n, device=self.device)[:, None] * (self.vocabulary if len(matrices) > 1 else 0)
+        x = matrices.view(-1, self.hidden)[(ids + first).view(-1)].view(*ids.shape, self.hidden)
+        if not self.rank:  # if the head has an adapter, the embedding has not
+            return x
+        a, b, _ = factors
+        return torch.baddbmm(x, a[:n].transpose(1, 2).gather(1, ids[..., None].expand(-1, -1, a.shape[1])), b[:n])
 
-    def _product(self, x: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
-        transposed = matrices[: len(x)].transpose(1, 2)
-        return torch.bmm(x, transposed) if biases is None else torch.baddbmm(biases[: len(x), None], x, transposed)
+    def _normed(self, x: Tensor, gains: _Product) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], None, self._eps) * gains.matrices[: len(x), None]
+
+    def _product(self, x: Tensor, product: _Product) -> Tensor:
+        n, (matrices, biases, factors) = len(x), product
+        transposed = matrices[:n].transpose(1, 2)
+        if len(matrices) == 1 < n and self.device.type != "cpu":  # one product for all members
+            y = x @ transposed[0] if biases is None else x @ transposed[0] + biases[:n, None]
+        else:  # on a CPU the number of members must not change how a sum is rounded
+            each = transposed.expand(n, -1, -1)
+            y = torch.bmm(x, each) if biases is None else torch.baddbmm(biases[:n, None], x, each)
+        if factors is None:
+            return y
+        a, b, scaling = factors
+        inner = torch.bmm(x, b[:n].transpose(1, 2))
+        return torch.baddbmm(y, inner if scaling is None else inner * scaling, a[:n])
 
 
 class _Batch:
@@ -422,11 +498,57 @@ class _Batch:
         return turned.split([self.decoder.heads, self.decoder.kv_heads], 1)
 
 
-def uncovered(model: Any, dtype: torch.dtype) -> str | None:
-    """Return why the population decoder cannot decode a model in a dtype; None if it can."""
-    if reason := supports(model.config) or not_dense(model) or decode.misfit(model.config, dense(model)):
-        return reason
-    return None if dtype in agreement.TOLERANCE else f"its dtype is {dtype}, which the decoder does not compute"
+class GenerateDecoder:
+    """transformers' generate with the interface of `PopulationDecoder`, for one member.
+
+    Args:
+        model: any decoder-only model, which is moved to the device; its own parameters are the working copy.
+        device: where to compute.
+        chunk_rows: rows decoded at once; a short last chunk is filled with its last row.
+        pad: id of padding.
+        most: largest number of tokens of a prompt and its completion, for which the cache has room.
+        settings: further settings of transformers' GenerationConfig.
+    """
+
+    members, rank, factors = 1, 0, {}
+
+    def __init__(self, model: Any, device: str, chunk_rows: int, pad: int, most: int, settings: Mapping[str, Any]):
+        self.model, self.device, self.chunk_rows, self._pad = model.to(device), torch.device(device), chunk_rows, pad
+        static = {"cache_implementation": "static", "max_cache_len": most, "disable_compile": True}
+        cache = {} if settings.keys() & {"cache_implementation", "use_cache"} else static
+        self._cache, self._how = cache, cache | {"pad_token_id": pad} | settings
+        self._parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+
+    def working(self, name: str, member: int = 0) -> Tensor:
+        """See `PopulationDecoder.working`."""
+        return self._parameters[name].data
+
+    def check(self, ids: np.ndarray, mask: np.ndarray) -> None:
+        """Raise ValueError if this cache, or padding, changes the model's logits for the shortest or longest prompt."""
+        agreement.check_padding(self.model, ids, mask, self._pad, **self._cache)
+
+    def decode(self, ids, mask, new, eos, uniforms=None, temperature=1.0, top_k=0, top_p=1.0, prefix=0, members=1):
+        """See `PopulationDecoder.decode`."""
+        at = str(self.model.device)
+        require(at.startswith(self.device.type), f"the model was moved to {at}: leave it on {self.device}.")
+        size, found = min(len(ids), self.chunk_rows), np.full((1, len(ids), new), self._pad)
+        for start in range(0, len(ids), max(1, size)):
+            chunk, draw = np.minimum(np.arange(start, start + size), len(ids) - 1), None
+            if uniforms is not None:
+                draw = inversion(torch.from_numpy(uniforms[chunk]).to(self.device), temperature, top_k, top_p)
+            prompts = torch.from_numpy(ids[chunk]), torch.from_numpy(mask[chunk])
+            written = agreement.by_transformers(self.model, *prompts, new, draw, eos_token_id=list(eos), **self._how)
+            found[0, start : start + size, : written.shape[1]] = written[: len(ids) - start].cpu().numpy()
+        return found
+
+    def close(self) -> None:
+        """Do nothing: no buffers are kept."""
+
+
+def uncovered(model: Any, dtype: torch.dtype, apart: bool = False) -> str | None:
+    """Return why the population decoder cannot decode a model in a dtype, perhaps `apart`; None if it can."""
+    more = supports(model.config) or not_dense(model, apart) or decode.misfit(model.config, dense(model))
+    return more or (None if dtype in agreement.TOLERANCE else f"its dtype is {dtype}, which it does not compute")
 
 
 class DeviceMaster(MasterWeights):
@@ -437,7 +559,7 @@ class DeviceMaster(MasterWeights):
     def attach(self, held: Any) -> None:
         """Keep the weights in a `noise.DeviceWeights` (or `HostWeights`) of all parameters, in the layout's order."""
         self._held = held
-        self._push()
+        self.push()
 
     @property
     def on_device(self) -> Tensor:
@@ -460,13 +582,14 @@ class DeviceMaster(MasterWeights):
             torch.from_numpy(self._planes[0]).copy_(self.on_device)
             self._stale = False
 
-    def _push(self) -> None:
+    def push(self) -> None:
+        """Bring the master up to this process's copy."""
         self.on_device.copy_(torch.from_numpy(self._planes[0]))
         self._stale = False
 
     def load(self, tensors):
         super().load(tensors)
-        self._push()
+        self.push()
 
     def update(self, keys, coefficients):
         self._held.update(np.asarray(keys), np.asarray(coefficients))
@@ -477,7 +600,9 @@ class CudaEngine(Engine):
     """Engine on one GPU, without vLLM.
 
     Args:
-        model: a Llama or Qwen2 of Hugging Face on the CPU; all its parameters are the master at the start.
+        model: a decoder of Hugging Face on the CPU; its parameters that move are the master at the start. Members over
+            a plain LoRA adapter share the base, in its dtype, which may be another. If transformers decodes, the model
+            is moved to the device.
         tokenizer: its tokenizer, with a padding token.
         rewards: scores completions, in this process.
         prompts: name -> prompts (for example "train" and "eval").
@@ -488,13 +613,13 @@ class CudaEngine(Engine):
         chunk_rows: rows of a member decoded at once.
         distribution: distribution of the noise.
         anchor_decay: as in `ESConfig`.
-        rank: rank of the noise; only 0.
+        rank: rank of the noise of matrices. Members of a whole model share its matrices and have factors beside them,
+            which in half precision are not rounded with the matrix, as they are in engine "local".
         **common: max_completion_length and options of `Engine`.
 
     Raises:
-        ValueError: no GPU, an architecture that is not covered, low rank, an adapter, parameters of several dtypes,
-            generation_kwargs, too little memory for a single member, logits that differ from the
-            model's (`PopulationDecoder.check`), or what `Engine` raises.
+        ValueError: no GPU, too little memory for a single member, several members at once where transformers decodes,
+            or a model that padding or a static cache changes there; or what `Engine` raises.
     """
 
     perturbed = Decoding._perturbed_elsewhere
@@ -508,35 +633,58 @@ class CudaEngine(Engine):
         for name, number in {"members": members, "population": population, "chunk_rows": chunk_rows}.items():
             if number is not None:
                 whole_number(name, number, 1)
-        dtypes = sorted({str(parameter.dtype) for parameter in model.parameters()})
-        reasons = {
-            "torch sees no GPU": device == "cuda" and not torch.cuda.is_available(),
-            f"rank={rank}, but its noise has full rank": rank,
-            "the model has an adapter, and all weights of a model move": is_adapted(model),
-            f"generation_kwargs={options.generation_kwargs!r} are settings of transformers": options.generation_kwargs,
-            f"the parameters are {' and '.join(dtypes)}, not of one dtype": len(dtypes) > 1,
-        }
-        reason = next((reason for reason, holds in reasons.items() if holds), None) or uncovered(model, model.dtype)
-        require(not reason, f"engine='cuda' cannot run this: {reason}. Use engine='local'.")
+        found = device != "cuda" or torch.cuda.is_available()
+        require(found, "engine='cuda' cannot run this: torch sees no GPU. Use engine='local'.")
         check_movable(model)
         layout = layout_of(model)
-        weights = DeviceMaster(model, layout, distribution, 0, 1, anchor_decay)
+        weights = DeviceMaster(model, layout, distribution, rank, 1, anchor_decay)
         super().__init__(model, tokenizer, rewards, prompts, options=options, weights=weights, **common)
-        self.chunk_rows, self.device = chunk_rows, torch.device(device)
-        self.members = min(population, members or self._room(step_rows))
-        self.decoder = PopulationDecoder(model, self.members, device, None, chunk_rows)
-        most_members = max(4096, population)
-        self._held: list[Any] = []  # of each member decoded at once: its working copy, all beside one master
-        for j in range(self.members):
-            pieces = [noise.Piece(self.decoder.working(entry.name, j), entry.name) for entry in layout.entries]
-            self._held.append(noise.device_weights(pieces, distribution, most_members, 0.0 if j else anchor_decay))
+        self.chunk_rows, self.device, pad = chunk_rows, torch.device(device), tokenizer.pad_token_id
+        if not (reason := self._why_generate()):
+            apart, dtype = is_adapted(model), base_of(model).dtype
+            self.members = min(population, members or self._room(step_rows, apart or rank > 0))
+            how = self.members, device, dtype, chunk_rows, 0 if apart else rank, apart
+            self.decoder: PopulationDecoder | GenerateDecoder
+            try:
+                self.decoder = PopulationDecoder(model, *how)
+                first = prompts["train"] if "train" in prompts else next(iter(prompts.values()))
+                self.decoder.check(model, first.ids, first.mask, pad, len(first.prefix))
+            except ValueError as error:
+                reason = str(error).removesuffix(" Use engine='local'.")
+        if reason:
+            one = members in (None, 1)
+            require(one, f"members={members}: transformers decodes one member at a time, because {reason}. Remove it.")
+            logger.warning("transformers decodes, one member at a time: %s.", reason.removesuffix("."))
+            settings = options.generation_kwargs or {}
+            self.members, self.decoder = 1, GenerateDecoder(model, device, chunk_rows, pad, self.longest(), settings)
+            for each in prompts.values():
+                self.decoder.check(each.ids, each.mask)
+        law = distribution, max(4096, population)
+        self._held: list[Any] = []  # of each member with a working copy of its own: that copy, all beside one master
+        for j in range(1 if self.decoder.rank else self.members):
+            pieces = [noise.Piece(self.decoder.working(plain_name(e.name), j), e.name) for e in layout.entries]
+            self._held.append(noise.device_weights(pieces, *law, 0.0 if j else anchor_decay, rank))
             self._held[j].master = self._held[0].master
         weights.attach(self._held[0])
-        first = prompts["train"] if "train" in prompts else next(iter(prompts.values()))
-        self.decoder.check(model, first.ids, first.mask, tokenizer.pad_token_id, len(first.prefix))
-        if self.device.type == "cuda":  # so that `write_model`, after every step, copies at the bus's full speed
-            for parameter in model.parameters():
+        if self.decoder.rank:
+            self._members_own(layout, *law)
+        if self.device.type == "cuda" and not reason:
+            for parameter in moved(model).values():  # so that `write_model` copies at the bus's full speed
                 parameter.data = parameter.data.pin_memory()
+
+    def _why_generate(self) -> str | None:
+        """Return why transformers must decode; None: the population decoder may cover the model."""
+        given, adapted, dtype = self.options.generation_kwargs, is_adapted(self.model), base_of(self.model).dtype
+        named = [(name, parameter.dtype) for name, parameter in self.model.named_parameters()]
+        base, adapter = ({kind for name, kind in named if (".lora_" in name) == own} for own in (False, True))
+        reasons = {
+            f"generation_kwargs={given!r} are its settings": given,
+            f"the weights are {' and '.join(sorted(map(str, base)))}, not of one dtype": len(base) > 1,
+            # the anchor is the working copy, in the base's dtype
+            f"with anchor_decay, an adapter must be in its base's {dtype}": self.weights.anchor_decay
+            and adapter - base,
+        }
+        return next((why for why, holds in reasons.items() if holds), None) or uncovered(self.model, dtype, adapted)
 
     @property
     def master(self):
@@ -546,26 +694,34 @@ class CudaEngine(Engine):
     @property
     def plan(self):
         """The batch plan of training; floating-point results depend on it."""
-        prompts, plan = self.prompts["train"], {"decoder": "population", "device": self.device.type}
-        plan |= {"chunk_rows": self.chunk_rows, "width": prompts.width, "prefix": len(prompts.prefix)}
-        return plan | {"members": self.members}
+        population, prompts = isinstance(self.decoder, PopulationDecoder), self.prompts.get("train")
+        plan = {"decoder": "population" if population else "generate", "device": self.device.type}
+        plan |= {"chunk_rows": self.chunk_rows, "members": self.members}
+        if prompts is None:
+            return plan
+        return plan | {"width": prompts.width} | ({"prefix": len(prompts.prefix)} if population else {})
 
-    def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None):
+    def evaluate(self, members, sigma, name, indices, trainer_state=None, sampling=None, index: int = 0):
+        """See `Engine.evaluate`; index: that of the first member, for errors."""
         rows, uniforms = self._drawn(np.asarray(indices), sampling)
         size = -(-len(members) // -(-len(members) // self.members))  # parts of nearly equal size
         found = []
         for first in range(0, len(members), size):
             started, part = time.process_time(), members[first : first + size]
-            for held, (key, sign) in zip(self._held, part, strict=False):
-                held.perturb(key, sigma, sign)
+            self._perturb(part, sigma)
             # a short last part is filled with members of the one before, so that all have one shape
             ids = self._ids(name, rows, uniforms, self.options.temperature, size)[: len(part)]
             each = (time.process_time() - started) / len(part)
             for i, own in enumerate(ids):
                 started = time.process_time() - each
                 completions = self.completions(self.until_end(own))
-                found.append(self.scored(first + i, name, rows, completions, trainer_state, started))
+                found.append(self.scored(index + first + i, name, rows, completions, trainer_state, started))
         return found
+
+    def put_prompts(self, name, prompts):
+        super().put_prompts(name, prompts)
+        if isinstance(self.decoder, GenerateDecoder):
+            self.decoder.check(prompts.ids, prompts.mask)
 
     def _generate(self, parts):
         return [self.generate_rows(*part) for part in parts]
@@ -574,11 +730,40 @@ class CudaEngine(Engine):
         """See `Decoding._decode`."""
         if (member := member or self._noise) is None:
             self._held[0].restore()
+            for a, _ in self.decoder.factors.values():
+                a[0].zero_()
         else:
-            (key, sign), sigma = member
-            self._held[0].perturb(key, sigma, sign)
+            self._perturb([member[0]], member[1])
         (ids,) = self._ids(name, rows, numbers, temperature, 1)
         return self.completions(self.until_end(ids))
+
+    def _members_own(self, layout: noise.Layout, *law: Any) -> None:
+        """Prepare to write what members of low rank have of their own: vectors, and both factors of each matrix."""
+        every, names = slice(None), [entry.name for entry in layout.entries]
+        self._vectors = [i for i, name in enumerate(names) if name not in self.decoder.factors]
+        stacks = [[(self.decoder.working(names[i], every), names[i]) for i in self._vectors]]
+        for side in (0, 1):
+            stacks.append([(own[side], name) for name, own in self.decoder.factors.items() if name in names])
+        self._own = [noise.device_weights(x, *law, stream=i, stacked=True) for i, x in enumerate(stacks)]
+        for factors in self._own[1:]:
+            factors.master.fill_(-0.0)  # which added to a number leaves it as it is
+
+    def _perturb(self, members: Sequence[Member], sigma: float) -> None:
+        """Write members' weights into the first working copies, or beside shared matrices their factors."""
+        if not self.decoder.rank:
+            for held, (key, sign) in zip(self._held, members, strict=False):
+                held.perturb(key, sigma, sign)
+            return
+        self._held[0].restore()
+        vectors, a, b = self._own
+        weights = self._held[0].views()
+        for own, i in zip(vectors.views(), self._vectors, strict=True):
+            own.copy_(weights[i].view(own.shape))
+        keys = np.array([member.key for member in members], np.uint64)
+        scales = np.array([noise.signed_sigma(sigma, member.sign) for member in members])
+        vectors.perturb_each(keys, scales)
+        a.perturb_each(keys, scales / np.float32(self.decoder.rank**0.5))
+        b.perturb_each(keys, np.ones_like(scales))
 
     def _ids(self, name: str, rows: np.ndarray, uniforms, temperature: float, members: int) -> np.ndarray:
         """Decode rows of a set of prompts with the first members' weights, (members, rows, new)."""
@@ -590,9 +775,9 @@ class CudaEngine(Engine):
 
     @torch.no_grad()
     def write_model(self):
-        self._held[0].restore()
-        for name, parameter in self.model.named_parameters():
-            parameter.copy_(self.decoder.working(name), non_blocking=True)
+        parameters = dict(self.model.named_parameters())
+        for entry, weights in zip(self.layout.entries, self._held[0].views(), strict=True):
+            parameters[entry.name].copy_(weights.view(entry.shape), non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -606,13 +791,25 @@ class CudaEngine(Engine):
     def close(self):
         self.decoder.close()
 
-    def _room(self, step_rows: int | None) -> int:
-        """Return how many members the free memory has room for, beside the master; step_rows: rows of each in a step.
+    def _room(self, step_rows: int | None, thin: bool) -> int:
+        """Return how many members the free memory has room for, beside the master.
+
+        Args:
+            step_rows: rows of each in a step.
+            thin: whether they share the model's matrices.
 
         Raises:
             ValueError: not even for one.
         """
-        shape, width, item = memory.shape(self.model.config), self.longest(), self.model.dtype.itemsize
+        network = base_of(self.model)
+        shape, width, item = memory.shape(network.config), self.longest(), network.dtype.itemsize
+        entries, rank = self.layout.entries, self.weights.rank
+        if thin and not is_adapted(self.model):
+            own = sum(rank * (e.rows + e.cols) if noise.is_low_rank(e.shape, rank) else e.cols for e in entries)
+        else:
+            own = self.layout.d
+        # of matrices that are used as one, three at most, each factor takes the rows of all
+        shared, own = (shape.d * item, 3 * own * item) if thin else (0, shape.d * item)
         if self.device.type == "cuda":  # what torch keeps for later is free, too
             free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         else:
@@ -623,10 +820,24 @@ class CudaEngine(Engine):
         passing = width * (8 * shape.hidden + 4 * shape.intermediate) * item + 10 * shape.heads * width**2
         passing += 2 * shape.vocabulary * item
         rows = min(self.chunk_rows, max(map(len, self.prompts.values())))
-        master, least = 4 * self.layout.d, shape.d * item + rows * cache
+        master, least = 4 * self.layout.d, shared + own + rows * cache
         if (left := memory.USABLE * free - master) < least:
             needed, there = ((n / 2**30) for n in (least + master, free))
             what = f"a member with {rows} rows and the master take {needed:.1f} GiB, and {there:.1f} GiB are free"
             raise ValueError(f"{what} on {self.device}: lower chunk_rows={self.chunk_rows}, or use a smaller model.")
-        left -= rows * (cache + passing)  # to decode with the run's own weights
-        return max(1, int(left // (shape.d * item + min(self.chunk_rows, step_rows or rows) * (cache + passing))))
+        left -= shared + rows * (cache + passing)  # to decode with the run's own weights
+        return max(1, int(left // (own + min(self.chunk_rows, step_rows or rows) * (cache + passing))))
+
+
+class PushedEngine(CudaEngine):
+    """The same for weights that other code writes into `master`, on the host; each call decodes with them."""
+
+    perturbed, master = Engine.perturbed, Engine.master
+
+    def _decode(self, *arguments, **how):
+        self.weights.push()
+        return super()._decode(*arguments, **how)
+
+    def write_model(self):
+        self.weights.push()
+        super().write_model()

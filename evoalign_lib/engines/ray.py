@@ -1,10 +1,11 @@
 """Generate for a population on a Ray cluster: members are distributed over actors, and no weights are sent.
 
-An actor is a process with its own engine: our decoding loop or transformers on a CPU core (`engines.local`), or vLLM on
-one or several GPUs (`engines.vllm`). What all actors need (model, tokenizer, prompts, reward functions) goes into the
-cluster's object store at the start. After that a task carries a member's key and rows of the prompts, and its answer
-rewards and lengths; an update carries keys and coefficients, from which every actor updates its own weights. Whenever
-an actor is idle it takes the next member, which balances the load; results keep the order of the members.
+An actor is a process with its own engine: our decoding loop or transformers on a CPU core (`engines.local`); on GPUs
+vLLM (`engines.vllm`), or `engines.cuda` if vLLM is not installed. What all actors need (model, tokenizer, prompts,
+reward functions) goes into the cluster's object store at the start. After that a task carries a member's key and rows
+of the prompts, and its answer rewards and lengths; an update carries keys and coefficients, from which every actor
+updates its own weights. Whenever an actor is idle it takes the next member, which balances the load (an actor with
+`engines.cuda` takes its share of the population at once); results keep the order of the members.
 
 This process holds the run's weights, too, and every update so far. Losing an actor therefore costs only time: a new
 process takes its place, loads the starting weights, replays the updates and is compared with the run before it gets any
@@ -32,6 +33,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -39,7 +41,9 @@ import numpy as np
 import torch
 
 from evoalign_lib import models, precision
+from evoalign_lib.checks import require
 from evoalign_lib.engines.base import Engine, Evaluation
+from evoalign_lib.engines.cuda import CudaEngine
 from evoalign_lib.engines.local import LocalEngine
 from evoalign_lib.engines.processes import default_workers
 from evoalign_lib.engines.proof import WrongWeights, prove
@@ -68,12 +72,15 @@ class RayEngine(Engine):
         model, tokenizer, rewards, prompts: as for `Engine`. The reward functions run in the actors, so they must be
             picklable (functions defined in a notebook are).
         workers: number of actors without GPUs; None: one for each core of the cluster.
-        gpus: GPUs to use, with vLLM; a multiple of tensor_parallel.
+        gpus: GPUs to use; a multiple of tensor_parallel.
         folder: where the model was loaded from, a folder that every machine has or a name on the Hub; None: the model
             itself is sent to every actor, and a copy of it is kept here.
         load: the arguments of from_pretrained that it was loaded with.
-        **alike: without GPUs chunk_rows and decoder of `LocalEngine`, with GPUs tensor_parallel and settings of
-            `VLLMEngine`; max_completion_length, options, distribution, anchor_decay and rank of `Engine`.
+        vllm: whether actors on GPUs decode with vLLM, otherwise with `CudaEngine`; None: if vLLM is installed.
+        device, population, step_rows: as for `CudaEngine`.
+        **alike: chunk_rows and decoder of `LocalEngine`; with GPUs tensor_parallel and settings of `VLLMEngine`, of
+            which `CudaEngine` takes only members; max_completion_length, options, distribution, anchor_decay and rank
+            of `Engine`.
 
     The engine uses the cluster of `ray.init()` if that was called, otherwise the one named by RAY_ADDRESS, otherwise it
     starts one on this machine, which ends with the engine. The first call that generates joins the cluster and starts
@@ -81,29 +88,36 @@ class RayEngine(Engine):
 
     Raises:
         ImportError: Ray is not installed; the message says how to install it.
-        ValueError: what `LocalEngine` or `VLLMEngine` refuses.
+        ValueError: what `LocalEngine` or `VLLMEngine` refuses; tensor_parallel or settings that need vLLM, without it.
     """
 
     workers = 0
     perturbed = Engine._perturbed_elsewhere
 
     def __init__(
-        self, model, tokenizer, rewards, prompts, *, workers=None, gpus=0, folder: str | None = None, load=None, **alike
-    ):
+        self, model, tokenizer, rewards, prompts, *, workers=None, gpus=0, folder: str | None = None, load=None,
+        vllm: bool | None = None, device: str = "cuda", population: int = 30, step_rows: int | None = None, **alike,
+    ):  # fmt: skip
         _ray()
         own = {name: alike.pop(name) for name in _OF_ACTORS if name in alike}
         common = model, tokenizer, rewards, prompts
         self.gpus, self.chunk_rows = gpus, own.get("chunk_rows", 256)
         self.tensor_parallel = own.get("tensor_parallel", 1)
+        self._vllm = bool(gpus) and (find_spec("vllm") is not None if vllm is None else vllm)
         if self.tensor_parallel > 1:  # one actor holds all the GPUs, so vLLM must not spread over Ray actors of its own
             own["settings"] = {"distributed_executor_backend": "mp"} | dict(own.get("settings") or {})
         # an engine like the actors' own: it knows the batch plan and holds the weights, but never generates
-        if gpus:
+        self._alike: Engine | None = None
+        if gpus and not self._vllm:
+            shape = {"population": math.ceil(population / gpus), "step_rows": step_rows, "device": device}
+            own = shape | _without_vllm(own) | {"chunk_rows": self.chunk_rows}
+        elif gpus:
+            own.pop("chunk_rows", None)
             kind = kind_of(model, alike.get("rank", 0))
             self._alike = kind(*common, folder=folder or "never opened", **own, **alike)
         else:
             self._alike = LocalEngine(*common, workers=default_workers(), **own, **alike)
-        super().__init__(*common, **alike | {"weights": self._alike.weights})
+        super().__init__(*common, **alike | ({"weights": self._alike.weights} if self._alike else {}))
         self.places: list[Place] = []
         """places of the actors; empty before they start"""
         self.most_active: int | None = None
@@ -117,14 +131,18 @@ class RayEngine(Engine):
             "folder": folder,
             "moving": {entry.name for entry in self.layout.entries},  # a folder does not say
             "load": dict(load or {}) | {"dtype": model.dtype},
-            "local": alike if gpus else own | alike | {"decoder": self._alike.decoder},
+            "kind": CudaEngine if gpus else LocalEngine,
+            "own": alike if self._vllm else own | alike | ({} if gpus else {"decoder": self._alike.decoder}),
         }
         self._updates: list[tuple[np.ndarray, np.ndarray]] = []  # every update since the starting weights
         self._cluster: _Cluster | None = None
 
     @property
     def plan(self):
-        plan = self._alike.plan
+        if self._alike is None:
+            plan = {"decoder": "cuda", "chunk_rows": self.chunk_rows, "width": self.prompts["train"].width}
+        else:
+            plan = self._alike.plan
         return plan | {"exact": False} if self.gpus else plan
 
     # ---- called by the trainer
@@ -133,15 +151,14 @@ class RayEngine(Engine):
         step = getattr(trainer_state, "global_step", None)
         where = "" if step is None else f" of step {step}"
         rest = sigma, name, np.asarray(indices), trainer_state, sampling
-        if isinstance(self._alike, LowRankEngine):
+        if self._alike is None or isinstance(self._alike, LowRankEngine):  # an actor decodes many members at once
             self._start()
-            size = min(self._alike.settings["max_loras"], math.ceil(len(members) / len(self.places)))
-            firsts = range(0, len(members), size)
-            parts = [
-                (f"members {i} to {i + size - 1}{where}", "evaluate_together", i, members[i : i + size], *rest)
-                for i in firsts
-            ]
-            return list(itertools.chain(*self._serve(parts)))
+            size = math.ceil(len(members) / len(self.places))
+            if self._alike is not None:
+                size = min(size, self._alike.settings["max_loras"])
+            spans = [(i, min(i + size, len(members))) for i in range(0, len(members), size)]
+            tasks = [(f"members {i} to {j - 1}{where}", "together", members[i:j], *rest, i) for i, j in spans]
+            return list(itertools.chain(*self._serve(tasks)))
         tasks = [(f"member {i}{where}", "evaluate", i, *member, *rest) for i, member in enumerate(members)]
         return self._serve(tasks)
 
@@ -195,10 +212,11 @@ class RayEngine(Engine):
             return
         ray, model = _ray(), self._once["model"]
         size = 0 if model is None else sum(p.numel() * p.itemsize for p in model.parameters())
-        self._cluster = cluster = _Cluster(self._wanted_actors, self.tensor_parallel if self.gpus else 0, size)
+        own_gpus = 0 if self._once["own"].get("device") == "cpu" or not self.gpus else self.tensor_parallel
+        self._cluster = cluster = _Cluster(self._wanted_actors, own_gpus, size)
         weakref.finalize(self, cluster.leave).atexit = False  # when the interpreter ends, Ray ends everything itself
         once = self._once | {"scoring": (self.tokenizer, self.rewards, self.prompts)}
-        if self.gpus:
+        if self._vllm:
             once |= {"end": (self.eos_ids, self.max_completion_length, self.options)}
             once |= {"vllm": self._alike.loading(self.longest())}
         try:
@@ -330,7 +348,7 @@ class RayEngine(Engine):
             self._ask_proof(place)
             return
         place.process, wrong = process, None
-        if self.gpus:
+        if self._vllm:
             try:
                 prove(self.model, self.layout, self.master, proof)
             except WrongWeights as error:
@@ -376,6 +394,16 @@ class Place:
         return f"actor {self.number} ({self.process})"
 
 
+def _without_vllm(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of `CudaEngine` in place of those for vLLM; raise ValueError if only vLLM could follow them."""
+    settings = own.get("settings") or {}
+    one = own.get("tensor_parallel", 1) == 1
+    require(one, f"tensor_parallel={own.get('tensor_parallel')} needs vLLM, which is not installed. Set it to 1.")
+    known = settings.keys() <= {"members"}
+    require(known, f"engine_kwargs={settings!r} need vLLM, which is not installed; engine 'cuda' takes members only.")
+    return dict(settings)
+
+
 # ---- in the actor's process
 
 
@@ -383,7 +411,7 @@ class _Actor:
     """The actor itself: an engine in a process of the cluster, and the number of updates applied to its weights."""
 
     def __init__(self, once: dict[str, Any]):
-        self.engine = _Replica(once) if "vllm" in once else _local_engine(once)
+        self.engine = _Replica(once) if "vllm" in once else _whole_engine(once)
         self.applied = 0
 
     def update(self, updates: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -398,7 +426,7 @@ class _Actor:
 
     def proof(self) -> tuple[str, Any]:
         """Return this process's id and machine, and the digest or proof of its weights."""
-        if isinstance(self.engine, LocalEngine):
+        if isinstance(self.engine, Engine):
             proof = precision.digest(self.engine.layout, self.engine.master)
         else:
             proof = self.engine.generator.proof()
@@ -408,9 +436,9 @@ class _Actor:
         """Evaluate a member."""
         return self.engine.evaluate_member(index, Member(key, sign), *rest)
 
-    def evaluate_together(self, *arguments: Any) -> list[Evaluation]:
-        """Evaluate members in one batch of vLLM."""
-        return self.engine.evaluate_together(*arguments)
+    def together(self, *arguments: Any) -> list[Evaluation]:
+        """Evaluate members together; arguments: those of `Engine.evaluate`, and the number of the first member."""
+        return getattr(self.engine, "evaluate_together", self.engine.evaluate)(*arguments)
 
     def generate(self, noise: tuple[Member, float] | None, *arguments: Any) -> list[tuple[str, list[int]]]:
         """Return completions; noise: a member and sigma to perturb the weights with, or None."""
@@ -418,14 +446,14 @@ class _Actor:
             return self.engine.generate_rows(*arguments)
 
 
-def _local_engine(once: Mapping[str, Any]) -> LocalEngine:
+def _whole_engine(once: Mapping[str, Any]) -> Engine:
     torch.set_num_threads(1)
     model, (tokenizer, rewards, prompts) = once["model"], once["scoring"]
     if model is None:
         model, _ = models.load(once["folder"], tokenizer, once["load"])
         for own, parameter in model.named_parameters():
             parameter.requires_grad_(own in once["moving"])
-    return LocalEngine(model, tokenizer, rewards, prompts, **once["local"])
+    return once["kind"](model, tokenizer, rewards, prompts, **once["own"])
 
 
 class _Replica(VLLMDecoding):

@@ -362,7 +362,7 @@ class VLLMDecoding(Decoding):
         """Make the members adapters 1, 2, ... in vLLM."""
         self.generator.put_members(members, sigma)
 
-    def evaluate_together(self, first, members, sigma, name, indices, trainer_state=None, sampling=None):
+    def evaluate_together(self, members, sigma, name, indices, trainer_state=None, sampling=None, first: int = 0):
         """Evaluate members, the first one being number `first`, in one batch of vLLM; see `Engine.evaluate`."""
         started, n = time.process_time(), len(members)
         self._put(members, sigma)
@@ -514,7 +514,7 @@ class _Together(VLLMEngine):
         with self._ended_by_interrupts():
             for i in range(0, len(members), n):
                 part = members[i : i + n], sigma, name, each[i : i + n], trainer_state, sampling
-                found += self.evaluate_together(i, *part)
+                found += self.evaluate_together(*part, i)
         return found
 
 

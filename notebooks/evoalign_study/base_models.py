@@ -17,9 +17,9 @@ from typing import Any
 from evoalign_lib import ledger, models, tiny
 from evoalign_lib.analysis import kl
 from evoalign_lib.checks import require
-from evoalign_lib.engines import open_engine
+from evoalign_lib.engines import open_engine, vllm
+from evoalign_lib.engines.cuda import PushedEngine
 from evoalign_lib.engines.local import LocalEngine, Prompts
-from evoalign_lib.engines.vllm import PushedEngine
 from evoalign_study import paths, trainers
 from evoalign_study.records import Spec
 
@@ -106,7 +106,9 @@ def evaluation_engine(spec: Spec, model: Any, tokenizer: Any, rows: Mapping[str,
         return LocalEngine(model, tokenizer, None, prompts, **common)
     if spec["kind"] == "train":  # in the dtype in which ES is measured, besides the float32 weights
         measured, _ = model_of(spec | {"kind": "base"})
-        return PushedEngine(measured, tokenizer, prompts, folder=spec["base"], **common)
+        return vllm.PushedEngine(measured, tokenizer, prompts, folder=spec["base"], **common)
+    if spec["engine"] == "cuda":
+        return PushedEngine(model, tokenizer, None, prompts, population=1, **common)
     where = {k: spec[k] for k in ENGINE_FIELDS if k in spec}
     return open_engine(where.pop("engine"), model, tokenizer, None, prompts, folder=spec["base"], **where, **common)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import yaml
 
 from evoalign_lib.checks import nearest, plain, require
+from evoalign_lib.engines.processes import gpus_here
 from evoalign_study import provenance, sweep
 
 if TYPE_CHECKING:
@@ -67,6 +68,9 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
     engine, gpus, model = (namespace[name] for name in ("engine", "gpus", "model"))
     local = engine == "local"
     require(not (gpus and local), f"gpus={gpus!r}: engine 'local' runs on CPU cores only. Set gpus=0.")
+    if engine == "cuda":
+        require(gpus <= 1, f"gpus={gpus!r}: engine 'cuda' uses one GPU. Set gpus=0, or engine='ray'.")
+        require(gpus_here(), "engine='cuda': torch sees no GPU. Set engine='local'.")
     own = scale == "full" or (local and not model)
     require(own, f"engine={engine!r}, model={model!r}: scale {scale!r} has own models on 'local'. Set scale='full'.")
     aside = scale == "smoke" or any(bool(namespace[name]) for name in ("force", "seeds", "model"))
@@ -149,8 +153,7 @@ def _check(given: Mapping[str, Any], presets: Mapping[str, Mapping[str, Any]]) -
     scale = given["scale"]
     examples = {name: [preset[name] for preset in presets.values() if name in preset] for name in presets[scale]}
     fields: dict[str, Any] = {name: (_type([value]), value) for name, value in _COMMON.items()}
-    engines = Literal["local", "vllm", "ray"]  # without "cuda", with which no run is evaluated here yet
-    fields |= {"scale": (str, scale), "engine": (engines, "local")}
+    fields |= {"scale": (str, scale), "engine": (Literal["local", "cuda", "vllm", "ray"], "local")}
     fields |= dict.fromkeys(("seeds", "gpus"), (Annotated[int, Field(strict=True, ge=0, le=_MOST_SEEDS)], 0))
     for name, values in examples.items():
         fields[name] = (_type(values, _MOST_SEEDS if "seeds" in name else _MOST, name), None)

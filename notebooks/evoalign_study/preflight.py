@@ -383,7 +383,7 @@ def _model_of(spec: Spec) -> str:
 
 
 def _gpus_of(spec: Spec) -> int:
-    if spec.get("engine") == "vllm" or spec.get("gpus"):
+    if spec.get("engine") in ("cuda", "vllm") or spec.get("gpus"):
         return spec.get("gpus") or spec.get("tensor_parallel", 1)
     return 0
 

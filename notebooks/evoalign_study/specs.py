@@ -111,8 +111,8 @@ def engine_fields(
 ) -> dict[str, Any]:
     """Return the spec fields of an engine; the local engine has none.
 
-    The arms that TRL trains run vLLM next to the model, on the GPUs of one machine; fine-tuning uses one GPU. On a
-    cluster without GPUs, both run locally.
+    The arms that TRL trains run vLLM next to the model, on the GPUs of one machine, with engine "cuda" on its only one;
+    fine-tuning uses one GPU. On a cluster without GPUs, both run locally.
 
     Args:
         bases: bases of the runs.
@@ -132,6 +132,8 @@ def engine_fields(
             "tiny world. Set engine='local' for it."
         )
     given = {name: settings[name] for name in base_models.ENGINE_FIELDS if settings.get(name) is not None}
+    if given["engine"] == "cuda" and (family is None or family.has_members):
+        return {"engine": "cuda"}
     if family is None or family.has_members and not adapter:
         return given
     if given["engine"] == "ray" and not given.get("gpus"):

@@ -1,36 +1,69 @@
-"""Measure the cost of the noise law on a GPU: `python -m tests.benchmarks.gpu`.
+"""Measure the noise law and engine "cuda" on a GPU: `python -m tests.benchmarks.gpu`.
 
-Models have the shapes of Qwen2.5 and random weights, so nothing is downloaded. All cases of a model are measured
+Models have published shapes and random weights, so nothing is downloaded. All cases of a model are measured
 interleaved, the first round is discarded, and minimum and median are kept. If a model fails, its error is recorded and
 the others are still run. Results are printed and merged into a JSON file under the device's name.
 
-Cases: `perturb`, which computes a member's weights from the master, and `update` of the master by N members, under each
-distribution; and the same with the "public" statements that released codes share: randn in the parameter's dtype, a
-multiplication, an addition, tensor after tensor; released codes also need a second pass to restore. `memory` has bytes
-per parameter. `tests/equivalence/test_noise_triton.py` checks that the same GPU gives the bits of a CPU, and
-`tests.benchmarks.scaling --gpus` measures the time of an iteration with vLLM.
+Sections "0.5B", "1.5B" and "7B" have the shapes of Qwen2.5. Cases: `perturb`, which computes a member's weights from
+the master, and `update` of the master by N members, under each distribution; and the same with the "public" statements
+that released codes share: randn in the parameter's dtype, a multiplication, an addition, tensor after tensor; released
+codes also need a second pass to restore. `memory` has bytes per parameter. `tests/equivalence/test_noise_triton.py`
+checks that the same GPU gives the bits of a CPU, and `tests.benchmarks.scaling --gpus` measures the time of an
+iteration with vLLM.
+
+`population` and `engine` have the shape of SmolLM2-135M. Cases: members of full rank; many members of rank 1 with one
+prompt each; and inference, the rows of the latter with the model itself. `population` measures a decoding step, against
+the time in which this device copies the bytes that the step must read (weights and cache); for low rank also against
+inference. `engine` measures an iteration, evaluation and update, of which decoding is the share of pure inference.
 """
 
 import argparse
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from evoalign_study import paths, provenance
 
-from evoalign_lib import noise
+from evoalign_lib import noise, tiny
+from evoalign_lib.engines import memory
+from evoalign_lib.engines.cuda import CudaEngine, PopulationDecoder
+from evoalign_lib.engines.local import Prompts
+from evoalign_lib.rewards import Rewards
 from tests.benchmarks.shared import measure, merge, population, public_perturb, public_update, run_sections
 from tests.helpers import qwen
+
+
+class Size(NamedTuple):
+    """What the sections on engine "cuda" measure."""
+
+    config: dict
+    members: int
+    """of full rank"""
+    many: int
+    """members of rank 1, each with one prompt"""
+    prompts: int
+    """of each member of full rank"""
+    width: int
+    """tokens of a prompt"""
+    new: int
+    """tokens of a completion"""
+
 
 SIGMA = 1e-3
 LAWS = ("gaussian", "byte_sum")
 TOY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
 MODELS = {size: qwen(size) for size in ("0.5B", "1.5B", "7B")}
 MODELS["toy"] = qwen("0.5B", **TOY, vocab_size=96)
+SMOLLM = {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+SMOLLM |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49_152, "tie_word_embeddings": True}
+WHOLE = Size(SMOLLM, 30, 256, 64, 64, 40)
+SMALL = Size(SMOLLM | TOY | {"num_key_value_heads": 2, "vocab_size": 300}, 2, 3, 2, 8, 4)
 
 
 def model_section(name: str, device: str, repeats: int, members: int) -> dict:
@@ -52,13 +85,13 @@ def model_section(name: str, device: str, repeats: int, members: int) -> dict:
         synchronise()
         return (torch.cuda.max_memory_allocated() - start) / d
 
-    memory, public = {}, partial(public_perturb, tensors, 1, SIGMA)
+    held, public = {}, partial(public_perturb, tensors, 1, SIGMA)
     if device == "cuda":
-        memory |= {"working": a_parameter(), "public_inplace_peak": a_parameter(public)}
+        held |= {"working": a_parameter(), "public_inplace_peak": a_parameter(public)}
     weights = noise.device_weights([(parameter.detach(), full) for full, parameter in model.named_parameters()])
     if device == "cuda":
         calls = partial(weights.perturb, 1, SIGMA), partial(weights.update, *moved)
-        memory |= {"master": a_parameter(), "master_peak": max(map(a_parameter, calls))}
+        held |= {"master": a_parameter(), "master_peak": max(map(a_parameter, calls))}
 
     def under(law: str, call: Callable[..., Any], *arguments: Any) -> None:
         weights._kind = noise._LAWS[law][0]  # users create new weights per law; here all laws share one master's memory
@@ -77,7 +110,85 @@ def model_section(name: str, device: str, repeats: int, members: int) -> dict:
         theirs = cells[f"{case.partition(',')[0]}, public"]["seconds_min"]
         cell["parameters_per_second"] = passes * d / cell["seconds_min"]
         cell["times_faster_than_public"] = theirs / cell["seconds_min"]
-    return {"parameters": d, "members": members, "cells": cells, "memory": memory}
+    return {"parameters": d, "members": members, "cells": cells, "memory": held}
+
+
+def random_model(size: Size, device: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**size.config), dtype=dtype).eval()
+
+
+def population_section(device: str, repeats: int, size: Size) -> dict:
+    """Measure a decoding step: the difference between short and long completions, by the number of tokens."""
+    model, synchronise = random_model(size, device), torch.cuda.synchronize if device == "cuda" else lambda: None
+    ids, calls, cells = np.random.default_rng(0).integers(0, 270, (max(size.prompts, size.many), size.width)), {}, {}
+    d, bandwidth = sum(p.numel() for p in model.parameters()), copy_rate(device, synchronise)
+    cases = {
+        "full rank": (size.members, size.prompts, 0),
+        "low rank": (size.many, 1, 1),
+        "inference": (1, size.many, 0),
+    }
+    for case, (members, rows, rank) in cases.items():
+        decoder = PopulationDecoder(model, members, device, None, rows, rank)
+        for new in (1, size.new):
+            how = ids[:rows], np.ones_like(ids[:rows]), new, [-1], None, 1.0, 0, 1.0, 0, members
+            calls[f"{case}, {new}"] = partial(decoder.decode, *how)
+        held = [*decoder._places.values(), *itertools.chain(*decoder.factors.values())]
+        weights = sum(tensor.numel() * tensor.itemsize for tensor in held)
+        cache = memory.kv_bytes(memory.shape(model.config), width=model.dtype.itemsize) * (size.width + size.new)
+        cells[case] = {"bytes_per_parameter": weights / d, "floor": (weights + members * rows * cache) / bandwidth}
+    times = measure(repeats, calls, synchronise)
+    for case, (members, rows, _) in cases.items():
+        long, short = (times[f"{case}, {new}"]["seconds_min"] for new in (size.new, 1))
+        step = (long - short) / (size.new - 1)
+        cells[case] |= {"step": step, "times_the_floor": step / cells[case]["floor"], "rows": members * rows}
+    cells["low rank"]["times_inference"] = cells["low rank"]["step"] / cells["inference"]["step"]
+    return {"parameters": d, "cells": cells}
+
+
+def engine_section(device: str, repeats: int, size: Size) -> dict:
+    """Measure iterations of ES, and the decoding in them alone."""
+    model, synchronise = random_model(size, device), torch.cuda.synchronize if device == "cuda" else lambda: None
+    tok, rewards, calls, cells = (
+        tiny.tokenizer(),
+        Rewards(lambda completion_ids, **_: [*map(len, completion_ids)]),
+        {},
+        {},
+    )
+
+    def iterate(
+        engine: CudaEngine, rows: np.ndarray, members: list, keys: np.ndarray, coefficients: np.ndarray
+    ) -> None:
+        engine.evaluate(members, SIGMA, "train", rows)
+        engine.update(keys, coefficients)
+
+    for case, (n, rows, rank) in {"full rank": (size.members, size.prompts, 0), "low rank": (size.many, 1, 1)}.items():
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        asked = Prompts([{"prompt": f"{i:0{size.width}}"} for i in range(rows)], tok)
+        at_once = {"members": n, "population": n, "device": device, "max_completion_length": size.new}
+        engine = CudaEngine(model, tok, rewards, {"train": asked}, rank=rank, **at_once)
+        calls[f"{case}, iteration"] = partial(iterate, engine, np.arange(rows), *population(n))
+        calls[f"{case}, decoding"] = partial(engine._ids, "train", np.arange(rows), None, 1.0, n)
+        cells[case] = {"members": n, "prompts": rows}
+    times = measure(repeats, calls, synchronise)
+    for case, cell in cells.items():
+        whole, decoding = (times[f"{case}, {what}"]["seconds_min"] for what in ("iteration", "decoding"))
+        cell |= {"seconds": whole, "share_of_pure_inference": decoding / whole}
+    d = sum(p.numel() for p in model.parameters())
+    peak = {"peak_bytes_per_parameter": torch.cuda.max_memory_allocated() / d} if device == "cuda" else {}
+    return {"parameters": d, "cells": cells, "memory": peak}
+
+
+def copy_rate(device: str, synchronise: Callable[[], Any]) -> float:
+    """Return the bytes that a copy on the device reads and writes in a second."""
+    n = 1 << 20 if device == "cpu" else 1 << 31
+    source, copied = (torch.empty(n, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * n / measure(10, {"copy": lambda: copied.copy_(source)}, synchronise)["copy"]["seconds_min"]
 
 
 def device_section(device: str) -> dict:
@@ -85,11 +196,7 @@ def device_section(device: str) -> dict:
     import triton
 
     found = provenance.environment() | {module.__name__: module.__version__ for module in (torch, triton, numba)}
-    n = 1 << 20 if device == "cpu" else 1 << 31
-    source, copied = (torch.empty(n, dtype=torch.uint8, device=device) for _ in range(2))
-    synchronise = torch.cuda.synchronize if device == "cuda" else lambda: None
-    times = measure(10, {"copy": lambda: copied.copy_(source)}, synchronise)
-    found["copy_bytes_per_second"] = 2 * n / times["copy"]["seconds_min"]
+    found["copy_bytes_per_second"] = copy_rate(device, torch.cuda.synchronize if device == "cuda" else lambda: None)
     if device == "cuda":
         query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,driver_version", "--format=csv,noheader"]
         clocks = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
@@ -104,6 +211,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=7, help="measured rounds")
     parser.add_argument("--members", type=int, default=6, help="members of an update; the cost is linear in them")
     parser.add_argument("--out", type=Path, help="JSON file to merge into (default: paper/results/bench.json)")
+    parser.add_argument("--sections", nargs="+", help="only these: device, population, engine, or models of --models")
     parser.add_argument("--toy", action="store_true", help="run a toy model on the CPU, interpreted, as a check")
     options = parser.parse_args(argv)
     if options.toy:
@@ -117,6 +225,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     sections = {"device": partial(device_section, device)}
     sections |= {model: partial(model_section, model, device, *how) for model in models}
+    size = SMALL if options.toy else WHOLE
+    sections["population"] = partial(population_section, device, how[0], size)
+    sections["engine"] = partial(engine_section, device, how[0], size)
+    if options.sections:
+        sections = {name: section for name, section in sections.items() if name in options.sections}
     return run_sections(sections, lambda results: out and merge(out, name, "gpu", results))
 
 

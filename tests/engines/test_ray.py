@@ -414,3 +414,38 @@ def test_the_example_of_the_page_runs(tmp_path):
     (tmp_path / "example.py").write_text(block, encoding="utf-8")
     assert "'actors/restarted': 0" in python("example.py", folder=tmp_path).stdout
     assert len(ledger.read(tmp_path / "runs/on_ray" / ledger.NAME).steps) == 2
+
+
+def test_actors_without_vllm_open_the_engine_of_one_gpu():
+    """On the CPU device, where its rewards and weights are those of the local engine; each takes half the members."""
+    common = random_model(), tokenizer(), Rewards(ordered), {"train": Prompts(ROWS, tokenizer())}
+    settings = {"max_completion_length": 5, "distribution": "byte_sum"}
+    here = LocalEngine(*common, **settings)
+    members, coefficients = [Member(key) for key in range(1, 6)], np.linspace(-1, 1, 5, dtype=np.float32) / 30
+    keys = np.array([member.key for member in members], np.uint64)
+    with closing(RayEngine(*common, gpus=2, vllm=False, device="cpu", **settings)) as there:
+        for engine in (here, there):
+            engine.update(keys, coefficients)
+        assert rewards_of(there, members) == rewards_of(here, members)
+        assert there.generate("train", samples=2, seed=3) == here.generate("train", samples=2, seed=3)
+        with there.perturbed(7, 0.05), here.perturbed(7, 0.05):
+            assert there.generate("train") == here.generate("train")
+        os.kill(int(re.search(r"process (\d+)", there.places[0].process)[1]), signal.SIGKILL)
+        assert rewards_of(there, members) == rewards_of(here, members) and there.repairs["actors/restarted"] == 1
+        there.check()
+        assert there.plan["decoder"] == "cuda" and [place.finished > 0 for place in there.places] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"tensor_parallel": 2}, "tensor_parallel=2 needs vLLM"),
+        ({"settings": {"seed": 1}}, "'seed': 1.* need vLLM"),
+        ({"gpus": 4}, "no room for 4 actors of .*'GPU': 1"),
+    ],
+)
+def test_what_only_vllm_can_do_and_gpus_that_are_not_there(settings, named):
+    common = random_model(), tokenizer(), Rewards(ordered), {"train": Prompts(ROWS, tokenizer())}
+    with pytest.raises((ValueError, RuntimeError), match=named), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engines_ray, "PLACEMENT_SECONDS", 0.1)
+        RayEngine(*common, max_completion_length=5, vllm=False, **{"gpus": 2} | settings).generate("train")

@@ -58,7 +58,7 @@ def model(dtype: torch.dtype, seed: int = 0) -> list[Piece]:
     return pieces
 
 
-FAST = "known_answers or (members_and_updates and gaussian-0-torch.bfloat16)"
+FAST = "known_answers or each_member or (members_and_updates and gaussian-0-torch.bfloat16)"
 
 
 @pytest.mark.timeout(600)  # by an interpreter
@@ -111,6 +111,23 @@ def test_a_window_is_a_slice_of_the_whole_in_tiles_of_any_size(shape, distributi
 # full rank and low rank, each distribution, and each dtype
 LAWS = [("gaussian", 0, dtype) for dtype in DTYPES] + [(law, 0, torch.bfloat16) for law in ("byte_sum", "tied")]
 LAWS += [("tied", 1, torch.float32), ("byte_sum", 3, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("apart", [64, 67])
+def test_each_members_own_tensors_have_the_bits_of_the_member_alone(apart):
+    """Vectors and factors, which lie in wider rows, at distances that are multiples of four numbers or not."""
+    keys, scales = members(3)
+    scales *= np.float32(1e4)
+    for shape, stream in (((64,), 0), ((2, 33), 1), ((2, 60), 2)):
+        held = torch.full((3, 2, apart), 7.0, dtype=torch.bfloat16, device=DEVICE)
+        stack = held[:, 0, : shape[0]] if len(shape) == 1 else held[:, :, : shape[1]]
+        weights = device_weights([(stack, "name")], stream=stream, stacked=True)
+        weights.master.fill_(0.5)
+        weights.perturb_each(keys, scales)
+        for own, key, scale in zip(stack, keys, scales, strict=True):
+            eps = normals(int(key), parameter_id("name"), shape, stream=stream)
+            assert same(own, torch.from_numpy(np.float32(0.5) + scale * eps).to(torch.bfloat16))
+        assert int((held == 7).sum()) >= held.numel() - stack.numel()
 
 
 @pytest.mark.parametrize(("distribution", "rank", "dtype"), LAWS, ids=str)

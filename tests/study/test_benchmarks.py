@@ -97,7 +97,10 @@ def test_it_runs_on_a_toy_and_leaves_what_others_measured(tmp_path):
     results = json.loads(out.read_text())
     assert results["a CPU"] == {"cpu": {"update": 1}}
     found = results[name]["gpu"]
-    assert found.keys() == {"device", "toy", "update", "other"} and found["toy"]["memory"] == {}
+    assert found.keys() == {"device", "toy", "population", "engine", "update", "other"} and found["toy"]["memory"] == {}
+    steps, iterations = (found[name]["cells"] for name in ("population", "engine"))
+    assert steps["full rank"]["bytes_per_parameter"] == 8 and 4 < steps["low rank"]["bytes_per_parameter"] < 8
+    assert all(0 < cell["share_of_pure_inference"] for cell in iterations.values()) and len(iterations) == 2
     cells = found["toy"]["cells"]
     assert cells["perturb, gaussian"]["times_faster_than_public"] > 0 and len(cells) == 6
 

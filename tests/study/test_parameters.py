@@ -7,7 +7,7 @@ from pathlib import Path
 import nbformat
 import numpy as np
 import pytest
-from evoalign_study import paths
+from evoalign_study import parameters, paths
 from evoalign_study.parameters import PARAMETERS, check_parameters
 from helpers import python
 
@@ -47,7 +47,7 @@ def test_settings_of_the_scale_with_overrides():
         *({"model": value} for value in (7, "a/b")),
         *({"rates": [0.1, value]} for value in (float("inf"), 0)),
         *({"factors": {"sigma": value}} for value in (-1.0, "1")),
-        *({"engine": value} for value in ("vlm", "vllm")),
+        *({"engine": value} for value in ("vlm", "vllm", "cuda")),
         *({name: value} for name, value in (("some", [5]), ("own_seeds", [10**9]))),
     ],
     ids=str,
@@ -60,6 +60,17 @@ def test_mistakes_are_named(changed):
             check_parameters(namespace, PRESETS)
         if not isinstance(value, (list, dict)) and name in {*PARAMETERS, *PRESETS["tiny"]}:
             assert f"{value!r:.30}" in str(refused.value)
+
+
+def test_one_gpu_without_vllm(monkeypatch):
+    asked, presets = (
+        GIVEN | {"scale": "full", "engine": "cuda", "model": "org/model"},
+        PRESETS | {"full": PRESETS["tiny"]},
+    )
+    monkeypatch.setattr(parameters, "gpus_here", lambda: 1)
+    assert check_parameters(asked | {"gpus": 1}, presets).engine == "cuda"
+    with pytest.raises(ValueError, match="gpus=2"):
+        check_parameters(asked | {"gpus": 2}, presets)
 
 
 READ = [("rates", "[1e-3, 3]", [1e-3, 3]), ("rates", "[.5]", [0.5]), ("bases", "[A2, A1]", ["A2", "A1"])]

@@ -209,3 +209,6 @@ def test_specs_of_runs_are_what_a_plan_reads(tmp_path):
     for arm, gpus, parallel in (("es_lora", None, 2), ("essa", None, 2), ("grpo_lora", 1, None)):
         (spec,) = train_specs(arm, bases, [0], wanted | on, "full")
         assert [spec.get(name) for name in on] == ["vllm", gpus, parallel]
+    for arm, engine in (("es", "cuda"), ("es_lora", "cuda"), ("grpo", "vllm")):
+        (spec,) = train_specs(arm, bases, [0], wanted | {"engine": "cuda", "gpus": 1}, "full")
+        assert spec["engine"] == engine and not plan(config, spec, gpus=preflight._gpus_of(spec)).problem
