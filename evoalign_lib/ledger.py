@@ -272,8 +272,8 @@ def refuse_existing(path: str | os.PathLike) -> None:
     if not (data.startswith(_ledger_lines.BEGIN) or _ledger_lines.BEGIN.startswith(data)):
         raise LedgerError(f"{path} exists and is no ledger of a run: set another output_dir, or move it elsewhere.")
     if recorded(path):
-        remedy = "use another output_dir, delete that run, or continue it by resume_from_checkpoint=True"
-        raise LedgerError(f"{path} is the ledger of another run: {remedy}.")
+        remedy = "another output_dir, delete that run, or continue it by resume_from_checkpoint=True"
+        raise LedgerError(f"{path} is the ledger of another run: use {remedy}.")
 
 
 def read(path: str | os.PathLike | Ledger) -> Ledger:
