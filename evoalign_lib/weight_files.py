@@ -14,11 +14,13 @@ import json
 import math
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import regex
 import torch
 from torch import Tensor
 
@@ -31,6 +33,9 @@ _HEADS = ("lm_head.weight", "embed_out.weight")
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings)\.weight$")
 _BUFFER = re.compile(r"\.(rotary_emb\.inv_freq|masked_bias)$")
 _MASK = re.compile(r"\.(attn|attention)\.bias$")
+_MATCHING = 5.0
+"""CPU seconds that the patterns in an adapter's configuration may take"""
+_NO_PATTERN = (re.error, regex.error, RecursionError, MemoryError)
 _LORA = re.compile(r"(.+)\.lora_([AB])\.weight")
 # Initialisations that leave the base's weights as they are.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -257,7 +262,7 @@ class _Adapter(StateDict):
         for name, key in self._whole.items():
             shape, wanted = tuple(self._file.get_slice(key).get_shape()), self.shapes[name]
             self._require(shape == wanted, f"{name!r} has the shape {shape}, but in its base {wanted}")
-        self._transposed = bool(settings.get("fan_in_fan_out"))
+        self._transposed, self._until = bool(settings.get("fan_in_fan_out")), time.process_time() + _MATCHING
         self._factors = {name: self._product(name, keys, settings) for name, keys in factors.items()}
         self.dtypes = frozenset({"float32"})
 
@@ -286,23 +291,25 @@ class _Adapter(StateDict):
         a, b = (self._file.get_tensor(keys[side]).float() for side in "AB")
         self._require(len(self.shapes[name]) == a.ndim == b.ndim == 2, f"{name!r} is not a matrix")
         module = name.removesuffix(".weight")
-
-        def own(
-            patterns: str, usual: str
-        ) -> Any:  # as in PEFT: that of the first pattern that the module's name ends in
-            given = {} if settings.get(patterns) is None else settings[patterns]
-            return next((n for known, n in given.items() if re.match(rf"(.*\.)?({known})$", module)), settings[usual])
-
         try:
-            rank, alpha = whole_number("r", own("rank_pattern", "r")), own("alpha_pattern", "lora_alpha")
+            rank = whole_number("r", self._of_pattern(settings.get("rank_pattern"), module, settings["r"]))
+            alpha = self._of_pattern(settings.get("alpha_pattern"), module, settings["lora_alpha"])
             positive("lora_alpha", alpha)
-        except (re.error, RecursionError, KeyError, AttributeError, TypeError, ValueError) as error:
+        except (*_NO_PATTERN, TimeoutError, KeyError, AttributeError, TypeError, ValueError) as error:
             self._require(False, f"one of its ranks or alphas is no pattern or no positive number ({error!r:.300})")
         left, right = (a.T, b.T) if self._transposed else (b, a)
         fits = a.shape[0] == b.shape[1] == rank and (left.shape[0], right.shape[1]) == self.shapes[name]
         matrices = f"{tuple(b.shape)} and {tuple(a.shape)} with rank {rank}"
         self._require(fits, f"{name!r} has matrices {matrices}, but its base has the shape {self.shapes[name]}")
         return left, right, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+    def _of_pattern(self, patterns: Any, module: str, default: Any) -> Any:
+        """Return a module's rank or alpha: that of the first pattern that matches as in PEFT, or the default."""
+        for pattern, value in ({} if patterns is None else patterns).items():
+            left = max(0.001, self._until - time.process_time())  # some patterns would take for ever
+            if _compiled(pattern).match(module, timeout=left):
+                return value
+        return default
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
         if name in self._whole:
@@ -316,6 +323,12 @@ class _Adapter(StateDict):
             added = scaling * (left[first:last] @ right)
             entries += added.reshape(-1)[start - first * columns : stop - first * columns]
         return entries
+
+
+@lru_cache(maxsize=1 << 14)
+def _compiled(pattern: str) -> Any:
+    """Return PEFT's pattern for the names that end in one; `re`, which PEFT uses, has no time limit, but its syntax."""
+    return regex.compile(rf"(.*\.)?({re.compile(pattern).pattern})$")
 
 
 def _same_model(named: str, base: str) -> bool:

@@ -13,7 +13,7 @@ from evoalign_study import paths
 from helpers import chained, lora, python, random_model, refused
 from safetensors.torch import save_file
 
-from evoalign_lib import _adapters, ledger, models
+from evoalign_lib import _adapters, ledger, models, weight_files
 from evoalign_lib.weight_files import weights
 
 LEDGER = paths.RESULTS / "01_es_countdown" / "ledgers" / "13b03edbed2bb30e.jsonl.gz"
@@ -164,9 +164,11 @@ OTHERS = [
     (query(), {"bias": "all"}, "bias is 'all'"),
     (query(), {"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
     (query(), {"rank_pattern": {"(": 3}}, "no pattern"),
-    *((query(), {"r": value}, f"r={value}") for value in (0, True)),
+    (query(), {"rank_pattern": {r"(\w|\w\w|.)+m": 3}}, "no pattern.*TimeoutError"),  # would take for ever
+    (query(), {"rank_pattern": {"(?R)": 3}}, "no pattern"),
     *((query(), {"alpha_pattern": value}, "no pattern") for value in (True, ["q_proj"], {"q_proj": -1})),
     *((query(), {"lora_alpha": value}, f"lora_alpha={value}") for value in (-1, 0, True, math.nan, math.inf)),
+    *((query(), {"r": value}, f"r={value}") for value in (0, True)),
     (query(), {"use_rslora": "no"}, "use_rslora is 'no'"),
     ({name: tensor.double() for name, tensor in query().items()}, {}, "lora_A.weight' is stored as F64"),
     (query(rank=3), {}, r"rank 2"),
@@ -179,7 +181,8 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("tensors", "settings", "message"), OTHERS)
-def test_other_adapters_are_refused_by_name(tmp_path, tensors, settings, message):
+def test_other_adapters_are_refused_by_name(tmp_path, monkeypatch, tensors, settings, message):
+    monkeypatch.setattr(weight_files, "_MATCHING", 0.1)
     base = folder(tmp_path / "base", untied(), tie_word_embeddings=False)
     with pytest.raises(ValueError, match=f"{message}.*merge_and_unload"):
         weights(adapter(tmp_path / "lora", tensors, base, **settings))
