@@ -438,7 +438,8 @@ class _Actor:
 
     def together(self, *arguments: Any) -> list[Evaluation]:
         """Evaluate members together; arguments: those of `Engine.evaluate`, and the number of the first member."""
-        return getattr(self.engine, "evaluate_together", self.engine.evaluate)(*arguments)
+        of_vllm = isinstance(self.engine, VLLMDecoding)
+        return (self.engine.evaluate_together if of_vllm else self.engine.evaluate)(*arguments)
 
     def generate(self, noise: tuple[Member, float] | None, *arguments: Any) -> list[tuple[str, list[int]]]:
         """Return completions; noise: a member and sigma to perturb the weights with, or None."""

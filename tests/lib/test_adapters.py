@@ -256,8 +256,8 @@ def test_frozen_weights_stay_where_they_are(tmp_path, decoder, precision):
     assert moved(named(tested.model), longer.model) == trainable(longer.model)
 
 
-LOW = {"perturbation": "low_rank", "rank": 2}
-EVERY = [{"workers": 2}, {"workers": 2} | LOW, {"engine": "cuda", "use_cpu": True, "workers": None}]
+LOW, CUDA = {"perturbation": "low_rank", "rank": 2}, {"engine": "cuda", "use_cpu": True, "workers": None}
+EVERY = [{"workers": 2}, {"workers": 2} | LOW, CUDA, CUDA | LOW]
 
 
 @pytest.mark.parametrize("settings", [{"decoder": "generate"}, *EVERY], ids=str)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from noise_by_numpy import filled
 
 from evoalign_lib.engines._vllm_worker import NotMapped, WorkerExtension, part_of, segments_of, shard
-from evoalign_lib.engines.vllm import WrongWeights, prove
+from evoalign_lib.engines.proof import WrongWeights, as_matrix, compare
 from evoalign_lib.precision import matrix_digest, open_weights
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -75,6 +75,10 @@ def opened(whole, ranks):
     return *filled(whole), [[(tuple(s), matrix_digest(part)) for s, part in m] for m in maps]
 
 
+def prove(layout, master, proof):
+    compare({name: as_matrix(view) for name, view in layout.views(torch.from_numpy(master)).items()}, proof)
+
+
 @given(
     kv_heads=st.sampled_from([1, 2, 4]),
     group=st.sampled_from([1, 2, 7]),
@@ -123,7 +127,8 @@ def test_a_worker_decays_toward_what_it_has_loaded(dtype):
         model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3)).to(dtype)
     worker, weights = WorkerExtension(), open_weights(model, anchor_decay=0.25)
     worker.model_runner = SimpleNamespace(model=model)
-    assert worker.evoalign_open(4, {"anchor_decay": 0.25}) is None
+    moving = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert worker.evoalign_open(4, {"anchor_decay": 0.25, "moving": moving}) is None
     for keys in ([1, 2], [], [3]):
         worker.evoalign_perturb(9, 0.1, 1)
         coefficients = np.linspace(-0.1, 0.2, len(keys), dtype=np.float32)
