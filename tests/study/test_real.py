@@ -169,8 +169,6 @@ def test_import_takes_declared_runs_with_their_ledgers(folder: Path, tmp_path: P
     monkeypatch.setattr(real, "Plan", lambda: plan)
     results = tmp_path / "results"
     monkeypatch.setattr(real.paths, "RESULTS", results)
-    for record in records:
-        record["environment"]["device"] = "1 x GPU"
     for name in ("ledgers.zip", "device.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
 
@@ -187,6 +185,7 @@ def test_import_takes_declared_runs_with_their_ledgers(folder: Path, tmp_path: P
     monkeypatch.setattr(real.paths, "RESULTS", tmp_path / "nothing")
     longer = records[3] | {"spec": (spec := records[3]["spec"] | {"steps": 3}), "spec_hash": spec_hash(spec)}
     refused = {"lack the sweep of es": records[first:], "is not what the plan": [*records[:3], records[-1]]}
+    refused["was made on 1 x GPU"] = [records[0] | {"environment": {"device": "1 x GPU"}}]
     for why, part in (refused | {r"have \[2, 3\] steps": [*records[:4], longer]}).items():
         holds(*part)
         with pytest.raises(SystemExit, match=why):
