@@ -59,7 +59,13 @@ _UNMOVED = 1e-30  # a sigma that changes no weight, for the model's own fitness
 _PLAIN = ("fitness", "fitness_shaping", "sigma_schedule", "alpha_schedule", "anchor_decay", "precision")
 _GRADED = {"conciseness": 1.0, "safety": 0.05}  # tasks whose completions are not right or wrong -> gain asked for
 # task -> most new tokens of shipped bases and of other models
-_LENGTHS = {"countdown": (16, 1024), "arithmetic": (24, 24), "conciseness": (24, 128), "safety": (32, 512)}
+_LENGTHS = {
+    "countdown": (16, 1024),
+    "arithmetic": (24, 24),
+    "conciseness": (24, 128),
+    "facts": (24, 24),
+    "safety": (32, 512),
+}
 
 
 class Effects(NamedTuple):

@@ -25,6 +25,7 @@ TASKS: dict[str, str] = {
     "conciseness": "evoalign_lib.tasks.conciseness",
     "safety": "evoalign_lib.tasks.safety",
     "arithmetic": "evoalign_lib.tasks.arithmetic",
+    "facts": "evoalign_lib.tasks.facts",
 }
 """Task name -> module, imported on first use. A new task needs a module and a line here."""
 

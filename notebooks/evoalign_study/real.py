@@ -19,6 +19,11 @@ FOLDER then holds `records.jsonl`, `ledgers.zip` and `device.json`. `python -m e
 them and adds them to the committed records, each to those of the notebook that it belongs to.
 
 `--trial` runs the same code with sizes that mean nothing, at scale smoke, on the CPU.
+
+`--task facts` makes the runs of `FACTS` instead, on the CPU: short facts, rewarded for length alone, with task A's
+settings (those above) and declared lengths, without a sweep and without 4. `--arms` takes some of them, so that two
+processes can share the work, each with its own FOLDER. A repeated command goes on with a killed run of ES from the
+steps in its ledger; one of GRPO begins again. CPU and GPU runs have different specs, and are never pooled.
 """
 
 import argparse
@@ -26,6 +31,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import tempfile
 import time
 import traceback
@@ -60,8 +66,8 @@ from evoalign_study.records import (
 )
 
 NOTEBOOK = {"products": "08_weight_geometry", "path": "09_lmc_analysis", "merge": "08_weight_geometry"}
-"""Kind -> the notebook whose records have it; all other kinds belong to notebook 02."""
-_OTHERS = "02_grpo_countdown"
+"""Kind -> the notebook whose records have it; all other kinds belong to that of their task."""
+_OTHERS = {"arithmetic": "02_grpo_countdown", "facts": "03_conciseness"}
 TRAINED = ("es", "grpo", "es_random")
 """The arms, in the order of a round."""
 
@@ -75,7 +81,9 @@ class Plan:
     device: str = "cuda"
     dtype: str = "bfloat16"
     """of decoding, in ES and in all measurements"""
+    task: str = "arithmetic"
     operation: str = "*"
+    """of arithmetic"""
     validation_problems: int = 100
     test_problems: int = 355
     """all that there are"""
@@ -99,6 +107,8 @@ class Plan:
         *((4, 100, 1.0), (4, 80, 1.0), (4, 60, 1.0), (4, 60, 0.5), (4, 40, 0.5)),
     )
     """seeds, ES steps, and GRPO's forward FLOPs as a share of ES's, best first: the first that fits is taken"""
+    steps: tuple[int, int] | None = None
+    """of ES and of GRPO, each with the only setting of its sweep, which is then not made; None: by `lengths`"""
     seeds: int = 6
     """at most"""
     path_points: int = 5
@@ -108,16 +118,19 @@ class Plan:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that all runs share."""
-        names = ("operation", "validation_problems", "test_problems", "max_completion_length", "curve_points")
-        return {"task": "arithmetic", "curve_spacing": "log"} | {name: getattr(self, name) for name in names}
+        names = ("validation_problems", "test_problems", "max_completion_length", "curve_points")
+        own: dict[str, Any] = {"curve_spacing": "log", "operation": self.operation}
+        own = own if self.task == "arithmetic" else {"sampled_at": [0.6]}
+        return {"task": self.task} | own | {name: getattr(self, name) for name in names}
 
     def _made(self, spec: Spec, **more: Any) -> Spec:
-        return spec | {"engine": "cuda", "dtype": self.dtype} | more
+        where = {} if self.device == "cuda" else {"device": self.device}
+        return spec | {"engine": "cuda", "dtype": self.dtype} | where | more
 
     @property
     def of_base(self) -> Spec:
         """The spec of the untrained base."""
-        asked = {k: v for k, v in self.settings.items() if not k.startswith("curve")}
+        asked = {k: v for k, v in self.settings.items() if not k.startswith(("curve", "sampled"))}
         return self._made(base_specs([self.base], asked, self.scale)[0])
 
     def run(self, arm: str, seed: int, setting: Mapping[str, float], steps: int, **changed: Any) -> Spec:
@@ -126,8 +139,15 @@ class Plan:
         if arm == "grpo":
             own = {"num_generations": self.num_generations, "prompts_per_step": self.grpo_prompts, "beta": 0.0}
         asked = self.settings | own | {"steps": steps} | dict(setting) | changed
-        products = {"products": "tf32"} if arm == "grpo" else {}
+        products = {"products": "tf32" if self.device == "cuda" else "float32"} if arm == "grpo" else {}
         return self._made(*train_specs(arm, [self.base], [seed], asked, self.scale), **products)
+
+    @property
+    def wanted(self) -> dict[str, tuple[dict[str, float], int]]:
+        """Arm -> setting and steps of the runs of a plan with `steps`."""
+        ((sigma, alpha),), (rate,), (steps, others) = self.es_sweep, self.grpo_sweep, self.steps or (0, 0)
+        es = {"sigma": sigma, "alpha": alpha}, steps
+        return {"es": es, "grpo": ({"learning_rate": rate}, others), "es_random": es}
 
     @property
     def sweep(self) -> list[tuple[Spec, Spec]]:
@@ -160,6 +180,26 @@ TRIAL = Plan(
     reserve=0.0,
 )
 """Sizes that mean nothing, for the CPU."""
+
+FACTS = Plan(
+    task="facts",
+    device="cpu",
+    validation_problems=32,
+    test_problems=64,
+    max_completion_length=20,
+    es_prompts=32,
+    grpo_prompts=8,
+    num_generations=8,
+    curve_points=6,
+    es_sweep=((0.002, 0.001),),
+    grpo_sweep=(3e-5,),
+    steps=(24, 12),
+    seeds=2,
+)
+"""Facts rewarded for length, on a CPU: settings are those that the sweep on products chose, by right answers.
+
+Before training the rewards of split A were -60 greedily, -63 at .6 and -72 at temperature 1 (seen before the runs).
+"""
 
 
 def score(record: Record) -> float:
@@ -202,11 +242,15 @@ class Session:
         minutes: time for all of it, from `began` on.
         commit: of the code, where git cannot tell.
         known: records of earlier commands.
+        arms: what is run, of a plan with `steps`: "base" and arms.
         began: `time.monotonic()` at the start of the process.
     """
 
-    def __init__(self, plan: Plan, out: Path, minutes: float, commit: str, known: Sequence[Record], began: float):
-        self.plan, self.out, self.commit = plan, out, commit
+    def __init__(
+        self, plan: Plan, out: Path, minutes: float, commit: str, known: Sequence[Record], arms: Sequence[str],
+        began: float,
+    ):  # fmt: skip
+        self.plan, self.out, self.commit, self.arms = plan, out, commit, arms
         self.minutes, self.began = minutes, began
         self.records = {record["spec_hash"]: record for record in known}
         self.costs: dict[str, float] = {}  # what is no training -> seconds that the last one took
@@ -216,7 +260,8 @@ class Session:
         out.mkdir(parents=True, exist_ok=True)
         from evoalign_study.real_runs import Bench
 
-        self.bench = Bench(plan.of_base, plan.device)
+        self.unfinished = out / "unfinished" if plan.steps else None
+        self.bench = Bench(plan.of_base, plan.device, self.unfinished)
         self.say(f"{plan.base} is on {plan.device}")
 
     @property
@@ -234,7 +279,7 @@ class Session:
 
     def store(self, spec: Spec, result: Record, wall: float, kept: Path | None = None) -> Record:
         """Write a record, and its ledger, to the folder at once."""
-        notebook = NOTEBOOK.get(spec["kind"], _OTHERS)
+        notebook = NOTEBOOK.get(spec["kind"], _OTHERS[spec["task"]])
         record = {"spec": spec, "spec_hash": spec_hash(spec), "notebook": notebook, "commit": self.commit}
         record |= {"status": FINISHED, "environment": provenance.environment("cuda")} | result
         record.setdefault("budget", {})["wall_seconds"] = round(wall, 2)
@@ -309,6 +354,8 @@ class Session:
 
         record = self.attempt(name, make)
         keep.unlink(missing_ok=True)
+        if record is not None and self.unfinished:
+            shutil.rmtree(self.unfinished / record["spec_hash"], ignore_errors=True)
         if record is None:
             self.failed |= {arm} if spec["seed"] < SWEEP_SEED else set()
             return None
@@ -354,8 +401,11 @@ class Session:
     def work(self) -> None:
         """Work through the list."""
         began, spec = time.monotonic(), self.plan.of_base
-        if (base := self.has(spec)) is None:
+        if (base := self.has(spec)) is None and "base" in self.arms:
             base = self.store(spec, self.bench.untrained(spec), time.monotonic() - began)
+        if self.plan.steps:
+            self.made(self.plan.wanted)
+            return
         again = time.monotonic()  # without capturing graphs, unless the record was there already
         self.bench.tested()
         self.tested = time.monotonic() - again
@@ -406,9 +456,12 @@ class Session:
             of_step = [r["budget"]["forward_flops"] / r["spec"]["steps"] for r in (es[-1], *grpo[-1:])]
             steps = length(replace(plan, lengths=lengths), self.left - plan.reserve, cost, of_step[0] / of_step[-1])
         self.say(f"ES {best}, {steps[0]} steps; GRPO {other}, {steps[1]} steps; {self.left:.0f} s left")
-        found: dict[str, list[Record]] = {arm: [] for arm in TRAINED}
-        wanted = {"es": (best, steps[0]), "grpo": (other, steps[1]), "es_random": (best, steps[0])}
-        for seed, arm in product(range(plan.seeds), TRAINED):
+        return self.made({"es": (best, steps[0]), "grpo": (other, steps[1]), "es_random": (best, steps[0])})
+
+    def made(self, wanted: Mapping[str, tuple[Any, int]]) -> dict[str, list[Record]]:
+        """Make the rounds with these settings and steps; return arm -> its runs, known ones included."""
+        plan, found = self.plan, {arm: [] for arm in TRAINED}
+        for seed, arm in product(range(plan.seeds), [arm for arm in TRAINED if arm in self.arms]):
             setting, n = wanted[arm]
             if setting and (record := self.train(plan.run(arm, seed, setting, n), plan.reserve)) is not None:
                 found[arm].append(record)
@@ -492,27 +545,38 @@ def read_commands(path: Path) -> list[dict[str, Any]]:
 
 
 def committed(plan: Plan) -> list[Record]:
-    """Return the committed records of a plan's scale."""
-    return [record for path in record_files(plan.scale) for record in read_records(path)]
+    """Return the committed records of a plan's scale and task."""
+    every = (record for path in record_files(plan.scale) for record in read_records(path))
+    return [record for record in every if record["spec"]["task"] == plan.task]
+
+
+def plan_of(records: Sequence[Record]) -> Plan:
+    """Return the declared plan of records, by the task of the first."""
+    return FACTS if records and records[0]["spec"]["task"] == FACTS.task else Plan()
 
 
 def checked(out: Path) -> Iterator[tuple[Record, Path | None]]:
     """Yield the records in a folder, each with its unpacked ledger, once all of them have passed.
 
     Raises:
-        ValueError: no records; one that the plan does not declare, or that was not made on a GPU; seeds with another
+        ValueError: no records; one that the plan does not declare, or not made on its device; seeds with another
             setting than the sweep chose, or of another length than others; products, a line or a merge of ends that no
             run has; a ledger that is missing or not the recorded one. Runs and sweep may be committed ones.
     """
-    found, plan = read_records(out / "records.jsonl"), Plan()
+    found = read_records(out / "records.jsonl")
+    plan = plan_of(found)
     require(found, f"{out} holds no records.jsonl: run `python -m evoalign_study.real run --out {out}` first.")
     runs = [r for r in (*committed(plan), *found) if r["spec"]["kind"] == "train"]
     sweep = {arm: [r for r in runs if r["spec"]["seed"] == SWEEP_SEED and r["spec"]["arm"] == arm] for arm in TRAINED}
-    ends, declared = {r["digest"] for r in runs}, {spec_hash(spec) for pair in plan.sweep for spec in pair}
-    declared |= {spec_hash(plan.of_base)}
+    ends, specs = {r["digest"] for r in runs}, [plan.of_base]
+    if plan.steps:
+        specs += [plan.run(arm, seed, *plan.wanted[arm]) for arm in TRAINED for seed in range(plan.seeds)]
+    else:
+        specs += [spec for pair in plan.sweep for spec in pair]
+    declared = set(map(spec_hash, specs))
     for record in found:
         spec, where = record["spec"], f"{out}, record {record['spec_hash']}"
-        if spec["kind"] == "train" and spec["seed"] != SWEEP_SEED:
+        if spec["kind"] == "train" and spec["seed"] != SWEEP_SEED and not plan.steps:
             arm = "grpo" if spec["arm"] == "grpo" else "es"
             require(sweep[arm], f"{where}: the folder and the committed records lack the sweep of {arm}.")
             alike = [r["spec"] for r in runs if (r["spec"]["arm"] == "grpo") == (arm == "grpo")]
@@ -521,7 +585,8 @@ def checked(out: Path) -> Iterator[tuple[Record, Path | None]]:
             declared.add(spec_hash(plan.run(spec["arm"], spec["seed"], chosen(sweep[arm]), spec["steps"])))
         known = record["spec_hash"] in declared or (spec["kind"] in NOTEBOOK and digests(spec) <= ends)
         require(known and spec["scale"] == plan.scale, f"{where} is not what the plan and its sweep declare.")
-        require(" x " in record["environment"]["device"], f"{where} was made on {record['environment']['device']}.")
+        device = record["environment"]["device"]
+        require((" x " in device) == (plan.device == "cuda"), f"{where} was made on {device}.")
     with tempfile.TemporaryDirectory() as place:
         kept = {record["spec_hash"]: _ledger(record, out, Path(place)) for record in found if "ledger" in record}
         for record in found:
@@ -546,13 +611,15 @@ def _ledger(record: Record, out: Path, place: Path) -> Path:
     return place / name
 
 
-def run(out: Path, minutes: float, commit: str, trial: bool, plan: str, began: float) -> None:
+def run(
+    out: Path, minutes: float, commit: str, trial: bool, plan: str, task: str, arms: Sequence[str], began: float
+) -> None:
     """Make the runs that are missing, in order of value, until the time is over; arguments as on the command line."""
     changes = {name: _tuples(value) for name, value in json.loads(plan).items()}
     require(trial or not changes, "--plan is for --trial alone: the declared plan stands in the code.")
-    wanted = replace(TRIAL, **changes) if trial else Plan()
+    wanted = replace(TRIAL, **changes) if trial else FACTS if task == FACTS.task else Plan()
     known = [*([] if trial else committed(wanted)), *read_records(out / "records.jsonl")]
-    session = Session(wanted, out, minutes, commit or provenance.commit(), known, began)
+    session = Session(wanted, out, minutes, commit or provenance.commit(), known, arms, began)
     try:
         session.work()
     except Exception as error:  # `main` prints the message alone, and the device may be gone when it is read
@@ -576,7 +643,8 @@ def take(folder: Path) -> None:
         path = paths.RESULTS / record["notebook"] / f"{record['spec']['scale']}.jsonl"
         append_record(path, record, kept)
         print(f"{record['spec_hash']} {record['spec']['kind']} {record['spec'].get('arm', '')} -> {path}")
-    path = paths.RESULTS / _OTHERS / f"{Plan().scale}.device.json"
+    plan = plan_of(read_records(folder / "records.jsonl"))
+    path = paths.RESULTS / _OTHERS[plan.task] / f"{plan.scale}.device.json"
     told = read_commands(path)
     told += [command for command in read_commands(folder / "device.json") if command not in told]
     files.replace_text(path, json.dumps(told, indent=1) + "\n")
@@ -592,6 +660,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     running.add_argument("--minutes", type=float, default=9.0, help="time for all of it, loading included")
     running.add_argument("--commit", default="", help="commit of the code, where git cannot tell")
     running.add_argument("--trial", action="store_true", help="sizes that mean nothing, on the CPU, at scale smoke")
+    running.add_argument("--task", choices=[*_OTHERS], default="arithmetic", help="facts: the block on the CPU")
+    every = ["base", *TRAINED]
+    running.add_argument("--arms", nargs="+", choices=every, default=every, help="of facts: what this process runs")
     running.add_argument("--plan", default="{}", help='changes to the plan of a trial as JSON, such as {"seeds": 1}')
     commands.add_parser("import", help="add them to the committed records").add_argument("folder", type=Path)
     given = vars(parser.parse_args(arguments))

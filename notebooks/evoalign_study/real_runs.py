@@ -13,7 +13,7 @@ import hashlib
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from evoalign_lib.noise import Layout
 from evoalign_lib.precision import layout_of
 from evoalign_study import evolution, measures, training, weight_cache
 from evoalign_study.measures.base import decodings, significant, tallied
-from evoalign_study.records import Record, Spec, pack_bits
+from evoalign_study.records import Record, Spec, pack_bits, spec_hash
 
 _ROWS = 512
 """Rows that are decoded at once in a measurement; on a GPU fewer are filled up, so that one graph serves all."""
@@ -111,10 +111,11 @@ class Bench:
     Args:
         spec: that of the base.
         device: "cuda" or "cpu".
+        folder: where a run works, so that a killed run of ES goes on from its ledger; None: nothing is kept.
     """
 
-    def __init__(self, spec: Spec, device: str):
-        self.device = device
+    def __init__(self, spec: Spec, device: str, folder: Path | None = None):
+        self.device, self.folder = device, folder
         self.model, self.tokenizer = models.load(spec["base"], keywords={"dtype": getattr(torch, spec["dtype"])})
         if spec["base"] == smollm2.NAME:  # a folder's digest was taken from its files
             found, wanted = models.base_digest(self.model), spec["base_digest"]
@@ -191,7 +192,8 @@ class Bench:
     def _training(self, spec: Spec, keep: Path | None) -> Iterator[tuple[Tensor, Record, Stopwatch]]:
         train = self._gradient if arms.get(spec["arm"]).family == "gradient" else self._evolved
         try:
-            with tempfile.TemporaryDirectory() as place, train(spec, Path(place), keep) as made:
+            kept = nullcontext(self.folder / spec_hash(spec)) if self.folder else tempfile.TemporaryDirectory()
+            with kept as place, train(spec, Path(place), keep) as made:
                 yield made
         finally:
             gc.collect()
@@ -241,13 +243,15 @@ class Bench:
         settings = {name: spec[name] for name in named} | dict(arms.get(spec["arm"]).options)
         settings |= {"max_steps": spec["steps"], "engine": "cuda", "use_cpu": self.device == "cpu"}
         settings |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+        if self.device == "cpu":  # more at once are not faster there, and each takes memory
+            settings["engine_kwargs"] = {"members": 2}
         rows = self.measure.rows(spec, self.tokenizer, self.measure.sets(spec)["train"])
         model, watch = copy.deepcopy(self.model), Stopwatch()
         config = ESConfig(output_dir=str(place), **settings)
         es = ESTrainer(model, self.measure.reward(spec), config, rows, None, self.tokenizer, [watch, curve])
         es.warm_start_cost = None  # `evolution.spent` asks
         with closing(es.engine):
-            es.train()
+            es.train(resume_from_checkpoint=(place / ledger.NAME).is_file())
             result = {"budget": _rounded(evolution.spent(es)), "counts": dict(es.counts), "plan": es.engine.plan}
             result["curve"] = progress.curve
             if keep is not None:
@@ -272,7 +276,7 @@ class Bench:
         named = ("seed", "steps", "prompts_per_step", "num_generations", "max_completion_length")
         settings = {name: spec[name] for name in (*named, "learning_rate", "beta")} | {"decoder": "population"}
         settings |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
-        settings |= {"use_cpu": True} if self.device == "cpu" else {}
+        settings |= {"use_cpu": True, "micro_batch": 16} if self.device == "cpu" else {}
         rows, watch = self.measure.rows(spec, self.tokenizer, self.measure.sets(spec)["train"]), Stopwatch()
         args, model = grpo.config(spec["arm"], output_dir=str(place), **settings), copy.deepcopy(self.model).float()
         reward = self.measure.reward(spec)

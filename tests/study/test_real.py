@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from evoalign_study import claims, real, weight_cache
+from evoalign_study import claims, collapse, real, real_runs, weight_cache
 from evoalign_study.claims import run_scores
 from evoalign_study.records import pack_bits, read_records, spec_hash
 
-from evoalign_lib import smollm2, tiny
+from evoalign_lib import ledger, smollm2, tiny
 from evoalign_lib.analysis import geometry
 from evoalign_lib.tasks import arithmetic
 
@@ -117,6 +117,33 @@ def test_the_command_makes_every_kind_of_record_once(folder: Path) -> None:
     assert [command["left_out"] for command in json.loads((folder / "device.json").read_text())] == [[]] * 4
 
 
+def test_facts_are_run_on_the_cpu_in_parts_and_a_killed_run_goes_on(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    plan = {"task": "facts", "steps": (2, 2), "es_sweep": ((0.2, 0.05),), "grpo_sweep": (1e-5,), "seeds": 1}
+    plan = CHANGES | plan | {"base": str(folder.parent / "model")}
+    command = ["run", "--out", str(tmp_path), "--trial", "--plan", json.dumps(plan), "--arms"]
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(real_runs.Stopwatch, "on_step_end", interrupted)
+        real.main([*command, "es"])
+    assert [len(ledger.read(path).steps) for path in tmp_path.glob("unfinished/*/ledger.jsonl")] == [1]
+    real.main([*command, "es"])
+    real.main([*command, "base", "grpo", "es_random"])
+    monkeypatch.setattr(real, "FACTS", made := replace(real.TRIAL, **plan))
+    monkeypatch.setattr(real.paths, "RESULTS", tmp_path / "results")
+    real.main(["import", str(tmp_path)])
+    base, es, grpo, walk = sorted(
+        real.committed(made), key=lambda r: ["", *real.TRAINED].index(r["spec"].get("arm", ""))
+    )
+    assert {r["notebook"] for r in (base, es, grpo, walk)} == {"03_conciseness"} and not list(tmp_path.glob("unf*/*"))
+    assert es["spec"]["device"] == "cpu" and grpo["spec"]["products"] == "float32" and base["test"]["n"] == 6
+    assert es["curve"]["proxy_greedy"][0] == grpo["curve"]["proxy_greedy"][0] == walk["curve"]["proxy_greedy"][0] < 0
+    for decoding, level in ((d, r["curve"][f"proxy_{d}"][-1]) for d in ("greedy", "t1", "t0.6") for r in (es, grpo)):
+        assert collapse.right_at(es, decoding, at_proxy=min(level, es["curve"][f"proxy_{decoding}"][0])).shape == (6,)
+
+
+def interrupted(*args: object, **kwargs: object) -> None:
+    raise KeyboardInterrupt
+
+
 def records_at_real(records: list[dict]) -> list[dict]:
     """The same records as if they had been made at scale real."""
     return json.loads(json.dumps(records).replace('"scale": "smoke"', '"scale": "real"'))
@@ -142,8 +169,6 @@ def test_import_takes_declared_runs_with_their_ledgers(folder: Path, tmp_path: P
     monkeypatch.setattr(real, "Plan", lambda: plan)
     results = tmp_path / "results"
     monkeypatch.setattr(real.paths, "RESULTS", results)
-    for record in records:
-        record["environment"]["device"] = "1 x GPU"
     for name in ("ledgers.zip", "device.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
 
@@ -160,6 +185,7 @@ def test_import_takes_declared_runs_with_their_ledgers(folder: Path, tmp_path: P
     monkeypatch.setattr(real.paths, "RESULTS", tmp_path / "nothing")
     longer = records[3] | {"spec": (spec := records[3]["spec"] | {"steps": 3}), "spec_hash": spec_hash(spec)}
     refused = {"lack the sweep of es": records[first:], "is not what the plan": [*records[:3], records[-1]]}
+    refused["was made on 1 x GPU"] = [records[0] | {"environment": {"device": "1 x GPU"}}]
     for why, part in (refused | {r"have \[2, 3\] steps": [*records[:4], longer]}).items():
         holds(*part)
         with pytest.raises(SystemExit, match=why):
