@@ -744,7 +744,8 @@ class CudaEngine(Engine):
         stacks = [[(self.decoder.working(names[i], every), names[i]) for i in self._vectors]]
         for side in (0, 1):
             stacks.append([(own[side], name) for name, own in self.decoder.factors.items() if name in names])
-        self._own = [noise.device_weights(x, *law, stream=i, stacked=True) for i, x in enumerate(stacks)]
+        # no vectors where linear layers alone move
+        self._own = [x and noise.device_weights(x, *law, stream=i, stacked=True) for i, x in enumerate(stacks)]
         for factors in self._own[1:]:
             factors.master.fill_(-0.0)  # which added to a number leaves it as it is
 
@@ -756,12 +757,13 @@ class CudaEngine(Engine):
             return
         self._held[0].restore()
         vectors, a, b = self._own
-        weights = self._held[0].views()
-        for own, i in zip(vectors.views(), self._vectors, strict=True):
-            own.copy_(weights[i].view(own.shape))
         keys = np.array([member.key for member in members], np.uint64)
         scales = np.array([noise.signed_sigma(sigma, member.sign) for member in members])
-        vectors.perturb_each(keys, scales)
+        if vectors:
+            weights = self._held[0].views()
+            for own, i in zip(vectors.views(), self._vectors, strict=True):
+                own.copy_(weights[i].view(own.shape))
+            vectors.perturb_each(keys, scales)
         a.perturb_each(keys, scales / np.float32(self.decoder.rank**0.5))
         b.perturb_each(keys, np.ones_like(scales))
 
