@@ -492,7 +492,7 @@ class LoopRollouts:
 class PopulationRollouts:
     """A `rollout_func` for TRL that generates a gradient arm's completions as `engine="cuda"` does for ES.
 
-    The policy's weights are copied into a decoder (`engines.cuda.PopulationDecoder`) before each batch of rollouts.
+    The policy's weights are copied into a `PopulationDecoder` (`engines.population`) before each batch of rollouts.
     Samples are drawn from logits in the policy's own dtype, which for these arms is float32, at temperature 1 by
     inversion, one number per token from torch's global random state on the CPU. So they are on-policy to the last
     digits, and a resumed run draws the same numbers; they are not the tokens of transformers' generate.
@@ -506,7 +506,7 @@ class PopulationRollouts:
         Raises:
             ValueError: a model that the decoder does not cover, or prompts that are not of the training set.
         """
-        from evoalign_lib.engines.cuda import PopulationDecoder
+        from evoalign_lib.engines.population import PopulationDecoder
 
         model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
         found = Prompts(_rows(prompts), tokenizer)

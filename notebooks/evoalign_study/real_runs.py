@@ -26,7 +26,7 @@ from evoalign_lib import arms, grpo, ledger, models, noise, smollm2
 from evoalign_lib.analysis import geometry
 from evoalign_lib.checks import require
 from evoalign_lib.engines.base import Decoding, Prompts, _eos_ids, check_temperature
-from evoalign_lib.engines.cuda import PopulationDecoder
+from evoalign_lib.engines.population import PopulationDecoder
 from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.noise import Layout
 from evoalign_lib.precision import layout_of

@@ -32,8 +32,9 @@ from evoalign_study import paths, provenance
 
 from evoalign_lib import noise, tiny
 from evoalign_lib.engines import memory
-from evoalign_lib.engines.cuda import CudaEngine, PopulationDecoder
+from evoalign_lib.engines.cuda import CudaEngine
 from evoalign_lib.engines.local import Prompts
+from evoalign_lib.engines.population import PopulationDecoder
 from evoalign_lib.rewards import Rewards
 from tests.benchmarks.shared import measure, merge, population, public_perturb, public_update, run_sections
 from tests.helpers import qwen

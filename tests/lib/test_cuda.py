@@ -15,9 +15,10 @@ from test_engine import BESIDES, LINEAR, members
 from evoalign_lib import _adapters, grpo, ledger
 from evoalign_lib.engines import cuda
 from evoalign_lib.engines.base import Options, Prompts, until_end
-from evoalign_lib.engines.cuda import CudaEngine, PopulationDecoder
+from evoalign_lib.engines.cuda import CudaEngine
 from evoalign_lib.engines.decode import Decoder, inversion
 from evoalign_lib.engines.local import LocalEngine
+from evoalign_lib.engines.population import PopulationDecoder
 from evoalign_lib.es import ESConfig
 from evoalign_lib.rewards import Rewards
 
