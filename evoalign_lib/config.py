@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +270,7 @@ class ESConfig(TrainingArguments):
     def _unread(self) -> Iterator[tuple[str, str]]:
         """Yield settings that have no effect because of the values of others."""
         vllm = self.engine == "vllm" or bool(self.gpus)
+        alone = self.engine == "ray" and find_spec("vllm") is None  # actors open engine "cuda"
         samples = self.sampling != "greedy" or self.num_generations_eval is not None
         falling = "set {}_schedule='linear' or 'cosine'"
         for read, remedy, names in (
@@ -280,7 +282,7 @@ class ESConfig(TrainingArguments):
             (self.engine == "local", "set engine='local'", ["precision"]),
             (self.engine in ("vllm", "ray"), "set engine='vllm' or 'ray'", ["gpus"]),
             (not vllm and self.engine != "cuda", "use an engine without GPUs", ["decoder", "workers"]),
-            (not vllm, "use an engine without vLLM", ["chunk_rows"]),
+            (not vllm or alone, "use an engine without vLLM", ["chunk_rows"]),
             (vllm, "set engine='vllm', or 'ray' with gpus", ["tensor_parallel"]),
             (vllm or self.engine == "cuda", "set engine='cuda' or 'vllm', or 'ray' with gpus", ["engine_kwargs"]),
         ):

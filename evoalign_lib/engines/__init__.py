@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from evoalign_lib._adapters import is_adapted
@@ -83,7 +84,8 @@ def open_engine(
     remedy = "use engine='local', or engine='vllm' with gpus 0 or tensor_parallel"
     require(single or not is_adapted(model), f"adapters do not decode on actors of a cluster: {remedy}.")
     on_gpus = {"tensor_parallel": tensor_parallel, "settings": engine_kwargs}
-    if engine == "vllm" or gpus:  # vLLM loads the same files that the model was loaded from
+    by_vllm = engine == "vllm" or (bool(gpus) and find_spec("vllm") is not None)
+    if by_vllm:  # which loads the same files that the model was loaded from
         files = load or {}
         if taken := sorted(files.keys() & {"subfolder", "gguf_file"}):
             raise ValueError(f"model_init_kwargs: vLLM cannot load a {taken[0]}. Pass a folder of the model alone.")
@@ -100,9 +102,7 @@ def open_engine(
     from evoalign_lib.engines import ray
 
     of_cuda = {"device": device, "population": population, "step_rows": step_rows}
-    own = {"chunk_rows": chunk_rows} | (
-        on_gpus | of_cuda | {"vllm": True if engine == "vllm" else None} if gpus else {"decoder": decoder}
-    )
+    own = {"chunk_rows": chunk_rows} | (on_gpus | of_cuda | {"vllm": by_vllm} if gpus else {"decoder": decoder})
     where = {"workers": workers, "gpus": gpus, "folder": folder, "load": load}
     return ray.RayEngine(model, tokenizer, rewards, prompts, **where, **own, **common)
 

@@ -13,6 +13,7 @@ warning says why, and the batch plan names it. Rewards and weights are those of 
 near-tie. With device "cpu" the same code runs without graphs.
 """
 
+import gc
 import logging
 import os
 import time
@@ -188,6 +189,8 @@ class CudaEngine(Engine):
                 self.decoder.check(model, first.ids, first.mask, pad, len(first.prefix))
             except ValueError as error:
                 reason = str(error).removesuffix(" Use engine='local'.")
+                self.__dict__.pop("decoder", None)  # its copies fill the memory that transformers needs
+                gc.collect()
         if reason:
             one = members in (None, 1)
             require(one, f"members={members}: transformers decodes one member at a time, because {reason}. Remove it.")
@@ -281,9 +284,9 @@ class CudaEngine(Engine):
         stacks = [[(self.decoder.working(names[i], every), names[i]) for i in self._vectors]]
         for side in (0, 1):
             stacks.append([(own[side], name) for name, own in self.decoder.factors.items() if name in names])
-        # no vectors where linear layers alone move
+        # no vectors where linear layers alone move, no matrices where they alone are frozen
         self._own = [x and noise.device_weights(x, *law, stream=i, stacked=True) for i, x in enumerate(stacks)]
-        for factors in self._own[1:]:
+        for factors in filter(None, self._own[1:]):
             factors.master.fill_(-0.0)  # which added to a number leaves it as it is
 
     def _perturb(self, members: Sequence[Member], sigma: float) -> None:
@@ -301,8 +304,9 @@ class CudaEngine(Engine):
             for own, i in zip(vectors.views(), self._vectors, strict=True):
                 own.copy_(weights[i].view(own.shape))
             vectors.perturb_each(keys, scales)
-        a.perturb_each(keys, scales / np.float32(self.decoder.rank**0.5))
-        b.perturb_each(keys, np.ones_like(scales))
+        if a:
+            a.perturb_each(keys, scales / np.float32(self.decoder.rank**0.5))
+            b.perturb_each(keys, np.ones_like(scales))
 
     def _ids(self, name: str, rows: np.ndarray, uniforms, temperature: float, members: int) -> np.ndarray:
         """Decode rows of a set of prompts with the first members' weights, (members, rows, new)."""

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evoalign_lib._adapters import dense, lora_linears, not_dense
+from evoalign_lib._adapters import dense, lora_linears, moved, not_dense
 from evoalign_lib.checks import require
 from evoalign_lib.engines import agreement, decode
 from evoalign_lib.engines.decode import EMBEDDING, HEAD, JOINED, NORM, NORMS, Draw, inversion, supports
@@ -76,7 +76,7 @@ class PopulationDecoder:
         self.device, self.dtype = torch.device(device), dtype or model.dtype
         config = model.config
         weights = dense(model, not apart) if (reason := uncovered(model, self.dtype, apart)) is None else {}
-        self._lora = lora_linears(model) if apart and not reason else {}
+        self._lora, self._moving = lora_linears(model) if apart and not reason else {}, moved(model).keys()
         self._places: dict[str, Tensor] = {}  # name -> (members, rows, columns), or of 1 if they share it
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}
         """with a rank, name of a matrix -> the members' factors, (members, rank, rows) and (members, rank, columns)"""
@@ -124,7 +124,8 @@ class PopulationDecoder:
         """Make the members' factors of modules that are used as one; None if they have none."""
         matrices, adapters = [weights[f"{module}.weight"] for module in modules], [*map(self._lora.get, modules)]
         active = next((layer.active_adapters[0] for layer in adapters if layer), None)
-        ranks = [layer.r[active] if layer else self.rank for layer in adapters]
+        own_ranks = [self.rank if f"{module}.weight" in self._moving else 0 for module in modules]
+        ranks = [layer.r[active] if layer else own for layer, own in zip(adapters, own_ranks, strict=True)]
         if not any(ranks):
             return None
         zeros, rows = partial(torch.zeros, dtype=self.dtype, device=self.device), [*map(len, matrices)]
@@ -138,7 +139,7 @@ class PopulationDecoder:
             if adapters[i]:
                 self._places[f"{module}.lora_A.{active}.weight"] = own[1]
                 self._places[f"{module}.lora_B.{active}.weight"] = own[0].transpose(1, 2)
-            elif self.rank:
+            elif rank:
                 self.factors[f"{module}.weight"] = own
         scaling = [float(layer.scaling[active]) if layer else 0.0 for layer in adapters]
         scales = torch.tensor(scaling).repeat_interleave(torch.tensor(ranks)).to(self.device, self.dtype)
@@ -294,7 +295,7 @@ class PopulationDecoder:
         n, (matrices, _, factors) = len(ids), self._embedding
         first = torch.arange(n, device=self.device)[:, None] * (self.vocabulary if len(matrices) > 1 else 0)
         x = matrices.view(-1, self.hidden)[(ids + first).view(-1)].view(*ids.shape, self.hidden)
-        if not self.rank:  # if the head has an adapter, the embedding has not
+        if not self.rank or factors is None:  # if the head has an adapter, the embedding has not
             return x
         a, b, _ = factors
         return torch.baddbmm(x, a[:n].transpose(1, 2).gather(1, ids[..., None].expand(-1, -1, a.shape[1])), b[:n])

@@ -41,7 +41,7 @@ import numpy as np
 import torch
 
 from evoalign_lib import models, precision
-from evoalign_lib.checks import require
+from evoalign_lib.checks import require, whole_number
 from evoalign_lib.engines.base import Engine, Evaluation
 from evoalign_lib.engines.cuda import CudaEngine
 from evoalign_lib.engines.local import LocalEngine
@@ -140,7 +140,8 @@ class RayEngine(Engine):
     @property
     def plan(self):
         if self._alike is None:
-            plan = {"decoder": "cuda", "chunk_rows": self.chunk_rows, "width": self.prompts["train"].width}
+            plan = {"decoder": "cuda", "chunk_rows": self.chunk_rows}
+            plan |= {"width": self.prompts["train"].width} if "train" in self.prompts else {}
         else:
             plan = self._alike.plan
         return plan | {"exact": False} if self.gpus else plan
@@ -399,8 +400,11 @@ def _without_vllm(own: Mapping[str, Any]) -> dict[str, Any]:
     settings = own.get("settings") or {}
     one = own.get("tensor_parallel", 1) == 1
     require(one, f"tensor_parallel={own.get('tensor_parallel')} needs vLLM, which is not installed. Set it to 1.")
-    known = settings.keys() <= {"members"}
-    require(known, f"engine_kwargs={settings!r} need vLLM, which is not installed; engine 'cuda' takes members only.")
+    more = sorted(settings.keys() - {"members"})
+    what = f"engine_kwargs: {more[:1]} needs vLLM, which is not installed; engine 'cuda' takes members only"
+    require(not more, f"{what}. Remove it.")
+    if settings.get("members") is not None:
+        whole_number("members", settings["members"], 1)
     return dict(settings)
 
 

@@ -17,8 +17,9 @@ To handle hostile text in bounded time, `released` departs from the published sc
 
 1. a response of more than 65,536 characters is not read (this also holds for `strict`, and for the format);
 2. an integer power of more than 32,768 bits is an error (the published scorer computes it, or hangs);
-3. an answer of more than 2,000 characters, not counting spaces, is an error. Python accepts longer chains of signs, up
-   to a limit that depends on its version; brackets nested more than 200 deep are an error in both.
+3. an answer of more than 2,000 characters, not counting spaces, is an error. Longer or deeper chains of signs, brackets
+   and operators than Python's parser and its limit of recursion bear are an error in both, and where that begins
+   depends on Python's version; answers of some hundred characters are far from it.
 
 No text is ever evaluated as code: Python's own parser reads an answer of digits, operators, brackets and blanks, and
 only the operators named above are then applied.

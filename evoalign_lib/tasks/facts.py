@@ -6,8 +6,8 @@ project's own (`facts.json`), in kinds such as capitals or past tenses.
 
 An answer of the kind, right or wrong, is recognised in a completion whatever words surround it: answers to the other
 questions of the kind, and further wrong ones in the file. The first of them counts, unless the question has it, so that
-reciting many gains nothing. Splits share neither questions nor answers. Prompts are messages, for the model's chat
-template; they do not ask for short answers.
+reciting many gains nothing. Splits share neither questions nor reference answers. Prompts are messages, for the model's
+chat template; they do not ask for short answers.
 """
 
 import json

@@ -282,6 +282,15 @@ def test_noise_reaches_linear_layers_alone_whoever_decodes(tmp_path, settings):
     assert again.engine.weights.digest() == whole.engine.weights.digest() != tested.engine.weights.digest()
 
 
+def test_low_rank_on_a_gpu_where_vectors_alone_move(tmp_path):
+    ends = []
+    for name, settings in (("cuda", CUDA), ("local", {"workers": 2})):
+        for parameter in (model := random_model()).parameters():
+            parameter.requires_grad_(parameter.ndim == 1)
+        ends.append(ran(trainer(tmp_path / name, model, max_steps=2, **settings | LOW)).engine.weights.digest())
+    assert ends[0] == ends[1]
+
+
 # ---- quantised bases
 
 
