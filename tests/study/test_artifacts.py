@@ -442,15 +442,19 @@ FORGED = [
     (lambda r: edit(r / "paper/claims.lock", LOCKED, "C1 by hand\n"), "claims.lock, line 7 "),
     (lambda r: edit(r / "paper/results/bench.json", "3.5", "5.5"), "bench.json"),
     (lambda r: (r / "paper/results/bench.sha256").unlink(), "bench.json"),
+    (lambda r: edit(r / RESULTS, '"device":"cpu"', '"device":"gpu"'), "tiny.jsonl, line 1 (toy 0 0, spec "),
 ]
 
 
 @pytest.mark.parametrize(("change", "named"), FORGED)
-def test_nothing_is_drawn_beside_a_forged_lock_or_benchmark(agreeing: Path, change, named: str) -> None:
+def test_nothing_is_drawn_beside_forged_records_a_forged_lock_or_benchmark(agreeing: Path, change, named: str) -> None:
     (agreeing / "figures/curves.csv").unlink()
     change(agreeing)
-    first, *others = forged(agreeing)
-    assert named in first and not any("curves.csv" in problem for problem in others)
+    before = contents(agreeing)
+    for arguments in (("--drawn", str(agreeing / "drawn")), ("--write",)):
+        status, (first, *others) = run("verify", *arguments)
+        assert status == 1 and named in first and not any("curves.csv" in problem for problem in others)
+        assert contents(agreeing) == before
 
 
 def test_the_pictures_and_outputs_of_the_repository_are_those_of_the_manifest() -> None:
@@ -459,17 +463,6 @@ def test_the_pictures_and_outputs_of_the_repository_are_those_of_the_manifest() 
     assert made["pictures"].keys() == pictures and len(pictures) > 60
     assert artifacts._changed_outputs() == [] == artifacts._unaccounted(())
     assert len(made["outputs"]) == len(list((HERE / "notebooks").glob("*.ipynb")))
-
-
-def test_verify_reports_edited_records_first_and_draws_nothing_from_them(repository: Path) -> None:
-    file = store_records(repository)
-    lines = file.read_text()
-    file.write_text(lines.replace('"device":"cpu"', '"device":"gpu"', 1))
-    write(repository, "raise AssertionError('executed')")
-    for writes in (False, True):
-        (problem,) = artifacts.verify(["01_toy"], writes)
-        assert problem.startswith(f"{file}, line 1 (toy 0 0, spec ")
-    assert not list((repository / GENERATED).iterdir())
 
 
 def test_the_command_indexes_what_a_killed_writer_or_a_merge_left(repository: Path) -> None:
