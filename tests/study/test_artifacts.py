@@ -19,12 +19,12 @@ from evoalign_study import artifacts, claims, cli, execution, paths, provenance,
 from evoalign_study.artifacts import Store
 from evoalign_study.records import append_record, spec_hash
 from evoalign_study.rendering import tex_escape
+from helpers import typed
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from PIL import Image
 from test_records import contents, git
 from test_style import colourful
-from typer.testing import CliRunner
 
 from evoalign_lib.engines import processes
 from tests.benchmarks.shared import merge
@@ -281,8 +281,8 @@ def read(repository: Path) -> nbformat.NotebookNode:
 
 def run(*arguments: str) -> tuple[int, list[str]]:
     """`python -m evoalign_study` as it is typed: exit status, and lines."""
-    result = CliRunner(env={"COLUMNS": "400"}).invoke(cli.app, arguments)  # or errors are broken in a box
-    return result.exit_code, result.output.splitlines()
+    status, output = typed(cli.app, *arguments)
+    return status, output.splitlines()
 
 
 def store_records(repository: Path) -> Path:
