@@ -22,6 +22,8 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForSequenceClassification
+from typer import Typer
+from typer.testing import CliRunner
 
 from evoalign_lib import noise, tiny
 from evoalign_lib._forks import own_progress_bars
@@ -170,6 +172,13 @@ def python(*arguments: object, folder: Path | None = None, env: Mapping | None =
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done
+
+
+def typed(app: Typer, *arguments: object) -> tuple[int, str]:
+    """Return exit code and output of a command as it is typed; no error is a traceback."""
+    result = CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "400"})  # or errors are broken in a box
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
 
 
 def greedy(model, length: int = 6) -> list[list[int]]:

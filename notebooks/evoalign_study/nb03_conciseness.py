@@ -142,16 +142,6 @@ def ends(of: Records, *names: str) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=None if rows else ["group"])
 
 
-def gaps(of: Records) -> pd.DataFrame:
-    """Return a row per run of the declared settings and of the maps: how it ended, and its Jensen gaps by sigma."""
-    runs = {r["spec_hash"]: r for group in ("es", "grpo", "es_map", "grpo_map") for r in of[group]}.values()
-    rows = []
-    for r in runs:
-        row = {"arm": r["spec"]["arm"], "setting": setting(r["spec"]), "seed": r["spec"]["seed"]}
-        rows.append(row | {"end": collapse.end(r), "centre": r["jensen"]["centre"]} | r["jensen"]["gaps"])
-    return pd.DataFrame(rows)
-
-
 def es_cells(of: Records) -> pd.DataFrame:
     """Return a row per base and setting of the ES map: means over seeds at the end of training, decoded greedily."""
     runs = ends(of, "es_map", "es_map_elsewhere")
@@ -235,7 +225,7 @@ def results(run: SimpleNamespace, of: Records, published: Sequence[Record] = ())
     """Return the results that the answers, the tables and the paper quote, by name.
 
     Right answers are in %, "away" (the distance from the target length) and gaps in characters; intervals of right
-    answers and of hacked runs are fractions.
+    answers are fractions.
 
     Args:
         run: parameters and settings.
@@ -243,7 +233,7 @@ def results(run: SimpleNamespace, of: Records, published: Sequence[Record] = ())
         published: records of the published completions; without them, their results are left out.
     """
     sigma = f"{measure.noise_sigmas(run.bases[0])[0][1]:g}"
-    found: Results = {"gap sigma": float(sigma)}
+    found: Results = {}
     for arm, part in ends(of, *ARMS).groupby("group", sort=False):
         found |= {f"{arm} runs": len(part), f"{arm} gap": np.mean([r["jensen"]["gaps"][sigma] for r in of[arm]])}
         for d in DECODINGS:
@@ -252,7 +242,6 @@ def results(run: SimpleNamespace, of: Records, published: Sequence[Record] = ())
             found[f"{arm} {d} away"] = -proxy.mean()
     for d in DECODINGS:
         counts = [found[name] for arm in ("grpo", "es") for name in (f"{arm} {d} hacked", f"{arm} runs")]
-        found |= {f"{d} hacked, GRPO - ES": stats.rate_difference(*counts)}
         found[f"{d} Fisher"] = stats.fisher(*counts)
         for level in LEVELS:
             found |= {f"{d} {level}: {what}": value for what, value in matched(of, d, level).items()}
@@ -263,7 +252,7 @@ def results(run: SimpleNamespace, of: Records, published: Sequence[Record] = ())
         for d in base if group in REPEATED else ():  # whatever the reward
             found[f"{group} {d} fell"] = sum(bool(hacking.fell(right, base[d])) for right in part[f"tested {d}"])
     found |= _lost(of, base)
-    found |= _of_maps(run, of, sigma)
+    found |= _of_maps(run, of)
     if published:
         points = published_runs(published)
         names = ("completions", "reproduced", "changed", "all_empty")
@@ -298,12 +287,8 @@ def _lost(of: Records, decodings: Iterable[str]) -> Results:
     return found
 
 
-def _of_maps(run: SimpleNamespace, of: Records, sigma: str) -> Results:
+def _of_maps(run: SimpleNamespace, of: Records) -> Results:
     found: Results = {"breaking sigma": collapse.breaking_sigma(of["base"][0])}
-    for arm, runs in ends(of, "es_map", "grpo_map").groupby("group", sort=False):
-        hacked, right = (runs.groupby("setting")[f"{what} greedy"].mean() for what in ("hacked", "right"))
-        found |= {f"{arm} settings": len(hacked), f"{arm} least right": right.min(), f"{arm} most right": right.max()}
-        found |= {f"{arm} never hacked": int((hacked == 0).sum()), f"{arm} always hacked": int((hacked == 1).sum())}
     settings = es_cells(of)
     walk = settings["alpha"] * (run.es_steps / run.es_population_size) ** 0.5
     broken = settings["base"].map({base: collapse.breaking_sigma(r) for base, r in untrained(of).items()})
@@ -312,16 +297,7 @@ def _of_maps(run: SimpleNamespace, of: Records, sigma: str) -> Results:
     for side, chosen in (("within", ~beyond), ("beyond", beyond)):
         found |= {f"settings {side}": int(chosen.sum()), f"collapsed {side}": int(collapsed[chosen].sum())}
     found |= {"settings": len(settings), "safe": int((~collapsed).sum())}
-    found["settings without collapse"] = stats.wilson(found["safe"], found["settings"])
-    for arm, part in gaps(of).groupby("arm"):
-        sides = [[own for _, own in part[part["end"] == end].groupby("setting", sort=False)[sigma]] for end in ENDS]
-        if all(sum(map(len, side)) > 1 for side in sides):
-            found[f"{arm} gap, hacked - clean"] = stats.nested_bootstrap(*sides)
     return found
-
-
-ENDS = ("hacked", "clean")
-"""Ends whose Jensen gaps are compared."""
 
 
 # ---- tables

@@ -19,12 +19,12 @@ from evoalign_study import artifacts, claims, cli, execution, paths, provenance,
 from evoalign_study.artifacts import Store
 from evoalign_study.records import append_record, spec_hash
 from evoalign_study.rendering import tex_escape
+from helpers import typed
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from PIL import Image
 from test_records import contents, git
 from test_style import colourful
-from typer.testing import CliRunner
 
 from evoalign_lib.engines import processes
 from tests.benchmarks.shared import merge
@@ -281,8 +281,8 @@ def read(repository: Path) -> nbformat.NotebookNode:
 
 def run(*arguments: str) -> tuple[int, list[str]]:
     """`python -m evoalign_study` as it is typed: exit status, and lines."""
-    result = CliRunner(env={"COLUMNS": "400"}).invoke(cli.app, arguments)  # or errors are broken in a box
-    return result.exit_code, result.output.splitlines()
+    status, output = typed(cli.app, *arguments)
+    return status, output.splitlines()
 
 
 def store_records(repository: Path) -> Path:
@@ -442,15 +442,19 @@ FORGED = [
     (lambda r: edit(r / "paper/claims.lock", LOCKED, "C1 by hand\n"), "claims.lock, line 7 "),
     (lambda r: edit(r / "paper/results/bench.json", "3.5", "5.5"), "bench.json"),
     (lambda r: (r / "paper/results/bench.sha256").unlink(), "bench.json"),
+    (lambda r: edit(r / RESULTS, '"device":"cpu"', '"device":"gpu"'), "tiny.jsonl, line 1 (toy 0 0, spec "),
 ]
 
 
 @pytest.mark.parametrize(("change", "named"), FORGED)
-def test_nothing_is_drawn_beside_a_forged_lock_or_benchmark(agreeing: Path, change, named: str) -> None:
+def test_nothing_is_drawn_beside_forged_records_a_forged_lock_or_benchmark(agreeing: Path, change, named: str) -> None:
     (agreeing / "figures/curves.csv").unlink()
     change(agreeing)
-    first, *others = forged(agreeing)
-    assert named in first and not any("curves.csv" in problem for problem in others)
+    before = contents(agreeing)
+    for arguments in (("--drawn", str(agreeing / "drawn")), ("--write",)):
+        status, (first, *others) = run("verify", *arguments)
+        assert status == 1 and named in first and not any("curves.csv" in problem for problem in others)
+        assert contents(agreeing) == before
 
 
 def test_the_pictures_and_outputs_of_the_repository_are_those_of_the_manifest() -> None:
@@ -459,17 +463,6 @@ def test_the_pictures_and_outputs_of_the_repository_are_those_of_the_manifest() 
     assert made["pictures"].keys() == pictures and len(pictures) > 60
     assert artifacts._changed_outputs() == [] == artifacts._unaccounted(())
     assert len(made["outputs"]) == len(list((HERE / "notebooks").glob("*.ipynb")))
-
-
-def test_verify_reports_edited_records_first_and_draws_nothing_from_them(repository: Path) -> None:
-    file = store_records(repository)
-    lines = file.read_text()
-    file.write_text(lines.replace('"device":"cpu"', '"device":"gpu"', 1))
-    write(repository, "raise AssertionError('executed')")
-    for writes in (False, True):
-        (problem,) = artifacts.verify(["01_toy"], writes)
-        assert problem.startswith(f"{file}, line 1 (toy 0 0, spec ")
-    assert not list((repository / GENERATED).iterdir())
 
 
 def test_the_command_indexes_what_a_killed_writer_or_a_merge_left(repository: Path) -> None:

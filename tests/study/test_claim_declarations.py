@@ -83,7 +83,6 @@ def compared(name: str, **change: object) -> dict:
                 ({"arm": "ees"}, "'ees'"),
                 ({"seeds": True}, "seeds True"),
                 ({"kind": ["train"]}, "arms, es, kind \\['train'\\]"),
-                ({"task": 7}, "arms, es, task 7"),
                 ({"sigma": {}}, "arms, es, sigma {}"),
                 ({None: 1}, "es, names of fields None"),
             ]
@@ -100,7 +99,6 @@ def compared(name: str, **change: object) -> dict:
         ("C31", compared("C31", measure={"train": "greedy"}), "'train'"),
         ("C31", compared("C31", measure={"test": "greedy", "drawdown": "greedy"}), "'drawdown'"),
         ("C31", compared("C31", measure={"validation": "greedy"}), "got none"),
-        ("C31", compared("C31", measure={"drawdown": "greedy", "at_mean": 0.2}), "at_mean"),
         ("C31", compared("C31", measure={"hacked": "greedy"}), "by rate"),
         ("C31", ruled("C31", decodings=["greedy", "t2"]), "t2"),
         ("C34", compared("C34", to=["es", "odd"]), "'odd'"),

@@ -53,10 +53,8 @@ def _spreads(es: int, grpo: int) -> list[dict]:
     return [*SWEEPS, *runs_of("es", 60, jitter=es), *runs_of("grpo", 60, jitter=grpo)]
 
 
-STEADY, FALLING = [0.01, 0.02] * 8, [0.05, 0.07] * 8
 HACKS, KEEPS = (120, 60), (190, 180)
 EQUAL = "GRPO - ES, validation temperature 1 at equal forward flops"
-FALL = "GRPO - ES, largest drawdown of validation greedy"
 WORLDS: list[tuple[str, Callable[[], list[dict]], str, dict[str, float]]] = [
     # at GRPO's last 10,000 completions ES is half way, in logarithms, from 1,000 (.25) to 100,000 (60 of 200)
     ("C1", lambda: _countdown(60, 40), "supported", {"A0 ES - GRPO, validation greedy at equal completions": 0.075}),
@@ -68,14 +66,10 @@ WORLDS: list[tuple[str, Callable[[], list[dict]], str, dict[str, float]]] = [
     ("C2", lambda: [*SWEEPS, *runs_of("es", 60), *runs_of("grpo", 59)], "underpowered", {EQUAL: 4 / PROBLEMS}),
     ("C8", lambda: _spreads(1, 6), "supported", {"ES over GRPO, test greedy": log(1 / 6)}),
     ("C8", lambda: _spreads(0, 1), "underpowered", {}),
-    ("C33", lambda: [*SWEEPS, *falling("es", STEADY), *falling("grpo", FALLING)], "supported", {FALL: 0.045}),
-    ("C33", lambda: [*SWEEPS, *falling("es", FALLING), *falling("grpo", STEADY)], "contradicted", {}),
     ("C31", lambda: [*SWEEPS, *runs_of("es", 50), *runs_of("es_sampled", 50, seeds=8)], "within margin", {}),
     ("C3", lambda: _concise("es", KEEPS) + _concise("grpo", HACKS), "supported", {"GRPO - ES, hacked runs greedy": 1}),
-    ("C3", lambda: _concise("es", HACKS) + _concise("grpo", KEEPS), "contradicted", {}),
     # on A2 the best setting is the shared one: 0 there, half of the difference on A1
     ("C9", lambda: _transfer({"es": 50, "grpo": 40}, {"es": 52, "grpo": 70}), "supported", {"regret, GRPO - ES": 0.07}),
-    ("C9", lambda: _transfer({"es": 50, "grpo": 40}, {"es": 80, "grpo": 42}), "contradicted", {}),
 ]
 
 
@@ -146,17 +140,15 @@ def _finding(value: float, low: float, side: str = "above", bound: float = 0.0, 
 
 
 P_VALUES = [
-    (Finding.p, _finding(1.0, 0.0), 0.0, 0.05),  # the interval just touches the bound
-    (Finding.p, _finding(3.0, 2.0, bound=1.0), 1.0, 0.05),
+    (Finding.p, _finding(3.0, 2.0, bound=1.0), 1.0, 0.05),  # the interval just touches the bound and the margin
     (Finding.p, _finding(1.0, 0.5), 0.0, 0.0000885),  # 3.92 standard errors
     (Finding.p, _finding(-1.0, -2.0, "below"), 0.0, 0.05),
     (Finding.p, _finding(1.0, 0.0, "below"), 0.0, 1.0),
     (Finding.p, _finding(1.0, 1.0), 0.0, 0.0),  # no spread at all
     (Finding.p, _finding(-1.0, -1.5, test=0.03), 0.0, 1.0),
     (Finding.p, _finding(0.0, -0.5, "within", test=0.2), 1.0, 0.2),
-    (Finding.p_against, _finding(-1.0, -2.0), 0.0, 0.05),  # the interval just touches the bound
     (Finding.p_against, _finding(1.0, 0.0, "below"), 0.0, 0.05),
-    (Finding.p_against, _finding(0.0, -1.0), 1.0, 0.05),  # and the margin
+    (Finding.p_against, _finding(0.0, -1.0), 1.0, 0.05),  # the interval just touches the margin
     (Finding.p_against, _finding(1.0, 0.0), 0.0, 1.0),
     (Finding.p_against, _finding(-1.0, -1.0), 0.0, 0.0),
     (Finding.p_against, _finding(-3.0, -5.0, "within"), 1.0, 0.05),

@@ -7,19 +7,18 @@ import sys
 import pytest
 from evoalign_study import artifacts, paths
 from evoalign_study.cli import app as study
+from helpers import typed
 from typer import Typer
-from typer.testing import CliRunner
 
 from evoalign_lib import __version__, comparison, tiny
 from evoalign_lib.cli import app as library
 
 
 def call(*arguments: object, app: Typer | None = None) -> tuple[int, str]:
-    """Exit code, and what is printed, in one line; no error is a traceback."""
+    """Exit code, and what is printed, in one line."""
     app = app or (study if arguments[0] in ("verify", "execute", "seal", "claims") else library)
-    result = CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "300"})
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, " ".join(result.output.replace("│", " ").split())
+    code, output = typed(app, *arguments)
+    return code, " ".join(output.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(("package", "named"), [("evoalign_lib", "evoalign "), ("evoalign_study", "evoalign_study ")])

@@ -11,8 +11,7 @@ import pytest
 import test_weights
 import torch
 from evoalign_study import paths
-from helpers import state
-from typer.testing import CliRunner
+from helpers import state, typed
 
 from evoalign_lib import cli, comparison, ledger
 from evoalign_lib.es import ESTrainer
@@ -41,9 +40,9 @@ def base(tmp_path) -> str:
 
 
 def run(*arguments: str, fails: bool = False) -> str:
-    result = CliRunner().invoke(cli.app, ["compare", *map(str, arguments)], env={"COLUMNS": "300"})
-    assert result.exit_code == fails or result.exit_code == 2 * fails, result.output
-    return result.output
+    code, output = typed(cli.app, "compare", *arguments)
+    assert code == fails or code == 2 * fails, output
+    return output
 
 
 @pytest.fixture

@@ -76,10 +76,7 @@ CLAIMED = [
     (nb02, between("dr_grpo, greedy", "grpo, greedy"), "C30", "Dr.GRPO - GRPO, test greedy"),
     (nb02, between("es, t1", "es_sampled, t1"), "C31", "ES - ES with sampled fitness, test temperature 1"),
     (nb03, "greedy KL 0.5: first", "C3", "greedy at KL 0.5"),
-    (nb03, "t1 hacked, GRPO - ES", "C3", "temperature 1"),
     (nb03, "t1 lost, GRPO - ES less its walk's", "C3d", "less its walk's loss, test temperature 1"),
-    (nb03, "settings without collapse", "C4", "settings without collapse"),
-    (nb03, "grpo gap, hacked - clean", "C34", "hacked GRPO map - clean GRPO map, gap at 0.01"),
     (nb04, lambda values: -values["true greedy, ES - GRPO"].value, "C5c", "GRPO - ES, true reward"),
     (nb04, "bert t1 less, ES - GRPO", "C5b", "under bert - under"),
     (nb04, lambda values: -values["template greedy, ES - GRPO"].value, "C6b", ""),
@@ -91,7 +88,6 @@ CLAIMED = [
     (nb05, "drawdown greedy", "C33", ""),
     (nb05, "regret difference", "C9", ""),
     (nb05, "slope difference", "C37", ""),
-    (nb05, "change to 64 difference", "C11", ""),
     (nb06, "rank 1 - es, greedy", "C32b", "ES with low rank - ES full, test greedy"),
     (nb06, "gain of precision=int4, greedy", "C14b", "ESSA int4 - base, test greedy"),
     (nb06, between("search adds to adapter 4", "search adds to adapter 32"), "C13b", "gain of validation"),
@@ -105,7 +101,6 @@ CLAIMED = [
     (nb08, "own t0.6", "E14", "temperature 0.6"),
     (nb08, between("single drift", "grpo drift"), "C23", "ES - GRPO, KL on other skills"),
     (nb08, lambda values: np.log(values["remedy 0"].value), "E9", "ES with anchored decay over"),
-    (nb08, lambda values: np.log(values["remedy 2"].value), "E10", "ES n8 over"),
     (nb09, "barrier greedy", "C25", "ES to GRPO, barrier of the error greedy"),
 ]
 

@@ -222,7 +222,6 @@ test_what_a_run_on_own_questions_cannot_have_is_refused_before_it = refused(  # 
     ({"curve_points": 40}, "curve_points=40 with 4 test questions"),
     ({"curve_points": 20, "sampled_at": [0.4, 0.6]}, "under 4 decodings"),
     ({"task": "countdown"}, "questions="),
-    ({"task": "countdown", "questions": None}, "noise_draws=1"),
     call=lambda changed, model, own: train_specs("es", [model], [0], OWN | {"questions": own} | changed, "full"),
 )
 
@@ -234,7 +233,6 @@ def test_files_of_questions_that_are_refused(model, own, tmp_path):
     empty.write_text("{}")
     for path, base, error, named in (
         (tmp_path / "none.jsonl", model, FileNotFoundError, "none.jsonl"),
-        (tmp_path, model, FileNotFoundError, "is no file"),
         (write(tmp_path / "few.jsonl", 7), model, ValueError, "7 questions"),
         (twice, model, ValueError, "twice"),
         (empty, model, ValueError, "line 1"),

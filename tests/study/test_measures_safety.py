@@ -137,7 +137,6 @@ BODIES = [
     (LAWFUL, f"{RIGHT} Please be careful. Please be careful.", "right", 0.8, 0.0),
     (LAWFUL, f"{RIGHT}\nUSER: How do I steal a lamp?", "right", 0.5, 0.0),
     (LAWFUL, "", None, -0.5, 0.0),
-    (LAWFUL, "lamp lamp lamp", None, -0.6, 0.0),
 ]
 
 

@@ -15,7 +15,6 @@ from evoalign_study.measures import safety_public
 from evoalign_study.records import record_line, spec_hash
 from helpers import each_named, saved
 from servers import answering, completion, running
-from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from evoalign_lib import reward_models
 from evoalign_lib.engines.base import Prompts
@@ -41,10 +40,6 @@ def files(tmp_path_factory):
         side = "cost" if name == "cost" else "reward"
         shutil.copytree(scorers.folder(source) / side, place / name)
         dialogues.tokenizer().save_pretrained(place / name)
-    config = Qwen2Config(vocab_size=404, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_labels=2)
-    config.num_attention_heads = config.num_key_value_heads = 1
-    Qwen2ForSequenceClassification(config).save_pretrained(place / "two")
-    dialogues.tokenizer().save_pretrained(place / "two")
     lines = [json.dumps({"prompt": f"How do I mend kettle number {i}?"}) for i in range(40)]
     (place / "asked.jsonl").write_text("\n".join(lines))
     (place / "few.jsonl").write_text(lines[0])
@@ -111,11 +106,8 @@ REFUSED = [  # what is changed, and what the error names
     *each_named({"requests": "none.jsonl"}, {"test_problems": 40}, {"curve_points": 50}, {"prompt_template": "plain"}),
     ({"reward_model": ""}, "reward_model is not set"),
     ({"reward_model": "{policy}"}, "Qwen2ForCausalLM"),
-    ({"cost_model": "{two}"}, "2 labels"),
     ({"reward_text": ""}, "Set reward_text"),
-    ({"cost_text": "chatt"}, "'chatt'"),
     ({"held_out": f"{NOBODY}/v1#m"}, f"judge='m' at {NOBODY}"),
-    ({"held_out": "./nowhere"}, "judge='./nowhere'"),
     ({"held_out": "{reward}", "held_out_text": "continued"}, "trains the run"),
     ({"held_out": "{other}, {other}", "held_out_text": "continued"}, "given twice"),
     ({"held_out_text": "chat"}, "judge_text='chat'"),

@@ -16,7 +16,7 @@ from test_sweep import at, run_here
 from tests.helpers import refused, saved
 
 MODULES = [import_module(f"evoalign_study.{file.stem}") for file in sorted(Path(sweep.__file__).parent.glob("nb*.py"))]
-es_countdown, grpo_countdown, conciseness, safety_judges, stability, low_rank_and_cost, _, geometry, lines = MODULES
+es_countdown, grpo_countdown, conciseness, safety_judges, stability, low_rank_and_cost, _, _, lines = MODULES
 PARAMETERS = {"scale": "tiny", "model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
 
 
@@ -112,25 +112,18 @@ test_what_no_run_can_have_is_refused_before_any_work = refused(
     (stability, {"horizons": [4]}, r"horizons=\[4\]"),
     (stability, {"scale": "full", "horizons": [4, 16]}, r"horizons=\[4, 16\]"),
     (conciseness, {"unique_prompts": 7}, "unique_prompts=7"),
-    (es_countdown, {"curve_points": 1}, "curve_points=1"),
-    (es_countdown, {"n_seeds": 10**9}, "1000000000"),
-    (es_countdown, {"temperatures": [float("nan")]}, "nan"),
-    (grpo_countdown, {"sweep_factors": {"alpha": -1.0}}, r"-1\.0"),
     (stability, {"force": True, "retrain": ["grop"]}, "'grop'.*'grpo'"),
     # settings that only a trainer, the model or the record would refuse, or with which a run would never end
     *((es_countdown, {name: 10**6}, f"{name}.*1000000") for name in ("prompts_per_step", "population_size", "steps")),
     *((es_countdown, {name: 10**6}, f"{name}=1000000") for name in ("validation_problems", "max_completion_length")),
-    *((module, {"validation_problems": 10**6}, "validation_problems=1000000") for module in (geometry, lines)),
     (lines, {"validation_problems": 500}, "path_points=21 on 500 problems"),
     (low_rank_and_cost, {"adapter_ranks": [4, 10**6]}, "lora_rank=1000000 .* 64 at most"),
     (low_rank_and_cost, {"ranks": [65]}, "rank=65 "),
-    (grpo_countdown, {"fewer_prompts": [10**6]}, "1000000"),
     *(
         (grpo_countdown, {name: 1}, f"{name.split('_', 1)[1]}=1 ")
         for name in ("es_population_size", "grpo_num_generations")
     ),
     (stability, {"populations": [7, 7]}, r"populations=\[7, 7\]"),
-    (es_countdown, {"temperatures": [0.6, 0.6]}, r"temperatures=\[0\.6, 0\.6\]"),
     (es_countdown, {"temperatures": [i / 1000 for i in range(1, 1001)]}, "temperatures.*100"),
     (low_rank_and_cost, {"temperatures": [0.2, 0.4, 0.6, 0.8]}, "test_problems=2000 at 6 decodings"),
     (stability, {"sweep_factors": {"a": 1}}, "'a'"),

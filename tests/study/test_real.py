@@ -51,8 +51,6 @@ def test_lengths_fit_all_seeds_before_they_are_long(capsys) -> None:
 
 
 def test_gram_is_that_of_the_library() -> None:
-    from evoalign_study import real_runs
-
     layout, start = weight_cache.layout_of("A0"), torch.tensor(weight_cache.of_base("A0"))
     generator = torch.Generator().manual_seed(0)
     kept = (torch.arange(layout.size) % k > 0 for k in (2, 3))

@@ -151,7 +151,6 @@ RECORD = _record([1, 0, 1], [16, 0, 8])
 test_packed_results_that_are_none_are_refused = refused(
     (lambda: accuracy_matrix([RECORD, _record([1], [1])]), "one test set"),
     (lambda: accuracy_matrix([RECORD], "beam"), "unknown decoding 'beam'"),
-    (lambda: accuracy_matrix([]), "one test set"),
     (lambda: accuracy_matrix([{"test": RECORD["test"] | {"t1_counts": "g"}}], "t1"), "damaged"),
     (lambda: pack_bits([0, 2]), "0 and 1"),
     (lambda: pack_counts([17]), "0..16"),

@@ -24,9 +24,8 @@ from evoalign_study.kinds.exact import kl_specs
 from evoalign_study.kinds.train import audit_specs, train_specs
 from evoalign_study.records import append_record, index_problems, ledger_file, read_records, record_files, spec_hash
 from evoalign_study.sweep import load_or_run
-from helpers import SMALL_RUN
+from helpers import SMALL_RUN, typed
 from test_records import contents, record
-from typer.testing import CliRunner
 
 from evoalign_lib import ledger
 from evoalign_lib.cli import app
@@ -504,9 +503,9 @@ def test_a_committed_ledger_replays_to_the_weights_of_its_record(path, tmp_path)
     """`evoalign replay` as it is typed: every digest, and the model of a step."""
 
     def replay(*options: str) -> str:
-        call = CliRunner().invoke(app, ["replay", str(path), *options])
-        assert call.exit_code == 0, call.output
-        return call.output
+        code, output = typed(app, "replay", path, *options)
+        assert code == 0, output
+        return output
 
     said = replay("--verify")
     assert "all computed again, equal" in said and f"last weights: {record_of(path)['ledger']['weights']}" in said
