@@ -225,11 +225,7 @@ def test_rollouts_of_a_gradient_arm():
 
 OTHERS = [
     (lambda: random_model("gpt2"), {"rank": 2}, "model_type 'gpt2'"),
-    (
-        lambda: _adapters.attach(random_model(), lora(init_lora_weights=False, use_dora=True), 0),
-        {},
-        "more than a product",
-    ),
+    (partial(adapted, use_dora=True), {}, "more than a product"),
     (random_model, {"options": Options(generation_kwargs={"repetition_penalty": 2.0})}, "repetition_penalty"),
     *((make, {}, "parameter|logits differ") for make in BESIDES),
 ]
