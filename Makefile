@@ -130,7 +130,7 @@ smoke: $(STAMP)
 		echo "smoke: $$notebook ran in $$(($$(date +%s) - start)) s"'
 
 # Measure the cost of ES on this machine's CPU in under 15 minutes and write it to paper/results/bench.json. Do not use
-# the machine meanwhile. The benchmark sets its own threads: one each, but torch's default in one arm.
+# the machine meanwhile. The benchmark sets its own threads: one each.
 bench: $(STAMP)
 	$(BIN)/python -m tests.benchmarks.cpu
 

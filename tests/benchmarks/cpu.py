@@ -72,7 +72,6 @@ class Plan:
     low_rank_models: tuple[str, ...] = ("1M", "4M")
     ranks: tuple[int, ...] = (1, 4, 16)
     own_members: int = 32  # full-rank members in the low_rank section; each takes the same time
-    default_threads: bool = True  # run an arm with torch's default threads: minutes, if others use the cores
 
     def repeats_of(self, model: str, rows: int) -> int:
         """Return the number of repeats: at most three for the largest cell, which takes half a minute a round."""
@@ -80,7 +79,7 @@ class Plan:
 
 
 _SMALL: dict[str, Any] = {"models": ("0.14M",), "rows": (9,), "memory": "4M"}
-_SMALL |= {"repeats": 1, "quick_repeats": 1, "members": 2, "new": 4, "default_threads": False}
+_SMALL |= {"repeats": 1, "quick_repeats": 1, "members": 2, "new": 4}
 _SMALL |= {"low_rank": ((1, 6), (2, 6)), "low_rank_models": ("0.14M",), "ranks": (2,), "modes": ("master float32",)}
 QUICK = Plan(**_SMALL)
 
@@ -141,7 +140,6 @@ def device_section(plan: Plan) -> dict:
 
     return provenance.environment() | {
         "device": device_name(),
-        "torch_default_threads": default_threads(),
         "load_average_before": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,
         "numba": numba.__version__,
@@ -153,14 +151,6 @@ def device_section(plan: Plan) -> dict:
 def device_name() -> str:
     name = provenance.environment()["device"].partition(" (CPU")[0]
     return f"{name}, {default_workers()} cores, {torch.backends.cpu.get_cpu_capability()}"
-
-
-@lru_cache(maxsize=1)
-def default_threads() -> int:
-    """Return the number of threads that torch uses by default."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    command = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
-    return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
 
 
 class Passes:
@@ -279,36 +269,24 @@ class Ours:
 
 def iteration_section(plan: Plan) -> dict:
     """Compare an iteration (evaluate a population, move the weights) of LocalEngine and of the plain script."""
-    cells, account, targets = {}, {}, []
-    many = default_threads()
+    cells, targets = {}, []
     for name, rows in itertools.product(plan.models, plan.rows):
         cell, repeats = f"{name}, {rows} prompts", plan.repeats_of(name, rows)
-        plain, other = Plain(build(name), rows, plan), Plain(build(name), rows, plan)
+        plain, ours = Plain(build(name), rows, plan), Ours(build(name), rows, plan, workers=default_workers())
         agreement = same_tokens(plain, plan)
-        ours, alone = Ours(build(name), rows, plan, workers=default_workers()), Ours(build(name), rows, plan)
-        cases: dict[str, Callable] = {"ours": ours, "plain": plain, "one_worker": alone}
-        if plan.default_threads:
-            cases["default"] = threads(many)(other)
         with contextlib.closing(ours.engine):
-            times = measure(repeats, cases, fewer={"default": 1})
-        each = {case: seconds(times, case) for case in cases}
+            times = measure(repeats, {"ours": ours, "plain": plain})
+        each = {case: seconds(times, case) for case in times}
         ratio = each["plain"] / each["ours"]
         lengths = np.mean([evaluation.lengths for evaluation in ours.evaluations])
         cells[cell] = pairs(ours_s=each["ours"], plain_s=each["plain"], ratio=ratio)
         cells[cell] |= {"tokens_a_completion": float(lengths), "same_tokens": agreement, "repeats": repeats}
-        if plan.default_threads:
-            cells[cell]["ratio_default_threads"] = each["default"][0] / each["ours"][0]
-        account[cell] = {
-            "ratio with one worker": each["plain"][0] / each["one_worker"][0],
-            f"gain of {ours.engine.workers} workers": each["one_worker"][0] / each["ours"][0],
-        }
         targets.append(target(f"iteration, {cell}: times the plain script", ratio[0], least=3 if rows > 16 else 5))
         targets.append(target(f"tokens, {cell}: share equal in both arms", agreement, least=1))
     return {
-        "about": f"{plan.members} members, at most {plan.new} new tokens; torch's default is {many} threads",
+        "about": f"{plan.members} members, at most {plan.new} new tokens",
         "cells": cells,
         "targets": targets,
-        "account": account,
     }
 
 

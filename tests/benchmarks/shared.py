@@ -47,7 +47,7 @@ def public_update(tensors: Iterable[torch.Tensor], coefficients: np.ndarray) -> 
 
 
 def measure(
-    repeats: int, cases: Mapping[str, Callable], synchronise: Callable = lambda: None, fewer: Mapping | None = None
+    repeats: int, cases: Mapping[str, Callable], synchronise: Callable = lambda: None
 ) -> dict[str, dict[str, float]]:
     """Time all cases interleaved and return their seconds; the first round is discarded.
 
@@ -55,13 +55,10 @@ def measure(
         repeats: measured rounds.
         cases: name -> the call to time.
         synchronise: waits for the device, before and after each call.
-        fewer: case -> measured rounds, for cases that take part in the first rounds only.
     """
     times: dict[str, list[float]] = {name: [] for name in cases}
-    for i in range(repeats + 1):
+    for _ in range(repeats + 1):
         for name, call in cases.items():
-            if fewer and i > fewer.get(name, repeats):
-                continue
             synchronise()
             start = time.perf_counter()
             call()
@@ -108,17 +105,16 @@ def run_sections(sections: Mapping[str, Callable[[], dict]], store: Callable[[di
 
 
 def show(name: str, found: dict) -> None:
-    """Print a section: its numbers as a table, its account of what limits it, its targets."""
+    """Print a section: its numbers as a table, and its targets."""
     print(f"\n== {name} ({found['section_seconds']} s)")
     if "error" in found:
         print(f"FAILED: {found['error']}")
     for key, value in found.items():
-        if key not in ("about", "cells", "targets", "account", "error", "section_seconds"):
+        if key not in ("about", "cells", "targets", "error", "section_seconds"):
             print(f"{key}: {value}")
     print(found.get("about", ""))
-    for what in ("cells", "account"):
-        for cell, row in found.get(what, {}).items():
-            print(f"  {cell}: " + ", ".join(f"{key} {value:.4g}" for key, value in row.items()))
+    for cell, row in found.get("cells", {}).items():
+        print(f"  {cell}: " + ", ".join(f"{key} {value:.4g}" for key, value in row.items()))
     for entry in found.get("targets", []):
         verdict = "met" if entry["met"] else "MISSED"
         print(f"  {verdict:6} {entry['what']}: {entry['value']:.4g} (target {entry['target']})")

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from helpers import random_model
 from transformers import TrainerCallback
 
 from evoalign_lib import files, ledger
-from evoalign_lib._interrupts import interrupts_wait
 from evoalign_lib.es import ESTrainer
 
 LIBRARY = str(Path(ledger.__file__).parent)
@@ -261,27 +259,3 @@ def test_ctrl_c_waits_while_a_checkpoint_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors.torch, "load_file", noted)
     finish(trainer(tmp_path, ROWS[:2], save_steps=1, **settings), 2, resume_from_checkpoint=True)
     assert waits == [True, True]
-
-
-def test_interrupts_wait_for_the_outermost_block():
-    done = []
-    with pytest.raises(KeyboardInterrupt), interrupts_wait():
-        with interrupts_wait():
-            ctrl_c()
-            done.append("inner")
-        done.append("outer")
-    assert done == ["inner", "outer"] and not deferred()
-
-
-def test_other_threads_are_not_held_up():
-    """Handlers run in the main thread alone, and no other thread may set one."""
-    inside = []
-
-    def block():
-        with interrupts_wait():
-            inside.append(deferred())
-
-    thread = threading.Thread(target=block)
-    thread.start()
-    thread.join()
-    assert inside == [False]

@@ -1,4 +1,4 @@
-"""Members of low rank: the law by its formula, updates, and batches of members against each member's own matrices."""
+"""Members of low rank: updates, and batches of members against what each writes with matrices of its own."""
 
 import json
 import math
@@ -14,26 +14,6 @@ from evoalign_lib.engines import local
 from evoalign_lib.engines.base import Options, Prompts
 from evoalign_lib.rewards import Rewards
 from evoalign_lib.update_rules import population
-
-KEY = 0x0123456789ABCDEF
-
-
-# ---- the law
-
-
-@pytest.mark.parametrize("rank", [1, 2, 5, 16])
-def test_the_noise_is_the_product_of_two_factors_from_streams_of_their_own(rank):
-    """E = A B^T / sqrt(r), each factor's column a row of its stream."""
-    a = noise.normals(KEY, 7, (rank, 37), stream=1).astype(np.float64)
-    b = noise.normals(KEY, 7, (rank, 53), stream=2).astype(np.float64)
-    found = noise.eps(KEY, 7, (37, 53), rank)
-    np.testing.assert_allclose(found, a.T @ b / math.sqrt(rank), rtol=1e-5, atol=1e-5)
-    assert np.linalg.matrix_rank(found.astype(np.float64), tol=1e-4) == rank
-    # tensors with one dimension have the noise that they have without a rank
-    alone = noise.normals(KEY, 7, (53,))
-    assert (noise.eps(KEY, 7, (53,), rank) == alone).all()
-    assert (noise.vectors(np.array([1, KEY], np.uint64), 7, 53)[1] == alone).all()
-
 
 # ---- batches of members
 

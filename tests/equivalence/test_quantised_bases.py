@@ -158,10 +158,7 @@ def test_an_adapter_moves_over_codes_that_do_not(tmp_path, mode, decoder, search
         copy_to(tested.model, tested.engine.layout, flat)
         assert [list(ids) for _, ids in written] == greedy(tested.model)
     head = json.loads((tmp_path / "run" / ledger.NAME).read_bytes().splitlines()[0])
-    assert head["evoalign_ledger"] == (6 if search else 4)
     assert head["model"]["quantisation"] == _adapters.quantisation_of(model)
-    assert head["model"]["quantisation"]["base"] == models.base_digest(saved_base(tmp_path / "base"))
-    assert head["settings"]["decoder"] == decoder
     assert head["settings"].get("weights") == ("dequantised" if decoder == "loop" else None)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from es_runs import cut, digest, model_bytes, outcome, read, trained, trainer
 from helpers import PROMPTS, ROWS, greedy, lora, random_model, refused, token_sum, tokenizer, with_another_head
-from test_engine import BESIDES, LINEAR, members
+from test_engine import BESIDES, members
 
 from evoalign_lib import _adapters, grpo, ledger
 from evoalign_lib.engines import cuda
@@ -225,15 +225,8 @@ def test_rollouts_of_a_gradient_arm():
 
 
 OTHERS = [
-    (lambda: random_model("llama", hidden_act="gelu"), {}, "hidden_act 'gelu'"),
-    (lambda: random_model("llama", rope_parameters=LINEAR), {}, "rope_type 'linear'"),
-    (lambda: random_model(use_sliding_window=True, sliding_window=4, max_window_layers=0), {}, "sliding-window"),
     (lambda: random_model("gpt2"), {"rank": 2}, "model_type 'gpt2'"),
-    (
-        lambda: _adapters.attach(random_model(), lora(init_lora_weights=False, use_dora=True), 0),
-        {},
-        "more than a product",
-    ),
+    (partial(adapted, use_dora=True), {}, "more than a product"),
     (random_model, {"options": Options(generation_kwargs={"repetition_penalty": 2.0})}, "repetition_penalty"),
     *((make, {}, "parameter|logits differ") for make in BESIDES),
 ]

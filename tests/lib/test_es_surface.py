@@ -13,10 +13,10 @@ import torch
 from es_runs import ROWS as EIGHT
 from es_runs import config, constant, digest, never, outcome, read, token_sum, trained, trainer
 from helpers import PROMPTS, random_model, tokenizer
+from test_engine import engine as local_engine
 
 from evoalign_lib import ledger
-from evoalign_lib.engines.base import Options, Prompts
-from evoalign_lib.engines.local import LocalEngine
+from evoalign_lib.engines.base import Options
 from evoalign_lib.es import ESTrainer
 from evoalign_lib.reward_models import ModelReward
 from evoalign_lib.rewards import Rewards
@@ -247,9 +247,7 @@ def test_reward_models_by_folder_or_object_beside_functions(tmp_path):
 
 
 def engine(decoder, **options):
-    prompts = {"train": Prompts(ROWS, tokenizer())}
-    how = {"max_completion_length": 12, "decoder": decoder, "options": Options(**options)}
-    return LocalEngine(random_model(), tokenizer(), None, prompts, **how)
+    return local_engine(rows=ROWS, max_completion_length=12, decoder=decoder, options=Options(**options))
 
 
 @pytest.mark.parametrize("decoder", ["loop", "generate"])

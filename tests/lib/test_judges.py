@@ -286,7 +286,6 @@ def test_a_server_that_is_slow_or_gone():
 
 FATAL = [
     (401, {"message": f"Incorrect API key provided: {KEY}", "code": "invalid_api_key"}, "401"),
-    (404, {"message": "The model 'm' does not exist"}, "404"),
     (429, {"message": "pay", "code": "insufficient_quota"}, "insufficient_quota"),
     (402, {"message": "Insufficient Balance", "code": "invalid_request_error"}, "402.*Insufficient Balance"),
     (400, {"message": "max_tokens", "code": "unsupported_parameter"}, "unsupported_parameter"),

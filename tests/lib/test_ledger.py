@@ -427,16 +427,6 @@ def test_the_wrong_model_or_step(run, copy):
             ledger.replay(copy, random_model(), wrong)
 
 
-def test_a_forged_chain_is_found_by_the_digests(copy):
-    one, other, *rest = json.loads(lines(copy)[4])["rewards"].split(" ")
-    assert one != other
-    forge(copy, 5, rewards=" ".join([other, one, *rest]))
-    assert not ledger.verify(copy).recomputed  # the chain alone is in order
-    with pytest.raises(LedgerError, match="after 10 steps the weights have the digest"):
-        ledger.verify(copy, random_model())
-    assert ledger.replay(copy, random_model(), 3).any()  # before the forged step
-
-
 def test_verify(run, copy):
     found, weights = ledger.verify(copy, random_model()), ledger.read(copy).weights
     assert (found.steps, found.digests, found.torn, found.recomputed) == (12, 3, 0, True)
@@ -477,11 +467,9 @@ def test_the_command_says_what_is_wrong(run, tmp_path):
     assert call(path)[0] == 2
     for arguments, named in [
         ((path, "--out", run), "exists"),
-        ((path, "--out", tmp_path / "x", "--model", run / "base", "--step", 99), "step 99"),
         ((path, "--verify", "--model", "no-such-model"), "'no-such-model'"),
         ((unnamed, "--verify"), "--model"),
         ((unnamed, "--out", tmp_path / "x"), "--model"),
-        ((tmp_path / "none.jsonl", "--verify"), "none.jsonl"),
     ]:
         code, text = call(*arguments)
         assert code == 1 and named in text

@@ -145,7 +145,6 @@ def test_every_method_that_there_is_not_says_why():
     trainer = object.__new__(ESTrainer)
     for name, (status, why) in SURFACE["methods"].items():
         if status != "same":
-            assert not hasattr(trainer, name)
             with pytest.raises(AttributeError) as caught:
                 getattr(trainer, name)
             assert f"ESTrainer has no {name!r}: {why}." in str(caught.value)
