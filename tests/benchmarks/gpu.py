@@ -21,7 +21,7 @@ import argparse
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,13 +69,9 @@ SMALL = Size(SMOLLM | TOY | {"num_key_value_heads": 2, "vocab_size": 300}, 2, 3,
 
 def model_section(name: str, device: str, repeats: int, members: int) -> dict:
     """Measure a bfloat16 model with random weights: rates and, on a GPU, peak memory."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     synchronise = torch.cuda.synchronize if device == "cuda" else lambda: None
     start = torch.cuda.memory_allocated() if device == "cuda" else 0
-    with torch.device(device), torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name]), dtype=torch.bfloat16)
+    model = random_model(MODELS[name], device, torch.bfloat16)
     tensors = [parameter.detach() for parameter in model.parameters()]
     d, (_, *moved) = sum(tensor.numel() for tensor in tensors), population(members)
 
@@ -114,18 +110,18 @@ def model_section(name: str, device: str, repeats: int, members: int) -> dict:
     return {"parameters": d, "members": members, "cells": cells, "memory": held}
 
 
-def random_model(size: Size, device: str) -> Any:
+def random_model(config: Mapping[str, Any], device: str, dtype: torch.dtype | None = None) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with torch.random.fork_rng():
+    with torch.device(device), torch.random.fork_rng():
         torch.manual_seed(0)
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**size.config), dtype=dtype).eval()
+        dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).eval()
 
 
 def population_section(device: str, repeats: int, size: Size) -> dict:
     """Measure a decoding step: the difference between short and long completions, by the number of tokens."""
-    model, synchronise = random_model(size, device), torch.cuda.synchronize if device == "cuda" else lambda: None
+    model, synchronise = random_model(size.config, device), torch.cuda.synchronize if device == "cuda" else lambda: None
     ids, calls, cells = np.random.default_rng(0).integers(0, 270, (max(size.prompts, size.many), size.width)), {}, {}
     d, bandwidth = sum(p.numel() for p in model.parameters()), copy_rate(device, synchronise)
     cases = {
@@ -153,7 +149,7 @@ def population_section(device: str, repeats: int, size: Size) -> dict:
 
 def engine_section(device: str, repeats: int, size: Size) -> dict:
     """Measure iterations of ES, and the decoding in them alone."""
-    model, synchronise = random_model(size, device), torch.cuda.synchronize if device == "cuda" else lambda: None
+    model, synchronise = random_model(size.config, device), torch.cuda.synchronize if device == "cuda" else lambda: None
     tok, rewards, calls, cells = (
         tiny.tokenizer(),
         Rewards(lambda completion_ids, **_: [*map(len, completion_ids)]),
