@@ -22,7 +22,7 @@ from evoalign_study.kinds.decode import sampled_specs
 from evoalign_study.kinds.weights import answers_spec, coverage_spec, perturbed_specs
 from evoalign_study.loading import After, Groups, Records
 from evoalign_study.measures.base import label
-from evoalign_study.records import Record, ledger_file
+from evoalign_study.records import Record, ledger_file, unpack_bits, unpack_integers, unpack_probabilities
 from evoalign_study.results import Results, stated
 
 NOTEBOOK = "07_solution_coverage"
@@ -291,6 +291,90 @@ def own_support_table(run: SimpleNamespace, records: Records) -> DataFrame:
     table = support_table(run, records, OWN)
     table.insert(2, "own temperature", [own_temperatures(records, model) for model in MODELS])
     return table
+
+
+# ---- samples
+
+
+def checked_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per checked model: exact and sampled pass@k, spread of counts, share of right samples listed."""
+    rows = []
+    for model, record in zip((BASE, *TRAINED), records["checked"], strict=True):
+        samples, drawn = record["spec"]["coverage_samples"], record["drawn"]["t1"]
+        exact, right = unpack_probabilities(record["reach"]["t1"]), unpack_integers(drawn["right"])
+        row: dict[str, Any] = {"model": name(run, model), "samples": f"{samples:,}"}
+        for k in (k for k in KS if k <= samples and k != KS[1]):
+            both = coverage.pass_at(exact, k), coverage.estimate_pass_at(right, samples, k)
+            row[f"pass@{k}"] = ", ".join(f"{100 * each.mean():.2f}" for each in both)
+        variances = samples * exact * (1 - exact)
+        often = variances > 1  # where a normal deviate is a fair description
+        deviates = (right - samples * exact)[often] / np.sqrt(variances)[often]
+        row["spread over chance's"] = f"{np.sqrt(np.mean(deviates**2)):.2f}" if often.any() else ""
+        row["listed, %"] = f"{100 * drawn['listed'] / drawn['right_samples']:.2f}" if drawn["right_samples"] else ""
+        rows.append(row | {"entropy": f"{drawn['entropy_corrected']:.2f}"})
+    return DataFrame(rows)
+
+
+def voted(records: Records, model: str, at: str) -> np.ndarray:
+    """Return whether the most frequent answer to each problem is right, (runs, problems)."""
+    return np.array([unpack_bits(r["drawn"][at]["vote_bits"], r["n"]) for r in records[reach_name(model)]], float)
+
+
+def variety_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per model: greedy accuracy, and at two temperatures accuracy of the vote and entropy of answers."""
+    rows = []
+    for model in MODELS:
+        row = _model(run, records, model) | {"greedy": solved(records, model, "greedy", 1).format()}
+        for t in run.coverage_sampled_at:
+            vote = stats.crossed_bootstrap(voted(records, model, label(t)), n_resamples=_RESAMPLES)
+            drawn = DataFrame([r["drawn"][label(t)] for r in records[reach_name(model)]])
+            row |= {f"vote at {t:g}": vote.format(), f"entropy at {t:g}": f"{drawn['entropy'].mean():.2f}"}
+            row[f"corrected at {t:g}"] = f"{drawn['entropy_corrected'].mean():.2f}"
+        rows.append(row)
+    return DataFrame(rows)
+
+
+# ---- noise on the weights against temperature
+
+
+def copies(records: Records, sigma: float, k: int = SOLVED_WITHIN, part: str = "right") -> np.ndarray:
+    """Return pass@k of k copies of the base with noise of one sigma instead of k samples, (repeats, problems).
+
+    If there are fewer than k copies, all are used. part: "right" for test problems, or "validation".
+    """
+    repeats = runs.where(records["perturbed"], sigma=sigma)
+    (members,) = {record["spec"]["members"] for record in repeats}
+    packed = [record["validation"] if part == "validation" else record["drawn"]["right"] for record in repeats]
+    return coverage.estimate_pass_at(np.array(list(map(unpack_integers, packed))), members, min(k, members))
+
+
+def solved_by_copies(records: Records, sigma: float, k: int = SOLVED_WITHIN) -> stats.Interval:
+    """Return the share of test problems that k copies with noise of one sigma solve, or all copies if fewer."""
+    return stats.crossed_bootstrap(copies(records, sigma, k), n_resamples=_RESAMPLES)
+
+
+def perturbed_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per temperature and per sigma: what equally many completions of the base solve, and their vote."""
+    (base,), rows = records[reach_name(BASE)], []
+    for t, at in ((t, label(t)) for t in run.coverage_temperatures):
+        row = {"completions differ by": f"temperature {t:g}"}
+        row |= {f"pass@{k}": solved(records, BASE, at, k).format() for k in KS[:3]}
+        rows.append(row | {"vote": f"{100 * voted(records, BASE, at).mean():.1f}" if at in base["drawn"] else ""})
+    (there,) = coverage.pass_at(chances(records, BASE, OWN), SOLVED_WITHIN)
+    for sigma in run.perturbed_sigmas:
+        repeats = runs.where(records["perturbed"], sigma=sigma)
+        enough = [k for k in KS[:3] if k <= repeats[0]["spec"]["members"]]
+        row = {"completions differ by": f"noise, sigma {sigma:g}"}
+        row |= {f"pass@{k}": solved_by_copies(records, sigma, k).format() for k in enough}
+        votes = [unpack_bits(record["drawn"]["vote_bits"], record["n"]).mean() for record in repeats]
+        row["vote"] = f"{100 * np.mean(votes):.1f}"
+        for words, size, what in (("best copy", "1", "mean"), ("best 16", "16", "mean"), ("their vote", "16", "vote")):
+            row[words] = f"{100 * np.mean([record['best'][size][what] for record in repeats]):.1f}"
+        if SOLVED_WITHIN in enough:
+            here = DataFrame([vars(coverage.support(there, each)) for each in copies(records, sigma)]).mean()
+            row |= {"found here alone": f"{here['won']:.1f}", "found there alone": f"{here['lost']:.1f}"}
+        rows.append(row)
+    return DataFrame(rows).fillna("")
 
 
 # ---- results

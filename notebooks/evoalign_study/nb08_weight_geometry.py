@@ -23,7 +23,7 @@ from evoalign_study.kinds.train import sweep_specs
 from evoalign_study.kinds.weights import TEMPERATURE, gram_of_stretch, merge_specs, products_specs, stretch_specs
 from evoalign_study.loading import After, Group, Groups, Records
 from evoalign_study.records import Record, accuracy_matrix, ledger_file
-from evoalign_study.results import Results, stated
+from evoalign_study.results import Results, stated, under
 
 NOTEBOOK = "08_weight_geometry"
 CLAIMS = ("E5", "E6", "E6b", "E7", "E8", "E9", "E10", "E11", "E14", "C20", "C21b", "C22", "C23b", "C24b")
@@ -406,11 +406,63 @@ def equal_gain(run: SimpleNamespace, records: Records) -> list[tuple[int, stats.
     return [(steps, curves.cost_at_equal_score([*grpo.values()], own, start=base)) for steps, own in es.items()]
 
 
+def equal_gain_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per number of steps of ES: its accuracy and drift, and GRPO's drift over it at equal accuracy."""
+    return DataFrame(
+        {"steps of ES": steps, "runs": len(models), "greedy, %": f"{100 * accuracies(models).mean():.1f}"}
+        | {"KL off the task": f"{skills(models, 'kl').mean():.3f}", "GRPO's there, times [95 %]": stated(ratio, ".2f")}
+        for (steps, ratio), (_, models) in zip(equal_gain(run, records), by_steps(run, records, "es"), strict=True)
+    )
+
+
+def merged_models(run: SimpleNamespace, records: Records) -> dict[str, Sequence[Record]]:
+    """Return the name of each kind of merged model -> its records."""
+    es = label("es")
+    named = {label("base"): records["es times 0"]} if 0 in run.multiples else {}
+    for arm, size in ((arm, size) for arm, sizes in run.means.items() for size in sizes):
+        named[f"{label(arm)}, {'one run' if size == 1 else f'mean of {size}'}"] = records[f"{arm} mean={size}"]
+    for arm, size in run.shrunk.items():
+        named[f"{label(arm)}, one run as short as the mean of {size}"] = records[f"{arm} shrunk={size}"]
+    named[f"{es}, one run as short as the mean of {run.shrunk_far}"] = records["es shrunk far"]
+    named[f"random directions with the norms of {es}"] = records["random"]
+    for factor in filter(None, run.multiples):
+        named[f"{es}, {factor:g} times the mean of all"] = records[f"es times {factor:g}"]
+    for arm in SHORTER:
+        named |= {f"{label(arm)}, {steps} steps": models for steps, models in by_steps(run, records, arm)[:-1]}
+    return {name: models for name, models in named.items() if models}
+
+
+def merged_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per kind of merged model: norm, accuracy under each decoding, KL on the task and off it, skills."""
+    return DataFrame(
+        {"model": name, "models": len(models), "norm": f"{np.mean([r['norm'] for r in models]):.2f}"}
+        | {f"{style.STROKES[d].label}, %": f"{100 * accuracies(models, d).mean():.1f}" for d in DECODINGS}
+        | {"KL on the task": f"{np.mean([r['kl_policy_base']['exact_nats_per_token'] for r in models]):.4f}"}
+        | {"KL off the task": f"{skills(models, 'kl').mean():.4f}"}
+        | {"other skills, %": f"{100 * skills(models, 'greedy').mean():.1f}"}
+        for name, models in merged_models(run, records).items()
+    )
+
+
 def remedies(run: SimpleNamespace) -> dict[str, str]:
     """Return the name of each kind of run that may drift less -> the group of its models."""
     named = {f"{label('es_anchored')}, {decay:g} a step": f"es_anchored={decay:g}" for decay in run.anchor_decays}
     named |= {f"{label('es')}, N = {N}": f"es N={N}" for N in run.populations}
     return {words: f"{name} mean=1" for words, name in named.items()}
+
+
+def remedy_table(run: SimpleNamespace, records: Records) -> DataFrame:
+    """Return a row per remedy for drift: norm, and drift and accuracies relative to a run of ES."""
+    size, one = run.shrunk["es"], "es mean=1"
+    kinds = remedies(run) | {f"{label('es')}, mean of {size}": f"es mean={size}"}
+    return DataFrame(
+        {"model": name, "models": len(records[group]), "norm": f"{np.mean([r['norm'] for r in records[group]]):.2f}"}
+        | {"drift, times [95 %]": stated(drift_ratio(records, group, one), ".2f")}
+        | under(
+            "{}, points [95 %]", lambda d, group=group: accuracy_difference(records, group, one, d).format(), DECODINGS
+        )
+        for name, group in kinds.items()
+    )
 
 
 # ---- results
