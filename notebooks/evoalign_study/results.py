@@ -144,11 +144,6 @@ def three_digits(x: float, whole: float = 1000, digits: int = 3) -> str:
     return f"{x:,.0f}" if x >= whole else f"{x:.{digits}g}"
 
 
-def excludes_zero(interval: Interval) -> bool:
-    """Return whether both ends of an interval have the same sign."""
-    return interval.low * interval.high > 0
-
-
 def listed(words: Sequence[str]) -> str:
     """Join words as a list in a sentence.
 
