@@ -76,12 +76,6 @@ def test_a_failing_section_costs_no_other(monkeypatch, tmp_path, capsys):
     assert "FAILED: RuntimeError: no such counter" in capsys.readouterr().out
 
 
-def test_a_memory_mode_that_fails_is_an_error(monkeypatch):
-    monkeypatch.setattr(cpu.sys, "executable", "/bin/false")  # a process that fails
-    found = cpu.memory_section(cpu.Plan(modes=("kahan bfloat16",)))
-    assert found["cells"] == {} and found["error"] == "kahan, a bfloat16 model: no output"
-
-
 # ---- the GPU's, as far as a machine without one can tell
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from evoalign_study import claims, collapse, real, real_runs, weight_cache
+from evoalign_study import claims, collapse, paths, real, real_runs, weight_cache
 from evoalign_study.claims import run_scores
 from evoalign_study.records import pack_bits, read_records, spec_hash
 
@@ -192,3 +192,12 @@ def test_import_takes_declared_runs_with_their_ledgers(folder: Path, tmp_path: P
     holds(*records[:3])
     with pytest.raises(SystemExit, match="is not the ledger that was recorded"):
         real.main(["import", str(tmp_path)])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(not smollm2.folder().exists(), reason="make real-model fetches the base")
+def test_a_ledger_that_a_gpu_wrote_replays_on_a_cpu_to_the_digest_that_it_recorded() -> None:
+    run = ledger.read(paths.RESULTS / "02_grpo_countdown/ledgers/f70aafab2e3d4608.jsonl.gz")
+    weights = next(ledger._replayed(run, smollm2.NAME, [10]))
+    assert weights.digest() == run.weights[10]
