@@ -401,7 +401,7 @@ def _without_vllm(own: Mapping[str, Any]) -> dict[str, Any]:
     one = own.get("tensor_parallel", 1) == 1
     require(one, f"tensor_parallel={own.get('tensor_parallel')} needs vLLM, which is not installed. Set it to 1.")
     more = sorted(settings.keys() - {"members"})
-    what = f"engine_kwargs: {more[:1]} needs vLLM, which is not installed; engine 'cuda' takes members only"
+    what = f"engine_kwargs: {', '.join(more)} needs vLLM, which is not installed; engine 'cuda' takes members only"
     require(not more, f"{what}. Remove it.")
     if settings.get("members") is not None:
         whole_number("members", settings["members"], 1)

@@ -440,7 +440,7 @@ def test_actors_without_vllm_open_the_engine_of_one_gpu():
     ("settings", "named"),
     [
         ({"tensor_parallel": 2}, "tensor_parallel=2 needs vLLM"),
-        ({"settings": {"seed": 1}}, "'seed': 1.* need vLLM"),
+        ({"settings": {"seed": 1}}, "seed needs vLLM"),
         ({"gpus": 4}, "no room for 4 actors of .*'GPU': 1"),
     ],
 )
