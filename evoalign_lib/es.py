@@ -112,8 +112,8 @@ class ESTrainer(TrainerSurface):
     Args:
         model: a Hugging Face decoder-only model, a folder, a name on the Hub, or the name of a shipped base. Or a model
             with an adapter (`peft.get_peft_model`), or the folder of one. Only parameters with requires_grad move: in a
-            partly frozen model those that are not frozen, in a model with an adapter the adapter (engine="local", or
-            one engine of vLLM).
+            partly frozen model those that are not frozen, in a model with an adapter the adapter (engine="local" or
+            "cuda", or one engine of vLLM).
         reward_funcs: reward function(s) with TRL's signature (see `evoalign_lib.rewards`), plain or asynchronous; or
             reward models: sequence classifiers with one label, as objects, folders or names on the Hub
             (`evoalign_lib.reward_models.ModelReward`).

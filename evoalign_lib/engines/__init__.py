@@ -81,7 +81,7 @@ def open_engine(
         own |= engine_kwargs or {}
         return cuda.CudaEngine(model, tokenizer, rewards, prompts, **own, **common)
     single = engine == "vllm" and gpus <= tensor_parallel
-    remedy = "use engine='local', or engine='vllm' with gpus 0 or tensor_parallel"
+    remedy = "use engine='local' or 'cuda', or engine='vllm' with gpus 0 or tensor_parallel"
     require(single or not is_adapted(model), f"adapters do not decode on actors of a cluster: {remedy}.")
     on_gpus = {"tensor_parallel": tensor_parallel, "settings": engine_kwargs}
     by_vllm = engine == "vllm" or (bool(gpus) and find_spec("vllm") is not None)
