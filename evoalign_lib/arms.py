@@ -83,6 +83,7 @@ def _own(arm: str, fitness: str = "reward") -> dict[str, Any]:
 
 _NULL, _RANDOM = "#B3B3B3", {"fitness": "random", "null": True}
 _LOW_RANK = {"perturbation": "low_rank", "optional": _CURVED, "sweep": "es_low_rank"}
+_SCHEDULED = {"optional": (*_CURVED, "sigma_schedule"), **_own("es_scheduled")}
 _LORA: dict[str, Any] = {"optional": (*_CURVED, *_WARM, *_FROZEN), "sweep": "es_lora"}
 _ESSA: dict[str, Any] = {"settings": _CMA, "optional": (*_CURVED, *_FROZEN), "sweep": "essa"}
 _ESSA_RANDOM = {"fitness": "random", "arm": "essa_random"}
@@ -99,6 +100,10 @@ ARMS: dict[str, Arm] = {
     "es_sampled": _es("#56B4E9", "h", "ES, sampled fitness", fitness="reward", sampling="common", arm="es_sampled"),
     # each step moves a fraction of the way back to the base; its own noise draws
     "es_anchored": _es("#1F4E9E", "p", "ES, anchored decay", "anchor_decay", optional=_CURVED, **_own("es_anchored")),
+    # tricks of evolution strategies; their own noise draws
+    "es_pairs": _es("#5B9BD5", (13, 1, 0), "ES, antithetic pairs", antithetic=True, **_own("es_pairs")),
+    "es_ranks": _es("#2F5F8A", (14, 1, 0), "ES, centred ranks", fitness_shaping="centred_ranks", **_own("es_ranks")),
+    "es_scheduled": _es("#8FC1E3", (15, 1, 0), "ES, falling steps", "alpha_schedule", **_SCHEDULED),
     # rollouts at temperature 1 from the unperturbed weights, as in a policy gradient
     "es_weighted": _es("#7FA8D9", (4, 1, 0), "ES, unperturbed rollouts", "num_generations", **_UNPERTURBED),
     # low-rank noise on each matrix; its own noise draws

@@ -357,9 +357,9 @@ def check_alike(label: str, records: Sequence[Record], apart: Iterable[str]) -> 
 
 
 def _settings_of(record: Record) -> Mapping[str, Any]:
-    """Return the spec of a run; if it continues another run, `start` holds that run's settings, not its weights."""
+    """Return the spec of a run; `start` and `of`, other runs that it is made from, hold their settings, not weights."""
     spec = record["spec"]
-    return spec | {"start": spec["start"]["run"]} if "start" in spec else spec
+    return spec | {name: spec[name]["run"] for name in ("start", "of") if name in spec}
 
 
 def _tuned(records: Sequence[Record], run: Mapping[str, Any], setting: Mapping[str, Any]) -> dict[str, float] | str:

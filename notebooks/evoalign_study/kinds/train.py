@@ -154,7 +154,7 @@ def run(spec: Spec, keep: Path | None = None, folder: Path | None = None) -> Rec
 def _measured(spec: Spec, place: Path, lasting: bool = False, keep: Path | None = None) -> Record:
     with trainers.train(spec, place, lasting, keep) as ended:
         result = ended.result | training.outcome(spec, ended)
-        if spec["scale"] == "tiny" and spec["base"] in tiny.SHIPPED and spec.get("test_problems", 1):
+        if spec["scale"] == "tiny" and spec["base"] in tiny.SHIPPED:
             with suppress(OSError):  # a full disk does not cost the record: measuring the model then trains it again
                 weight_cache.keep(ended.engine.master)
         return result
