@@ -19,6 +19,7 @@ from evoalign_study.claims.findings import Finding
 from evoalign_study.kinds.weights import merge_specs, path_spec
 from evoalign_study.loading import Group, Groups, Records
 from evoalign_study.records import Record, Spec, accuracy_matrix, unpack_bits
+from evoalign_study.results import Results
 
 _ALPHAS = (0.00125, 0.0025, 0.005, 0.01)
 TRICKS: dict[str, list[dict[str, Any]]] = {
@@ -75,7 +76,7 @@ def groups(run: SimpleNamespace, records: Records, scale: str) -> Groups:
     own = short | {"alpha": best["alpha"]}
     made["short runs"] = Group("es", here, PARTS * seeds, own, after=(f"tuned {MEAN}",), scale=scale)
 
-    def merged(shorts: Sequence[Record]) -> list[Spec]:
+    def merged(_: Sequence[Record], shorts: Sequence[Record]) -> list[Spec]:
         each = enumerate(runs.means(shorts, PARTS, len(shorts)))
         wanted = es | {"skill_messages": 8}
         return [merge_specs(some, wanted, scale, factor=best["factor"]) | {"seed": seed} for seed, some in each]
@@ -152,3 +153,12 @@ def table(records: Records) -> DataFrame:
     for words, each in stats.holm(p).items():
         rows[words]["p"] = f"{each:.2g}"
     return DataFrame(rows.values()).fillna("")
+
+
+def results(records: Records) -> Results:
+    """Return what the best trick gains on plain ES, and the least lead of GRPO over a trick, greedily."""
+    right = {name: _right(records, name, "greedy") for name in (*TRICKS, MEAN, PLAIN, GRPO)}
+    gained = [stats.crossed_bootstrap(right[name], right[PLAIN]) for name in (*TRICKS, MEAN)]
+    leads = [stats.crossed_bootstrap(right[GRPO], right[name]) for name in (*TRICKS, MEAN)]
+    least, most = (pick(each, key=lambda one: one.value) for pick, each in ((min, leads), (max, gained)))
+    return {"tricks": len(gained), "most gained by a trick": most, "least lead over a trick": least}
