@@ -44,6 +44,8 @@ def nearest(name: Any, known: Iterable[str], cutoff: float = 0.4) -> str:
     "unknown task 'cuntdown'. Did you mean 'countdown'?"
     >>> nearest("x", ["conciseness", "countdown"])
     ''
+    >>> nearest("ab", {"ac", "ad"}) == nearest("ab", ["ad", "ac"])  # the same one whatever the order
+    True
     """
     near = difflib.get_close_matches(str(name)[:100], sorted(map(str, known)), n=1, cutoff=cutoff)
     return f" Did you mean {near[0]!r}?" if near else ""

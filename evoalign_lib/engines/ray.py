@@ -120,8 +120,6 @@ class RayEngine(Engine):
         super().__init__(*common, **alike | ({"weights": self._alike.weights} if self._alike else {}))
         self.places: list[Place] = []
         """places of the actors; empty before they start"""
-        self.most_active: int | None = None
-        """number of actors that get tasks, for measuring how throughput scales; None: all"""
         self.sent_bytes, self.received_bytes = 0, 0
         """serialised size of all messages to and from actors after their start"""
         self.repairs = {"actors/restarted": 0, "actors/rebuilt": 0}
@@ -262,7 +260,7 @@ class RayEngine(Engine):
         queue, done, failures = deque(range(len(tasks))), {}, Counter()
         try:
             while len(done) < len(tasks):
-                for place in self.places[: self.most_active]:
+                for place in self.places:
                     if place.awaited is None and queue:
                         place.task = queue.popleft()
                         place.awaited = self._send(place, "work", len(self._updates), *tasks[place.task][1:])

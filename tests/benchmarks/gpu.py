@@ -8,8 +8,7 @@ Sections "0.5B", "1.5B" and "7B" have the shapes of Qwen2.5. Cases: `perturb`, w
 the master, and `update` of the master by N members, under each distribution; and the same with the "public" statements
 that released codes share: randn in the parameter's dtype, a multiplication, an addition, tensor after tensor; released
 codes also need a second pass to restore. `memory` has bytes per parameter. `tests/equivalence/test_noise_triton.py`
-checks that the same GPU gives the bits of a CPU, and `tests.benchmarks.scaling --gpus` measures the time of an
-iteration with vLLM.
+checks that the same GPU gives the bits of a CPU.
 
 `population` and `engine` have the shape of SmolLM2-135M. Cases: members of full rank; many members of rank 1 with one
 prompt each; and inference, the rows of the latter with the model itself. `population` measures a decoding step, against
@@ -124,11 +123,8 @@ def population_section(device: str, repeats: int, size: Size) -> dict:
     model, synchronise = random_model(size.config, device), torch.cuda.synchronize if device == "cuda" else lambda: None
     ids, calls, cells = np.random.default_rng(0).integers(0, 270, (max(size.prompts, size.many), size.width)), {}, {}
     d, bandwidth = sum(p.numel() for p in model.parameters()), copy_rate(device, synchronise)
-    cases = {
-        "full rank": (size.members, size.prompts, 0),
-        "low rank": (size.many, 1, 1),
-        "inference": (1, size.many, 0),
-    }
+    cases = {"full rank": (size.members, size.prompts, 0), "low rank": (size.many, 1, 1)}
+    cases["inference"] = (1, size.many, 0)
     for case, (members, rows, rank) in cases.items():
         decoder = PopulationDecoder(model, members, device, None, rows, rank)
         for new in (1, size.new):
@@ -150,16 +146,10 @@ def population_section(device: str, repeats: int, size: Size) -> dict:
 def engine_section(device: str, repeats: int, size: Size) -> dict:
     """Measure iterations of ES, and the decoding in them alone."""
     model, synchronise = random_model(size.config, device), torch.cuda.synchronize if device == "cuda" else lambda: None
-    tok, rewards, calls, cells = (
-        tiny.tokenizer(),
-        Rewards(lambda completion_ids, **_: [*map(len, completion_ids)]),
-        {},
-        {},
-    )
+    tok, rewards = tiny.tokenizer(), Rewards(lambda completion_ids, **_: [*map(len, completion_ids)])
+    calls, cells = {}, {}
 
-    def iterate(
-        engine: CudaEngine, rows: np.ndarray, members: list, keys: np.ndarray, coefficients: np.ndarray
-    ) -> None:
+    def iterate(engine: CudaEngine, rows: np.ndarray, members: list, keys: np.ndarray, coefficients: Any) -> None:
         engine.evaluate(members, SIGMA, "train", rows)
         engine.update(keys, coefficients)
 

@@ -39,7 +39,7 @@ BAD_VALUES = {
     "load_best_model_at_end": [True], "save_strategy": ["best"], "engine_kwargs": [{"max_loras": 2}],
     "generation_kwargs": [3, {"max_new_tokens": 3}, {"bad_words_ids": {3}}, {"min_p": 0.1}, {"repetition_penlty": 2.0}],
     "model_init_kwargs": ["dtype=bfloat16", 3, "[1]"], "chat_template_kwargs": ["enable_thinking=false", " {}"],
-    **{name: [0] for name in ("prompts_per_step", "max_completion_length", "chunk_rows", "workers")},
+    **{name: [0, True] for name in ("prompts_per_step", "max_completion_length", "chunk_rows", "workers")},
     "fitness": ["rewards"], "decoder": ["generat"], "fitness_shaping": ["zscor"], "sigma_schedule": ["cosin"],
     "sampling": ["comon"], "noise": ["gaussan"], "precision": ["mster"], "perturbation": ["lowrank"],
 }  # fmt: skip
@@ -57,6 +57,8 @@ def test_what_two_settings_say_together():
         ESConfig(anchor_decay=0.1, precision="kahan")
     with pytest.raises(ValueError, match="population_size=5 .*antithetic"):
         ESConfig(antithetic=True, population_size=5)
+    with pytest.raises(ValueError, match="gpus=3 is not a multiple of tensor_parallel=2"):
+        ESConfig(engine="vllm", gpus=3, tensor_parallel=2)
     assert ESConfig(perturbation="low_rank", rank=3).rank == 3
     for settings, arm in (({"fitness": "random"}, "es_random"), ({"fitness": "shuffled", "arm": "null"}, "null")):
         assert ESConfig(**settings).arm == arm  # null arms draw other noise

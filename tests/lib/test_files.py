@@ -1,4 +1,4 @@
-"""Locks, files written in one piece, and the JSON text of which hashes are taken; all across real processes."""
+"""Locks and files written in one piece, across real processes."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import time
 import pytest
 from helpers import fork, wait
 
-from evoalign_lib.files import canonical_json, locked, replace_bytes
+from evoalign_lib.files import locked, replace_bytes
 
 
 def hold(path, said) -> None:
@@ -58,10 +58,3 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="full"):
         replace_bytes(tmp_path / "file", b"new")
     assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"old"]
-
-
-def test_canonical_json_is_one_text_for_equal_values():
-    assert canonical_json({"b": 1e-05, "a": ["é", None, True]}) == '{"a":["\\u00e9",null,true],"b":1e-05}'
-    for number in (float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="not JSON compliant"):
-            canonical_json({"a": number})

@@ -142,25 +142,8 @@ def test_the_ledger_is_data(tmp_path: Path) -> None:
             claims.load_claims(path)
 
 
-VALUES = [
-    None,
-    True,
-    -1,
-    10**30,
-    np.inf,
-    np.nan,
-    "x",
-    "",
-    [],
-    {},
-    ["x"],
-    {"a": 1},
-    [None],
-    {None: 1},
-    {1: 2},
-    b"x",
-    [[1]],
-]
+VALUES = [None, True, -1, 10**30, np.inf, np.nan, "x", "", b"x"]
+VALUES += [[], {}, ["x"], {"a": 1}, [None], {None: 1}, {1: 2}, [[1]]]
 
 
 def places(declared, own: tuple = ()):

@@ -27,14 +27,9 @@ def trained(arm, judge, seed, proxy=(1.0, 2.0, 3.0, 5.0), true=(0.2, 0.4, 0.3, -
         curve |= {f"{name}_{decoding}": [0.5, 0.6, 0.7, 0.9] for name in (judge, "bert", "gpt2", "rule")}
         curve |= {f"{name}_{decoding}": [0.1, 0.2, 0.3, 0.4] for name in (*study.SHARES[:-1], "needless")}
     replies = said([4.0] * 9, 0.7, 1.0, 0.9, 0.4)
-    spec = {"arm": arm, "base": "C0", "judge": judge, "seed": seed}
-    return {
-        "spec": spec,
-        "digest": f"{arm} {judge} {seed}",
-        "budget": {"completions": 2_000},
-        "curve": curve,
-        "test": {"greedy": replies, "t1": replies, "judges": JUDGED},
-    }
+    spec, test = {"arm": arm, "base": "C0", "judge": judge, "seed": seed}, dict.fromkeys(("greedy", "t1"), replies)
+    kept = {"digest": f"{arm} {judge} {seed}", "budget": {"completions": 2_000}, "test": test | {"judges": JUDGED}}
+    return {"spec": spec, "curve": curve} | kept
 
 
 @pytest.fixture
