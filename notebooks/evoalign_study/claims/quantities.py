@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -242,6 +243,20 @@ def _own_part(sides: Sequence[Side]) -> Interval:
     return stats.crossed_bootstrap(runs - models, **_resampled(sides))
 
 
+def _pruned(side: Side) -> list[Record]:
+    """Return the records of the runs of a side without parts of what they moved."""
+    known = {record["spec"]["of"]["digests"][0]: record for record in side.evidence.having("kind", "pruned")}
+    return [known[run["digest"]] for run in side.runs if run["digest"] in known]
+
+
+def _lost(name: str, sides: Sequence[Side]) -> Interval:
+    """Return how much less often runs are right without a part; each is resampled with itself."""
+    side = sides[0]
+    whole, left = ([record["models"][each] for record in _pruned(side)] for each in ("whole", name))
+    apart = accuracy_matrix(whole, side.decoding) - accuracy_matrix(left, side.decoding)
+    return stats.crossed_bootstrap(apart, **_resampled(sides))
+
+
 def _kept(part: str, records: Sequence[Record], decoding: str) -> Array:
     """Return the share of its accuracy that each model keeps under noise, as the mean over draws and sigmas."""
     clean, left = ([np.mean(record[block][decoding]) for record in records] for block in ("clean", part))
@@ -407,3 +422,8 @@ QUANTITIES: dict[str, Quantity] = {
     "half_gain": Quantity("place of half the gain", partial(_lines, None), _half_gain, **_DECODED),
 }
 """Quantities that a rule of kind "weights" may compare, by the name that declares them."""
+
+_PARTS = {"smallest": "of the smallest weights", "random": "of random weights", "mean": "replaced by other runs' mean"}
+for _how, _share in product(_PARTS, (78, 93)):
+    _words = f"accuracy lost with {_share} % {_PARTS[_how]}" + ("" if _how == "mean" else " set back")
+    QUANTITIES[f"lost_{_how}_{_share}"] = Quantity(_words, _pruned, partial(_lost, f"{_how}_{_share}"), (1,), **_RIGHT)

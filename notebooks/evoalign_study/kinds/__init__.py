@@ -9,8 +9,8 @@ from evoalign_lib.checks import nearest
 KINDS: dict[str, tuple[str, ...]] = {
     "train": ("train", "composed", "audit"),
     "decode": ("base", "best_of_n", "decoding", "sampled"),
-    "weights": ("answers", "coverage", "merge", "noise", "path", "perturbed", "products", "stretch"),
-    "exact": ("estimator", "kl"),
+    "weights": ("answers", "coverage", "merge", "noise", "path", "perturbed", "products", "pruned", "stretch"),
+    "exact": ("estimator", "kl", "pairs", "rank"),
     "memory": ("memory", "storage"),
     "scaling": ("scaling",),
     "judged": ("judgments", "published", "tastes", "tournament"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,8 +14,10 @@ import numpy as np
 from evoalign_lib import checks, noise, tiny, update_rules
 from evoalign_lib.analysis import gradient, kl
 from evoalign_lib.engines.local import LocalEngine, Prompts
+from evoalign_lib.files import canonical_json
+from evoalign_lib.precision import copy_to
 from evoalign_lib.tasks import countdown
-from evoalign_study import measures, specs
+from evoalign_study import measures, specs, weight_cache
 from evoalign_study.measures.base import significant
 from evoalign_study.records import Record, Settings, Spec
 
@@ -94,14 +97,111 @@ def run_estimator(spec: Spec) -> Record:
 
 
 @lru_cache(maxsize=2)
-def _objective(base: str, n: int, targets: str) -> ExactObjective:
-    """Return the objective of a base, made once per process: enumerating completions takes longer than a step."""
+def _objective(base: str, n: int, targets: str, end: str = "null") -> ExactObjective:
+    """Return the objective of a base, or of an end as JSON, made once per process: enumerating takes longer than a step."""
     drawn = countdown.generate(4 * n, 0, split="train", **tiny.PROBLEMS | {"count": 2})
     chosen = [p for p in drawn if targets == "any" or sum(p.numbers) != int(p.target)][:n]
     few = f"only {len(chosen)} of {n} two-number problems have targets {targets!r}: set a smaller estimator_problems."
     checks.require(len(chosen) == n, few)
+    model, tokenizer = tiny.load(base)
+    if named := json.loads(end):
+        start, layout = weight_cache.of_base(base), weight_cache.layout_of(base)
+        copy_to(model, layout, weight_cache.moved(start, weight_cache.displacement(named, start, layout)))
     # compared with 1e-6, the gradient has cosine 0.99999998, and a step takes a third of the time
-    return ExactObjective(*tiny.load(base), chosen, min_probability=1e-5)
+    return ExactObjective(model, tokenizer, chosen, min_probability=1e-5)
+
+
+# ---- baselines, pairs and rank: the error of an estimate at equal evaluations
+
+
+def pairs_specs(
+    base: str, ends: Sequence[Record | None], fitness: str, repeats: Iterable[int], settings: Settings, scale: str
+) -> list[Spec]:
+    """Return specs that compare estimates without a baseline, with the mean as baseline, and from antithetic pairs.
+
+    Args:
+        base: a plain base of the tiny world.
+        ends: records of runs from it, used in turn; None: the base itself.
+        fitness: "greedy", or "sampled": one sample at temperature 1, with the same random numbers for all members.
+        repeats: numbers of the populations drawn.
+        settings: sigma, estimator_problems, pairs_members (members of a population).
+        scale: scale of the notebook.
+
+    Raises:
+        ValueError: as for `estimator_specs`.
+    """
+    wanted = specs.take(settings, ("sigma", "estimator_problems", "pairs_members"), "the estimate")
+    spec = specs.begin_tiny("pairs", base, scale, settings) | wanted | {"fitness": fitness}
+    at = [{} if end is None else {"end": weight_cache.end([end])} for end in ends]
+    spec |= {"at": f"{fitness}, {'end' if at[0] else 'base'}"}
+    return [spec | {"repeat": repeat} | at[repeat % len(at)] for repeat in repeats]
+
+
+def run_pairs(spec: Spec) -> Record:
+    """Return mean squared errors of estimates of the gradient, for members with noise of either sign.
+
+    A member contributes f eps, less its baseline; of a pair, (f+ - f-) eps / 2 counts as two evaluations. The error of
+    their mean is the variance of one over their number. So for each estimate the record has that variance per
+    evaluation: over all weights, in which |eps|^2 is d for all, and `along` the exact gradient at temperature 1.
+    """
+    objective = _objective(spec["base"], spec["estimator_problems"], "any", canonical_json(spec.get("end")))
+    root, n, start = noise.run_key("pairs", spec["repeat"]), spec["pairs_members"], objective.start
+    keys = np.array([noise.member_key(root, 0, i) for i in range(n)], np.uint64)
+    fitness, member = np.empty((2, n)), np.empty_like(start)
+    how = {} if spec["fitness"] == "greedy" else {"samples": 1, "seed": spec["repeat"]}
+    for i, key in enumerate(keys):
+        for row, sign in enumerate((1, -1)):
+            noise.perturb(member, start, objective.layout, int(key), spec["sigma"], sign=sign)
+            fitness[row, i] = objective.greedy_at(member, **how)
+    along = gradient.projections(objective.layout, keys, objective.gradient / np.linalg.norm(objective.gradient))
+    first, pair = fitness[0], (fitness[0] - fitness[1]) / 2
+    parts = {"none": first, "mean": (first - first.mean()) * math.sqrt(n / (n - 1)), "pairs": math.sqrt(2) * pair}
+    result = {name: float(np.mean(part**2)) for name, part in parts.items()}
+    result |= {f"{name}_along": float(np.var(part * along, ddof=1)) for name, part in parts.items()}
+    result |= {
+        "slope": float(np.mean(pair * along)),
+        "start": objective.greedy_at(start, **how),
+        "d": objective.layout.d,
+    }
+    for end in ("", "_along"):
+        result[f"mean_over_pairs{end}"] = result[f"mean{end}"] / result[f"pairs{end}"]
+        result[f"mean_over_none{end}"] = result[f"mean{end}"] / result[f"none{end}"]
+    return {"estimator": {name: significant(value) for name, value in result.items()}}
+
+
+def rank_specs(base: str, widths: Sequence[int], repeats: int, members: int, scale: str) -> list[Spec]:
+    """Return specs that measure how much noisier an estimate is by noise of rank 1, for square matrices of widths.
+
+    A width of 0 stands for all tensors of the base together. members: draws of the noise in each of the repeats.
+    """
+    spec = specs.begin_tiny("rank", base, scale, {}) | {"members": members}
+    return [spec | {"width": width, "repeat": repeat} for width in widths for repeat in range(repeats)]
+
+
+def run_rank(spec: Spec) -> Record:
+    """Return the variance that noise of rank 1 adds to the estimate of a gradient, as a share of that of full rank.
+
+    For the fitness <G, E>, averaged over the directions of G, a member's |f E|^2 is |E|^4 / d. Its mean is d + 2 for
+    full rank. For rank 1 it is d (1 + v), v being the variance of |E|^2 / d, which is measured; by Wishart's moments
+    one m x n matrix gets (m + 2)(n + 2), so that 2 (m + n + 1) / (m n + 1) is added.
+    """
+    layout = weight_cache.layout_of(spec["base"])
+    shapes = [(e.id, e.shape) for e in layout.entries] if not spec["width"] else [(1, (spec["width"],) * 2)]
+    root, n = noise.run_key("rank", spec["repeat"]), spec["members"]
+    keys = np.array([noise.member_key(root, 0, i) for i in range(n)], np.uint64)
+    squares, formula, d = np.zeros(n), 0.0, sum(math.prod(shape) for _, shape in shapes)
+    for param, shape in shapes:
+        size = math.prod(shape)
+        if len(shape) > 1:
+            sides = [np.square(f, dtype=np.float64).sum((1, 2)) for f in noise.factors(keys, param, shape, 1)]
+            squares += sides[0] * sides[1]
+            formula += 2 * (shape[0] + size // shape[0] + 1) * size / d / (d + 1)
+        else:
+            squares += np.square(noise.vectors(keys, param, size), dtype=np.float64).sum(1)
+    v = float(np.mean((squares / d - 1) ** 2))
+    excess = (d * (1 + v) - 1) / (d + 1) - 1
+    told = {"excess": excess, "formula": formula, "excess_over_formula": excess / formula}
+    return {"estimator": {name: significant(value) for name, value in told.items()}}
 
 
 class ExactObjective:
@@ -156,10 +256,10 @@ class ExactObjective:
         self._engine.write_model()
         return gradient.expected(self._model, self._packed, len(self.problems))
 
-    def greedy_at(self, weights: np.ndarray) -> float:
-        """Return the share of problems that greedy decoding with flat weights (layout.size,) answers rightly."""
+    def greedy_at(self, weights: np.ndarray, **how: Any) -> float:
+        """Return the share of right answers with flat weights (layout.size,), greedily or as `how` samples."""
         self._engine.master[...] = weights
-        return float(MEASURE.graded(self.problems, self._engine.generate("problems")).mean())
+        return float(MEASURE.graded(self.problems, self._engine.generate("problems", **how)).mean())
 
     def run(self, N: int, sigma: float, alpha: float, repeat: int, fitness: str = "expected") -> dict[str, Any]:
         """Take one ES step from the start and measure it.

@@ -242,7 +242,14 @@ def run_composed(spec: Spec) -> Record:
 
 
 def audit_specs(
-    base: str, precision: str, noise: str, fitness: str, seeds: Iterable[int], settings: Settings, scale: str
+    base: str,
+    precision: str,
+    noise: str,
+    fitness: str,
+    seeds: Iterable[int],
+    settings: Settings,
+    scale: str,
+    largest: int = 0,
 ) -> list[Spec]:
     """Return specs of ES runs of a bfloat16 model that differ only in arithmetic or noise.
 
@@ -254,6 +261,7 @@ def audit_specs(
         seeds: seeds of the runs.
         settings: as for `train_specs`, without the optional ones.
         scale: scale of the notebook.
+        largest: number of the largest changes whose place is recorded (`vectors_of_largest`); 0: none.
 
     Raises:
         ValueError: a task whose answers are not right or wrong, an engine other than the local one, a setting that is
@@ -269,6 +277,7 @@ def audit_specs(
         require(given is None, f"{name}={given!r}: an audit has no such setting. Leave it out.")
     wanted = specs.sizes(settings) | specs.take(settings, es.settings, "an audit")
     arithmetic = {"dtype": "bfloat16", "precision": precision, "noise": noise, "fitness": fitness}
+    arithmetic |= {"largest": whole_number("largest", largest)} if largest else {}
     return [specs.begin("audit", base, scale, settings) | arithmetic | wanted | {"seed": seed} for seed in seeds]
 
 
@@ -332,11 +341,39 @@ def run_audit(spec: Spec) -> Record:
     if updates:  # otherwise all populations were tied
         audit |= {"layers_cosine": np.mean(alike)} if alike else {}
         audit |= dict(zip(("update_cosine", "update_gain"), np.mean(updates, axis=0), strict=True))
+    if "largest" in spec:
+        audit |= vectors_of_largest(engine.layout.views(trainer.start), views, spec["largest"])
     result = {"audit": {k: float(f"{v:.6g}") for k, v in audit.items()}, "path": path, "counts": dict(trainer.counts)}
     result |= {"plan": engine.plan, "d": engine.layout.d, "curve": progress.curve}
     if spec["fitness"] == "reward":
         result["test"] = measures.get(spec["task"]).tested(engine, sets["test"])
     return result
+
+
+def vectors_of_largest(start: Mapping[str, np.ndarray], moved: Mapping[str, np.ndarray], k: int) -> dict[str, float]:
+    """Return which share of a model's k largest changes lies in vectors: norms and biases.
+
+    Args:
+        start: each tensor before.
+        moved: what was added to it.
+        k: how many changes, the largest first: by size, and by size over the root mean square of the tensor before.
+
+    Returns:
+        `largest_in_vectors`, `largest_relative_in_vectors`, and `vectors`, the share of all weights that lies there.
+
+    >>> start = {"norm": np.ones(2), "matrix": np.ones((2, 3))}
+    >>> vectors_of_largest(start, {"norm": np.array([0.5, 0.2]), "matrix": np.full((2, 3), 0.3)}, 2)
+    {'largest_in_vectors': 0.5, 'largest_relative_in_vectors': 0.5, 'vectors': 0.25}
+    """
+    vector = np.concatenate([np.full(part.size, part.ndim < 2) for part in moved.values()])
+    scales = {name: np.sqrt(np.mean(np.square(part, dtype=np.float64))) for name, part in start.items()}
+    found = {"": dict.fromkeys(moved, 1.0), "_relative": scales}
+    sizes = {
+        kind: np.concatenate([np.abs(part).ravel() / scale[name] for name, part in moved.items()])
+        for kind, scale in found.items()
+    }
+    shares = {f"largest{kind}_in_vectors": float(vector[np.argsort(-size)[:k]].mean()) for kind, size in sizes.items()}
+    return shares | {"vectors": float(vector.mean())}
 
 
 if __name__ == "__main__":

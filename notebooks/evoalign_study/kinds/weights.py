@@ -558,6 +558,58 @@ def run_merge(spec: Spec) -> Record:
         }
 
 
+# ---- runs without a part of what they moved
+
+_PRUNED = ("max_completion_length", "test_problems", "pruned_shares")
+PRUNED = ("smallest", "random", "mean")
+"""Ways to take a share of the weights back to the base: those that moved least, any, or those that moved least, which
+get the mean displacement of other runs instead."""
+
+
+def pruned_specs(records: Sequence[Record], settings: Settings, scale: str) -> list[Spec]:
+    """Return the specs that measure each run without shares of its displacement, one for each run.
+
+    Args:
+        records: records of runs that form a group, at least two; the others of a run give the mean.
+        settings: max_completion_length, test_problems, and pruned_shares, between 0 and 1.
+        scale: scale of the notebook.
+
+    Raises:
+        ValueError: runs that form no group, a base outside the tiny world, or a setting that is missing.
+    """
+    taken, found = specs.take(settings, _PRUNED, "a pruned run"), []
+    for i, record in enumerate(records):
+        end, others = weight_cache.end([record]), weight_cache.group([*records[:i], *records[i + 1 :]])
+        begun = specs.begin_tiny("pruned", end["of"]["run"]["base"], scale, taken) | taken
+        found.append(begun | {"arm": end["of"]["run"]["arm"], "others": others} | end)
+    return found
+
+
+def run_pruned(spec: Spec) -> Record:
+    """Return what a run solves, `whole` and without each share of its displacement in each of the ways `PRUNED`.
+
+    `models` has the results on the test set by name, such as "smallest_78"; `squares` the share of |D|^2 that is left.
+    """
+    measure, models, squares = measures.get(spec["task"]), {}, {}
+    with training.opened(spec) as (engine, sets):
+        start = engine.master.copy()
+        own = weight_cache.displacement(spec, start, engine.layout)
+        mean = np.mean([master.astype(np.float64) - start for master in weight_cache.of_group(spec["others"])], axis=0)
+        least, drawn = np.argsort(np.abs(own), kind="stable"), np.random.default_rng(0).permutation(len(own))
+        ways = {"smallest": (least, 0 * own), "random": (drawn, 0 * own), "mean": (least, mean)}
+        parts = {"whole": own}
+        for share in spec["pruned_shares"]:
+            for how, (order, instead) in ways.items():
+                left, gone = own.copy(), order[: round(share * len(own))]
+                left[gone] = instead[gone]
+                parts[f"{how}_{100 * share:.0f}"] = left
+        for name, part in parts.items():
+            engine.master[:] = weight_cache.moved(start, part)
+            models[name] = {"test": measure.tested(engine, sets["test"])}
+            squares[name] = significant(part @ part / (own @ own), 4)
+    return {"d": engine.layout.d, "models": models, "squares": squares}
+
+
 # ---- products of displacements
 
 BLOCK = 8

@@ -31,8 +31,12 @@ QUANTITIES: dict[str, Callable[[Record], float]] = {
     "k2_relative_bias": lambda r: r["kl"]["k2_token_bias"] / r["kl"]["exact_token_mean"],
     "k1_over_k3_std": lambda r: r["kl"]["k1_token_std"] / r["kl"]["k3_token_std"],
     "k3_gradient_cosine": lambda r: r["kl"]["k3_gradient_token_cosine"],
+    "largest_in_vectors": lambda r: r["audit"]["largest_in_vectors"],
+    "mean_over_none": lambda r: r["estimator"]["mean_over_none"],
+    "mean_over_pairs": lambda r: r["estimator"]["mean_over_pairs"],
+    "rank_excess_over_formula": lambda r: r["estimator"]["excess_over_formula"],
 }
-"""Numbers that a rule may read from a record, computed from its `estimator`, `ledger` or `kl` block."""
+"""Numbers that a rule may read from a record, computed from its `audit`, `estimator`, `ledger` or `kl` block."""
 
 
 def _find_means(case: Case) -> list[Finding]:
@@ -53,7 +57,7 @@ def _mean(case: Case, name: str, arms: Sequence[Runs]) -> Measured:
 
 
 _BOUNDS = checks.some(QUANTITIES, Real)
-BOUNDS = Rule(_find_means, lambda arm: {"below": _BOUNDS, "above?": _BOUNDS}, arms=("treatment",))
+BOUNDS = Rule(_find_means, lambda arm: {"below?": _BOUNDS, "above?": _BOUNDS}, arms=("treatment",))
 
 
 # ---- memory
