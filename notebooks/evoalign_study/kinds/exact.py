@@ -98,7 +98,7 @@ def run_estimator(spec: Spec) -> Record:
 
 @lru_cache(maxsize=2)
 def _objective(base: str, n: int, targets: str, end: str = "null") -> ExactObjective:
-    """Return the objective of a base, or of an end as JSON, made once per process: enumerating takes longer than a step."""
+    """Return the objective of a base, or of an end as JSON, made once per process, since enumerating is slow."""
     drawn = countdown.generate(4 * n, 0, split="train", **tiny.PROBLEMS | {"count": 2})
     chosen = [p for p in drawn if targets == "any" or sum(p.numbers) != int(p.target)][:n]
     few = f"only {len(chosen)} of {n} two-number problems have targets {targets!r}: set a smaller estimator_problems."
