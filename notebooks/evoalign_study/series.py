@@ -1,6 +1,7 @@
 """How far the tiny world reaches: claims of 2026 with their nulls, and series with predictions made beforehand."""
 
 from collections.abc import Sequence
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +16,7 @@ CLAIMS = ("C41", "C41b", "C42", "C43", "C44", "C45", "C46", "E21", "E22")
 """Claims of papers of 2026, and this project's own predictions."""
 SHORT = {"population_size": 30, "prompts_per_step": 32, "sigma": 0.01, "alpha": 0.0025, "steps": 262}
 """The setting of ES that won where the arms are compared (claim C2c)."""
-AUDITED = (
-    ("inplace", "random"),
-    ("inplace", "reward"),
-    ("master", "random"),
-    ("master", "reward"),
-    ("kahan", "reward"),
-)
+AUDITED = (*product(("inplace", "master"), ("random", "reward")), ("kahan", "reward"))
 """Precision and fitness of the audits, at the sigma and alpha of Qiu et al."""
 WIDTHS = (16, 32, 64, 128, 256, 512, 0)
 """Widths of square matrices with noise of rank 1; 0: all tensors of the base."""

@@ -158,11 +158,7 @@ def run_pairs(spec: Spec) -> Record:
     parts = {"none": first, "mean": (first - first.mean()) * math.sqrt(n / (n - 1)), "pairs": math.sqrt(2) * pair}
     result = {name: float(np.mean(part**2)) for name, part in parts.items()}
     result |= {f"{name}_along": float(np.var(part * along, ddof=1)) for name, part in parts.items()}
-    result |= {
-        "slope": float(np.mean(pair * along)),
-        "start": objective.greedy_at(start, **how),
-        "d": objective.layout.d,
-    }
+    result |= {"slope": float(np.mean(pair * along)), "start": objective.greedy_at(start, **how)}
     for end in ("", "_along"):
         result[f"mean_over_pairs{end}"] = result[f"mean{end}"] / result[f"pairs{end}"]
         result[f"mean_over_none{end}"] = result[f"mean{end}"] / result[f"none{end}"]
