@@ -27,11 +27,12 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     if run.scale != "tiny":
         return {}
     base, common = "A0", loading.of_runs(vars(run)) | SHORT
-    few = common | {"steps": 50, "curve_points": 2, "curve_spacing": None, "test_problems": 200}
+    few = common | {"steps": 50, "curve_points": 2, "curve_spacing": None}
     exact = few | {"test_problems": 500, "pruned_shares": [0.78, 0.93], "estimator_problems": 64, "pairs_members": 60}
 
     def audited(precision: str, fitness: str) -> list[Spec]:
         own = few | {"sigma": 1e-3, "alpha": 5e-4, "prompts_per_step": 16}
+        own |= {"validation_problems": 32, "test_problems": 32}
         return audit_specs(base, precision, "gaussian", fitness, range(8), own, "tiny", largest=144)
 
     def pairs(ends: Sequence[Any] = (None,)) -> list[Spec]:
