@@ -323,7 +323,7 @@ def _real_model(records: Sequence[Mapping[str, Any]]) -> str:
     """Return the table of what the real model's runs solve, a row an arm; empty without records."""
     from pandas import DataFrame
 
-    decodings, asked = {"greedy": "greedy", "at 0.6": "t0.6", "at 1": "t1"}, {"task": "arithmetic", "engine": "cuda"}
+    decodings, asked = {"greedy": "greedy", "at 0.6": "t0.6", "at 1": "t1"}, {"operation": "*", "engine": "cuda"}
     known = [run for run in records if asked.items() <= run["spec"].items()]  # runs on CPUs are never pooled with these
     ends = [run for run in known if run["spec"]["kind"] in ("base", "train") and "test" in run]  # no sweeps, no merges
     if not ends:

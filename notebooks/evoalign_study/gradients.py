@@ -8,7 +8,7 @@ adapter's initial weights are drawn from the seed of the run, and may first be f
 import copy
 import gc
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -161,19 +161,8 @@ def fine_tune(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) 
         samples = rollouts.greedy_answers(engine, ["train"], key, spec["sigma"], spec["num_generations"])["train"]
     else:
         samples = engine.generate("train", samples=spec["num_generations"], seed=spec["seed"])
-    good = measures.of(spec).imitated(spec, sets["train"], samples)
-    pairs = [
-        (prompts.ids[i][prompts.mask[i] == 1].tolist(), ids)
-        for row, goods in zip(samples, good, strict=True)
-        for i, ((_, ids), is_good) in enumerate(zip(row, goods, strict=True))
-        if is_good and ids[-1] in engine.eos_ids
-    ]
+    pairs = imitated(spec, sets["train"], samples, prompts, engine.eos_ids)
     core_seconds = time.process_time() - cpu
-    sampled = {
-        "completions": len(samples) * len(prompts),
-        "generated_tokens": sum(len(ids) for row in samples for _, ids in row),
-        "prompt_tokens": int(prompts.lengths.sum()) * len(samples),
-    }
     engine.close()  # leaves the GPU to the model
     progress = training.Progress(None)
     if pairs:
@@ -184,12 +173,33 @@ def fine_tune(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) 
     training.take_weights(engine, model)
     del model
     gc.collect()
-    trained = spec["epochs"] * sum(len(prompt) + len(ids) for prompt, ids in pairs)
-    passes = sampled["generated_tokens"] + sampled["prompt_tokens"] + 3 * trained
-    budget = sampled | {"forward_flops": int(2 * engine.layout.d * passes), "core_seconds": round(core_seconds, 2)}
+    budget = spent(spec, samples, prompts, pairs, engine.layout.d) | {"core_seconds": round(core_seconds, 2)}
     result = {"budget": budget, "counts": {"kept": len(pairs)}, "trl": trl.__version__}
     with closing(engine):
         yield training.Trained(engine, start, sets, result | base_models.plan(spec, engine), progress.diverged)
+
+
+def imitated(spec: Spec, problems: Sequence[Any], samples: Sequence[Any], prompts: Prompts, eos: Any) -> list:
+    """Return the ids of the prompts and samples that pass the task's filter and have ended (`eos`), a pair each."""
+    good = measures.of(spec).imitated(spec, problems, samples)
+    return [
+        (prompts.ids[i][prompts.mask[i] == 1].tolist(), ids)
+        for row, goods in zip(samples, good, strict=True)
+        for i, ((_, ids), is_good) in enumerate(zip(row, goods, strict=True))
+        if is_good and ids[-1] in eos
+    ]
+
+
+def spent(spec: Spec, samples: Sequence[Any], prompts: Prompts, pairs: Sequence[Any], d: int) -> dict[str, Any]:
+    """Return the budget of filtered fine-tuning but for its seconds; samples: rows of `engine.generate`."""
+    sampled = {
+        "completions": len(samples) * len(prompts),
+        "generated_tokens": sum(len(ids) for row in samples for _, ids in row),
+        "prompt_tokens": int(prompts.lengths.sum()) * len(samples),
+    }
+    trained = spec["epochs"] * sum(len(prompt) + len(ids) for prompt, ids in pairs)
+    passes = sampled["generated_tokens"] + sampled["prompt_tokens"] + 3 * trained
+    return sampled | {"forward_flops": int(2 * d * passes)}
 
 
 def _fit(

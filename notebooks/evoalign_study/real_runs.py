@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from evoalign_lib import arms, grpo, ledger, models, noise, smollm2
+from evoalign_lib import _adapters, arms, grpo, ledger, models, noise, smollm2
 from evoalign_lib.analysis import geometry
 from evoalign_lib.checks import require
 from evoalign_lib.engines.base import Decoding, Prompts, _eos_ids, check_temperature
@@ -30,9 +30,10 @@ from evoalign_lib.engines.population import PopulationDecoder
 from evoalign_lib.es import ESConfig, ESTrainer
 from evoalign_lib.noise import Layout
 from evoalign_lib.precision import layout_of
-from evoalign_study import evolution, measures, training, weight_cache
+from evoalign_study import evolution, gradients, measures, training, weight_cache
 from evoalign_study.measures.base import decodings, significant, tallied
-from evoalign_study.records import Record, Spec, pack_bits, spec_hash
+from evoalign_study.real_plan import ADAPTED
+from evoalign_study.records import Record, Spec, pack_bits, pack_integers, spec_hash
 
 _ROWS = 512
 """Rows that are decoded at once in a measurement; on a GPU fewer are filled up, so that one graph serves all."""
@@ -54,12 +55,14 @@ class Judge(Decoding):
     def __init__(self, model: Any, tokenizer: Any, sets: Mapping[str, list], longest: int, device: str):
         prompts = {name: Prompts(rows, tokenizer) for name, rows in sets.items()}
         super().__init__(tokenizer, None, prompts, _eos_ids(model, tokenizer), longest)
-        self.decoder = PopulationDecoder(model, 1, device, chunk_rows=_ROWS)
+        self.decoder = PopulationDecoder(model, 1, device, chunk_rows=_ROWS, apart=_adapters.is_adapted(model))
         self.plan = {"chunk_rows": _ROWS, "dtype": str(model.dtype).removeprefix("torch."), "decoder": "population"}
 
+    @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take these weights, by name."""
-        self.decoder.load(weights)
+        """Take these weights, by name; of a model with an adapter those that move."""
+        for name, tensor in weights.items():
+            self.decoder.working(_adapters.plain_name(name)).copy_(tensor)
 
     def generate(
         self, name: str, indices: np.ndarray | None = None, *, samples: int = 0, seed: int = 0, temperature: float = 1.0
@@ -112,15 +115,23 @@ class Bench:
         spec: that of the base.
         device: "cuda" or "cpu".
         folder: where a run works, so that a killed run of ES goes on from its ledger; None: nothing is kept.
+        rank: of an adapter on `real_plan.ADAPTED` whose B alone moves; 0: all weights move.
     """
 
-    def __init__(self, spec: Spec, device: str, folder: Path | None = None):
+    def __init__(self, spec: Spec, device: str, folder: Path | None = None, rank: int = 0):
         self.device, self.folder = device, folder
         self.model, self.tokenizer = models.load(spec["base"], keywords={"dtype": getattr(torch, spec["dtype"])})
         if spec["base"] == smollm2.NAME:  # a folder's digest was taken from its files
             found, wanted = models.base_digest(self.model), spec["base_digest"]
             what = f"the weights of {spec['base']} have the digest {found}, not {wanted}"
             require(found == wanted, f"{what}: make them again with `python -m evoalign_lib.smollm2`.")
+        self.d = sum(parameter.numel() for parameter in self.model.parameters())  # without an adapter
+        if rank:
+            peft = _adapters.open_peft()
+            config = peft.LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=rank, target_modules=list(ADAPTED))
+            self.model = _adapters.attach(self.model, config, 0)
+            for name, parameter in self.model.named_parameters():
+                parameter.requires_grad_(".lora_B." in name)
         self.layout: Layout = layout_of(self.model)
         self.measure = measures.of(spec)
         self.start = self.flat(dict(self.model.named_parameters()))
@@ -176,7 +187,7 @@ class Bench:
             result |= {"d": self.layout.d, "digest": digest, "measured_by": self.judge.plan}
             result |= {"update_norm": significant(self._distance(end), 8)}
             if not torch.isfinite(end).all():
-                result["diverged"] = spec["steps"]
+                result["diverged"] = spec.get("steps", 0)
             if spec["test_problems"]:
                 self.put(end)
                 result["test"] = self.tested()
@@ -190,7 +201,8 @@ class Bench:
 
     @contextmanager
     def _training(self, spec: Spec, keep: Path | None) -> Iterator[tuple[Tensor, Record, Stopwatch]]:
-        train = self._gradient if arms.get(spec["arm"]).family == "gradient" else self._evolved
+        of_family = {"gradient": self._gradient, "sft": self._fine_tuned}
+        train = of_family.get(arms.get(spec["arm"]).family, self._evolved)
         try:
             kept = nullcontext(self.folder / spec_hash(spec)) if self.folder else tempfile.TemporaryDirectory()
             with kept as place, train(spec, Path(place), keep) as made:
@@ -269,8 +281,8 @@ class Bench:
         from transformers import PrinterCallback
 
         def look() -> Mapping[str, Any]:
-            self.judge.load(dict(trainer.model.named_parameters()))
-            return budget.spent(self.layout.d)
+            self.judge.load(_adapters.moved(trainer.model))
+            return budget.spent(self.d)
 
         curve, progress = self._curve(spec, look)
         named = ("seed", "steps", "prompts_per_step", "num_generations", "max_completion_length")
@@ -285,17 +297,42 @@ class Bench:
         # checks the logits of rollouts, and captures their graphs on a GPU, in full float32
         first = [row["prompt"] for row in rows[: spec["prompts_per_step"]] for _ in range(spec["num_generations"])]
         trainer.rollout_func(first, trainer)
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high")  # TF32 on a GPU that has it; nothing changes on a CPU
-        try:
+        with _tf32():
             trainer.train()
-        finally:
-            torch.set_float32_matmul_precision(before)
         result = {"budget": _rounded(look()), "counts": dict(budget.counts), "curve": progress.curve}
         result |= {"decoder": settings["decoder"], "decoder_dtype": "float32", "trl": trl.__version__}
         end = self.flat(dict(trainer.model.named_parameters()))
         trainer.accelerator.free_memory()  # it outlives the trainer and would keep model and optimiser on the GPU
         yield end, result, watch
+
+    @contextmanager
+    def _fine_tuned(self, spec: Spec, place: Path, keep: Path | None) -> Iterator[tuple[Tensor, Record, Stopwatch]]:
+        """Fine-tune on right samples of the base, which the judge draws, in its dtype; see `gradients.fine_tune`."""
+        import trl
+
+        watch, began, cpu = Stopwatch(), time.perf_counter(), time.process_time()
+        problems = self.measure.sets(spec)["train"]
+        self.judge.prompts["train"] = prompts = Prompts(
+            self.measure.rows(spec, self.tokenizer, problems), self.tokenizer
+        )
+        self.put(self.start)
+        samples = self.judge.generate("train", samples=spec["num_generations"], seed=spec["seed"])
+        pairs = gradients.imitated(spec, problems, samples, prompts, self.judge.eos_ids)
+        watch.seconds.append(time.perf_counter() - began)
+        model = copy.deepcopy(self.model).float()
+        if pairs:
+            settings = {name: spec[name] for name in ("seed", "learning_rate", "batch_size", "epochs")}
+            settings |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_strategy": "no"}
+            settings |= {"use_cpu": True} if self.device == "cpu" else {}
+            tuned = grpo.filtered_sft(
+                model, self.tokenizer, pairs, output_dir=str(place), callbacks=[watch], **settings
+            )
+            with _tf32():
+                tuned.train()
+        spent = gradients.spent(spec, samples, prompts, pairs, self.layout.d)
+        result = {"budget": _rounded(spent | {"core_seconds": time.process_time() - cpu})}
+        result |= {"counts": {"kept": len(pairs)}, "plan": self.judge.plan, "trl": trl.__version__}
+        yield self.flat(dict(model.named_parameters())), result, watch
 
     # ---- what needs the weights of ends
 
@@ -355,6 +392,27 @@ class Bench:
         self.put((self.start.to(self.device).double() + moved).float())
         return {"d": self.layout.d, "norm": significant(float(moved.norm()), 7), "test": self.tested()}
 
+    def sampled(self, spec: Spec) -> Record:
+        """Return the record of an end, or of the base: right samples of each test problem at two temperatures."""
+        n, samples = spec["sampled_problems"], spec["samples"]
+        self.put(self.ends[spec["end"]["of"]["digests"][0]] if "end" in spec else self.start)
+        told: dict[str, Any] = {"n": n, "samples": samples, "measured_by": self.judge.plan}
+        for name, how in list(decodings(samples).items())[1:]:
+            right = self.measure.accuracy(self.judge, "test", self.sets["test"][:n], indices=np.arange(n), **how)
+            told |= {name: significant(float(right.mean())), f"{name}_counts": pack_integers(right.sum(0).astype(int))}
+        return told
+
+
+@contextmanager
+def _tf32() -> Iterator[None]:
+    """Multiply matrices in TF32 on a GPU that has it; nothing changes on a CPU."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
 
 def gram(layout: Layout, start: Tensor, ends: Sequence[Tensor], device: str) -> geometry.Displacements:
     """Return what `geometry.measure` does, for flat weights, with its sums taken in float64 on a device.
@@ -377,20 +435,8 @@ def gram(layout: Layout, start: Tensor, ends: Sequence[Tensor], device: str) -> 
             moved["float32"][row] += (exact != 0).sum(1).cpu().numpy()
             moved["bfloat16"][row] += (each.bfloat16() != origin.bfloat16()).sum(1).cpu().numpy()
     tied = not any(geometry.layer_of(name) == "head" for name in names)
+    names = tuple(name.replace(".lora_B.default", "") for name in names)  # an adapter's B is of its matrix's kind
     return geometry.Displacements(names, np.array(entries, np.int64), square, products, moved, tied)
-
-
-def line_spec(begun: Spec, first: Record, last: Record, points: int) -> Spec:
-    """Return the spec of the line from the end of one run to that of another."""
-    ends = {"first": weight_cache.end([first]), "last": weight_cache.end([last])}
-    return begun | {"kind": "path", "path_points": points} | ends
-
-
-def without_spec(begun: Spec, runs: Sequence[Record], run: Record) -> Spec:
-    """Return the spec of the mean of all other runs with a fresh walk that makes it as long as this run."""
-    others = [each for each in runs if each["spec"]["seed"] != run["spec"]["seed"]]
-    end = weight_cache.end(others, as_long_as=[run], walk=run["spec"]["seed"])
-    return begun | {"kind": "merge", "arm": run["spec"]["arm"]} | end
 
 
 def _rounded(budget: Mapping[str, Any]) -> dict[str, Any]:

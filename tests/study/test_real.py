@@ -1,6 +1,7 @@
 """Scale "real": the plan that is declared, the choice of settings and lengths, and the whole command in miniature."""
 
 import json
+import shutil
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -89,7 +90,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model, tokenizer = tiny.load("A0")
     for part in (model.to(torch.bfloat16), tokenizer):
         part.save_pretrained(place / "model")
-    asked = ["run", "--out", str(place / "out"), "--minutes", "9", "--trial", "--plan"]
+    asked = ["run", "--out", str(place / "out"), "--minutes", "9", "--trial", "--blocks", "A", "--plan"]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(arithmetic, "grade", lambda completion, right: sum(completion.encode()) % 2)
         # sweep; two seeds; a third one, for which ends come back and no second sweep is made; nothing is left
@@ -118,19 +119,18 @@ def test_the_command_makes_every_kind_of_record_once(folder: Path) -> None:
 def test_facts_are_run_on_the_cpu_in_parts_and_a_killed_run_goes_on(folder: Path, tmp_path: Path, monkeypatch) -> None:
     plan = {"task": "facts", "steps": (2, 2), "es_sweep": ((0.2, 0.05),), "grpo_sweep": (1e-5,), "seeds": 1}
     plan = CHANGES | plan | {"base": str(folder.parent / "model")}
-    command = ["run", "--out", str(tmp_path), "--trial", "--plan", json.dumps(plan), "--arms"]
+    command = ["run", "--out", str(tmp_path), "--trial", "--blocks", "facts on a CPU", "--plan", json.dumps(plan)]
+    command.append("--arms")
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(real_runs.Stopwatch, "on_step_end", interrupted)
         real.main([*command, "es"])
     assert [len(ledger.read(path).steps) for path in tmp_path.glob("unfinished/*/ledger.jsonl")] == [1]
     real.main([*command, "es"])
     real.main([*command, "base", "grpo", "es_random"])
-    monkeypatch.setattr(real, "FACTS", made := replace(real.TRIAL, **plan))
+    monkeypatch.setattr(real, "BLOCKS", (made := replace(real.small(real.FACTS), **plan),))
     monkeypatch.setattr(real.paths, "RESULTS", tmp_path / "results")
     real.main(["import", str(tmp_path)])
-    base, es, grpo, walk = sorted(
-        real.committed(made), key=lambda r: ["", *real.TRAINED].index(r["spec"].get("arm", ""))
-    )
+    base, es, grpo, walk = sorted(real.committed(made), key=lambda r: ["", *made.arms].index(r["spec"].get("arm", "")))
     assert {r["notebook"] for r in (base, es, grpo, walk)} == {"03_conciseness"} and not list(tmp_path.glob("unf*/*"))
     assert es["spec"]["device"] == "cpu" and grpo["spec"]["products"] == "float32" and base["test"]["n"] == 6
     assert es["curve"]["proxy_greedy"][0] == grpo["curve"]["proxy_greedy"][0] == walk["curve"]["proxy_greedy"][0] < 0
@@ -154,8 +154,51 @@ def test_the_name_of_the_base_stands_for_its_weights_alone(folder: Path, tmp_pat
         real.main(["run", "--out", str(tmp_path / "out"), "--trial", "--plan", json.dumps({"base": smollm2.NAME})])
 
 
+def test_committed_runs_are_declared_and_the_list_goes_on_where_they_end(capsys) -> None:
+    plans, known = (*real.BLOCKS, real.FACTS), real.Known(real.committed(real.Plan()))
+    declared = [s for plan in plans for s in (plan.of_base, *plan.rounds(known.settled(plan) or plan.first))]
+    declared += [spec for plan in plans if plan.swept for pair in plan.sweep for spec in pair]
+    ran = {name: r for name, r in known.records.items() if r["spec"]["kind"] in ("base", "train")}
+    assert ran.keys() <= set(map(spec_hash, declared))
+    for run in ran.values():  # seconds are those of records alike
+        if run["spec"]["kind"] == "train" and "device" not in run["spec"]:
+            assert known.expected(run["spec"]) == pytest.approx(run["budget"]["wall_seconds"], rel=0.5)
+    real.main(["plan", "--minutes", "9"])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line[0] != " "][1:]
+    assert [row[:14].strip() for row in rows] == [plan.name for plan in real.BLOCKS]
+    known.records = {name: r for name, r in known.records.items() if "device" in r["spec"]}
+    assert not any(map(known.expected, known.missing(real.BLOCKS[1])))  # a CPU says nothing of a GPU
+
+
+OTHERS = {"es_sampled", "es_lora", "es_lora_sampled", "grpo_lora", "grpo_sgd", "sft"}
+
+
+def test_the_other_blocks_follow_and_are_imported(folder: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    out = shutil.copytree(folder, tmp_path / "out")
+    changes = CHANGES | ONE_PAIR | {"base": str(folder.parent / "model"), "seeds": 1, "sft": (4, 16)}
+    names = ["ES sampled", "LoRA-B", "GRPO by SGD", "filtered SFT", "pass@64"]
+    monkeypatch.setattr(arithmetic, "grade", lambda completion, right: sum(completion.encode()) % 2)
+    asked = ["--out", str(out), "--trial", "--plan", json.dumps(changes), "--blocks", *names]
+    real.main(["run", *asked])
+    new = read_records(out / "records.jsonl")[len(read_records(folder / "records.jsonl")) :]
+    made = {record["spec"]["arm"]: record for record in new if record["spec"]["kind"] == "train"}
+    assert made.keys() == OTHERS and made["sft"]["counts"]["kept"] > 0 and made["es_lora"]["d"] == 768
+    counts = {"train": 6, "sampled": 10, "products": 11}  # of the base and nine ends; of three and three arms
+    assert Counter(record["spec"]["kind"] for record in new) == counts
+    layers = {name for r in new for name in r.get("layers", {}) if "es_lora" in str(r["spec"]["a"])}
+    assert layers == {"attention q", "attention v"}
+    real.main(["plan", *asked])
+    assert capsys.readouterr().out.count("missing: nothing") == len(names)
+    blocks = [replace(real.small(plan), **changes) for plan in real.BLOCKS if plan.name in names]
+    a = replace(real.small(real.Plan()), **CHANGES | {"base": changes["base"]})
+    monkeypatch.setattr(real, "BLOCKS", (a, *blocks))
+    monkeypatch.setattr(real.paths, "RESULTS", tmp_path / "results")
+    real.main(["import", str(out)])
+    assert {r["notebook"] for r in real.committed(a) if r["spec"]["kind"] == "sampled"} == {"07_solution_coverage"}
+
+
 def test_trials_cannot_be_imported(folder: Path) -> None:
-    with pytest.raises(SystemExit, match="is not what the plan and its sweep declare"):
+    with pytest.raises(SystemExit, match="is not what the blocks and their sweeps declare"):
         real.main(["import", str(folder)])
     with pytest.raises(SystemExit, match="--trial alone"):
         real.main(["run", "--out", str(folder), "--plan", '{"seeds": 9}'])
@@ -163,8 +206,8 @@ def test_trials_cannot_be_imported(folder: Path) -> None:
 
 def test_import_takes_declared_runs_with_their_ledgers(folder: Path, tmp_path: Path, monkeypatch) -> None:
     records = read_records(folder / "records.jsonl")
-    plan = replace(real.TRIAL, **CHANGES | {"base": records[0]["spec"]["base"]})
-    monkeypatch.setattr(real, "Plan", lambda: plan)
+    plan = replace(real.small(real.Plan()), **CHANGES | {"base": records[0]["spec"]["base"]})
+    monkeypatch.setattr(real, "BLOCKS", (plan,))
     results = tmp_path / "results"
     monkeypatch.setattr(real.paths, "RESULTS", results)
     for name in ("ledgers.zip", "device.json"):
@@ -182,7 +225,7 @@ def test_import_takes_declared_runs_with_their_ledgers(folder: Path, tmp_path: P
     assert len(real.read_commands(results / "02_grpo_countdown" / "smoke.device.json")) == 4
     monkeypatch.setattr(real.paths, "RESULTS", tmp_path / "nothing")
     longer = records[3] | {"spec": (spec := records[3]["spec"] | {"steps": 3}), "spec_hash": spec_hash(spec)}
-    refused = {"lack the sweep of es": records[first:], "is not what the plan": [*records[:3], records[-1]]}
+    refused = {"lack the sweep of es": records[first:], "is not what the blocks": [*records[:3], records[-1]]}
     refused["was made on 1 x GPU"] = [records[0] | {"environment": {"device": "1 x GPU"}}]
     for why, part in (refused | {r"have \[2, 3\] steps": [*records[:4], longer]}).items():
         holds(*part)
