@@ -26,6 +26,7 @@ TASKS: dict[str, str] = {
     "safety": "evoalign_lib.tasks.safety",
     "arithmetic": "evoalign_lib.tasks.arithmetic",
     "facts": "evoalign_lib.tasks.facts",
+    "sequence": "evoalign_lib.tiny.sequence",  # four tasks, of the tiny world alone
 }
 """Task name -> module, imported on first use. A new task needs a module and a line here."""
 

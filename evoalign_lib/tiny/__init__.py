@@ -3,7 +3,7 @@
 A base is a model of about 0.14 M parameters with the Qwen2 architecture and a byte-level tokenizer. The tokenizer uses
 one token for each fixed stretch of a prompt, so that a tiny model reads the same prompt text as a real one in a dozen
 tokens; anything else falls back to bytes. Families A and H are in `countdown`, family B in `questions`, family C in
-`dialogues`.
+`dialogues`, family D in `sequence`.
 """
 
 from evoalign_lib.tiny._recipe import STEPS, describe, recipe  # noqa: F401
@@ -13,6 +13,7 @@ from evoalign_lib.tiny.base import (  # noqa: F401
     FILLER_BASES,
     QUESTION_BASES,
     REQUEST_BASES,
+    SEQUENCE_BASES,
     SHIPPED,
     bases_folder,
     load,

@@ -9,29 +9,36 @@ from typing import Any
 import numpy as np
 
 from evoalign_lib.checks import choose, whole_number
-from evoalign_lib.tiny import countdown, dialogues, questions
+from evoalign_lib.tiny import countdown, dialogues, questions, sequence
 from evoalign_lib.tiny.base import FAMILIES, load
 
-STEPS = {"A": 3500, "B": 2500, "C": 1800, "H": 750}  # optimiser steps of the shipped bases
-_TOLD = {"B": questions, "C": dialogues}
+STEPS = {"A": 3500, "B": 2500, "C": 1800, "D": 2500, "H": 750}  # optimiser steps of the shipped bases
+_BATCH = {"D": 64}  # texts per step; other families: 256
+_TOLD = {"B": questions, "C": dialogues, "D": sequence}
 
 
 def recipe(
-    family: str, seed: int, out: str | Path, *, steps: int | None = None, batch: int = 256, progress: bool = True
+    family: str,
+    seed: int,
+    out: str | Path,
+    *,
+    steps: int | None = None,
+    batch: int | None = None,
+    progress: bool = True,
 ) -> None:
     """Train a base and write it as a Hugging Face folder.
 
     Training uses next-token loss on the completions only, AdamW, a learning rate that falls linearly from 3e-3 to zero
-    after a short warm-up, and one thread. Families A, B and C start from random weights; their 3,500, 2,500 and 1,800
-    steps take three to ten minutes on one core. Family H starts from the shipped base of family A with the same seed;
-    its 750 steps take about seven minutes.
+    after a short warm-up, and one thread. Families A to D start from random weights; their 3,500, 2,500, 1,800
+    and 2,500 steps take two to ten minutes on one core. Family H starts from the shipped base of family A with the same
+    seed; its 750 steps take about seven minutes.
 
     Args:
-        family: "A", "B", "C" or "H".
-        seed: seed of initialisation, data and order; 0, 1, 2 are the shipped bases (of families C and H: 0).
+        family: "A", "B", "C", "D" or "H".
+        seed: seed of initialisation, data and order; 0, 1, 2 are the shipped bases (of families C, D and H: 0).
         out: folder to write.
         steps: optimiser steps; None: as many as for the shipped bases.
-        batch: texts per step.
+        batch: texts per step; None: as many as for the shipped bases.
         progress: whether to print the loss every 250 steps.
 
     Raises:
@@ -42,8 +49,9 @@ def recipe(
     choose("family", family, FAMILIES)
     whole_number("seed", seed, 0)
     steps = STEPS[family] if steps is None else whole_number("steps", steps, 0)
+    batch = _BATCH.get(family, 256) if batch is None else batch
     torch.set_num_threads(1)
-    told = _TOLD.get(family)  # the module of family B or C
+    told = _TOLD.get(family)  # the module of family B, C or D
     tok = (told or countdown).tokenizer()
     model = load(f"A{seed}")[0] if family == "H" else _untrained(seed, tok)
     rate, parameters = 3e-3, list(model.parameters())
@@ -69,7 +77,7 @@ def recipe(
         mean = total if step == 0 else 0.98 * mean + 0.02 * total
         if progress and (step + 1) % 250 == 0:
             print(f"step {step + 1}/{steps}  loss {mean:.3f}  {time.perf_counter() - started:.0f} s", flush=True)
-    # families B and C are stored in bfloat16, in half the bytes
+    # families B, C and D are stored in bfloat16, in half the bytes
     (model.to(torch.bfloat16) if told else model).save_pretrained(out)
     tok.save_pretrained(out)
 
@@ -88,7 +96,7 @@ def _untrained(seed: int, tok: Any) -> Any:
 
 
 def _parts(pairs: Iterable[tuple[str, str]], family: str) -> list[list[tuple[str, str]]]:
-    """Return a step's texts; for families B, C and H in parts of similar length, which need little padding."""
+    """Return a step's texts; for families B, C, D and H in parts of similar length, which need little padding."""
     if family == "A":
         return [list(pairs)]
     if family in _TOLD:

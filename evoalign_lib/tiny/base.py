@@ -7,7 +7,7 @@ from typing import Any
 
 from evoalign_lib.checks import choose
 
-FAMILIES = ("A", "B", "C", "H")
+FAMILIES = ("A", "B", "C", "D", "H")
 BASES = ("A0", "A1", "A2")
 """Family A's bases, which stand in for different model families."""
 FILLER_BASES = ("H0",)
@@ -16,9 +16,11 @@ QUESTION_BASES = ("B0", "B1", "B2")
 """Family B's bases (see `tiny.questions`)."""
 REQUEST_BASES = ("C0",)
 """Family C's base (see `tiny.dialogues`)."""
-SHIPPED = BASES + FILLER_BASES + QUESTION_BASES + REQUEST_BASES
+SEQUENCE_BASES = ("D0",)
+"""Family D's base (see `tiny.sequence`)."""
+SHIPPED = BASES + FILLER_BASES + QUESTION_BASES + REQUEST_BASES + SEQUENCE_BASES
 """Every base that `load` knows."""
-_TASKS = {"A": "countdown", "H": "countdown", "B": "conciseness", "C": "safety"}
+_TASKS = {"A": "countdown", "H": "countdown", "B": "conciseness", "C": "safety", "D": "sequence"}
 END = "<|im_end|>"
 _PAD = "<|endoftext|>"
 _CHAT_TEMPLATE = (

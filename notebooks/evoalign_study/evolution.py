@@ -21,13 +21,21 @@ from evoalign_study.records import Spec
 from evoalign_study.rollouts import WeightedTrainer
 
 
+class InOrder(ESTrainer):
+    """ES that takes its prompts in the order of the data set, as TRL's trainers do here."""
+
+    def _indices(self, step: int) -> np.ndarray:
+        return np.arange(step * self.prompts_per_step, (step + 1) * self.prompts_per_step)
+
+
 @contextmanager
 def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> Iterator[training.Trained]:
     """Train with an arm of ES or ESSA, and yield the model. Arguments as for `trainers.train`."""
     world, arm = training.world(spec), arms.get(spec["arm"])
     told, weighted = dict(arm.options) | training.reports(spec, lasting), arm.rollouts == "unperturbed"
     told |= {"num_generations": spec["num_generations"]} if weighted else {}
-    kind = ESSATrainer if arm.family == "cma" else WeightedTrainer if weighted else ESTrainer
+    plain = InOrder if measures.of(spec).in_order else ESTrainer
+    kind = ESSATrainer if arm.family == "cma" else WeightedTrainer if weighted else plain
     es, progress = trainer(spec, world, place, kind, **told)
     with closing(es.engine) as engine:
         # with anchor_decay the weights keep a copy of their start, which is never written to

@@ -24,6 +24,7 @@ from evoalign_study import displacements, path_points
 from evoalign_study.claims.checks import check
 from evoalign_study.claims.findings import Undecided, decoding_words, defined, mean_interval
 from evoalign_study.claims.selection import Evidence, Record
+from evoalign_study.measures import sequence
 from evoalign_study.path_points import Model, model_of
 from evoalign_study.records import accuracy_matrix, unpack_bits, unpack_probabilities
 
@@ -257,6 +258,22 @@ def _lost(name: str, sides: Sequence[Side]) -> Interval:
     return stats.crossed_bootstrap(apart, **_resampled(sides))
 
 
+def _forgotten(sides: Sequence[Side]) -> Interval:
+    """Return what runs lost of earlier tasks; of ES, less what a walk of the same steps lost (`sequence.forgotten`)."""
+
+    def lost(side: Side) -> list[float]:
+        spec = side.runs[0]["spec"]  # GRPO has no alpha, and so no walk
+        names = ("base", "order", "steps", "population_size", "alpha", "sigma")
+        walks = [
+            r for r in side.evidence.having("arm", "es_random") if all(r["spec"].get(n) == spec.get(n) for n in names)
+        ]
+        walks.sort(key=lambda run: run["spec"]["seed"])
+        own, of_walk = ([sequence.forgotten(run, side.decoding) for run in each] for each in (side.runs, walks))
+        return [a - b for a, b in zip(own, of_walk, strict=False)] if walks else own
+
+    return mean_interval([np.array(lost(side)) for side in sides], sides[0].evidence.resamples)
+
+
 def _kept(part: str, records: Sequence[Record], decoding: str) -> Array:
     """Return the share of its accuracy that each model keeps under noise, as the mean over draws and sigmas."""
     clean, left = ([np.mean(record[block][decoding]) for record in records] for block in ("clean", part))
@@ -409,6 +426,18 @@ QUANTITIES: dict[str, Quantity] = {
     "skills_accuracy": _of_each("accuracy on other skills", _merged, lambda r, _: skills(r, "greedy"), **_POINTS),
     "skills_kl": _of_each("KL on other skills", _merged, lambda r, _: skills(r, "kl")),
     "skills_kl_ratio": _of_each("KL on other skills", _merged, lambda r, _: np.log(skills(r, "kl")), **_RATIO),
+    "forgotten": Quantity("loss of earlier tasks, less a walk's", lambda side: side.runs, _forgotten, **_RIGHT),
+    "last": _of_each(
+        "accuracy on all tasks at the end",
+        lambda side: side.runs,
+        lambda runs, d: np.array([sequence.matrix(run, d)[-1].mean() for run in runs]),
+        **_RIGHT,
+    ),
+    "off_law": _of_each(
+        "largest distance of a norm from its law, after any task",
+        lambda side: side.runs,
+        lambda runs, _: np.array([np.abs(sequence.norms_over_law(run) - 1).max() for run in runs]),
+    ),
     "barrier": Quantity("barrier of the error", None, _barrier, **_TWO, **_RIGHT, equal_pairs=0.0),
     "clean": _of_each("accuracy without noise", noisy, lambda records, d: [r["clean"][d] for r in records], **_RIGHT),
     "kept_isotropic": _of_each("accuracy kept under isotropic noise", noisy, partial(_kept, "isotropic"), **_RIGHT),

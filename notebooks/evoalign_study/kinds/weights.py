@@ -529,9 +529,9 @@ def merge_specs(records: Sequence[Record], settings: Settings, scale: str, **how
             missing, or a base outside the tiny world or of another task.
     """
     end = weight_cache.end(records, **how)
-    taken = specs.take(settings, _MERGE, "a merged model")
+    taken, task = specs.take(settings, _MERGE, "a merged model"), {"task": end["of"]["run"]["task"]}
     return (
-        specs.begin_tiny("merge", end["of"]["run"]["base"], scale, taken)
+        specs.begin_tiny("merge", end["of"]["run"]["base"], scale, taken | task, (*tiny.BASES, *tiny.SEQUENCE_BASES))
         | taken
         | {"arm": end["of"]["run"]["arm"]}
         | end

@@ -192,6 +192,8 @@ class Measures:
     """Settings that every spec of the task needs besides max_completion_length."""
     prompt_tokens: int = 150
     """Assumed tokens of a prompt where no data are read; Countdown's text has about 470 characters, a token about 4."""
+    in_order: bool = False
+    """Whether runs take their training problems in order, without shuffling them."""
     validated_by: str | None = "validation_greedy"
     """Curve that ranks a sweep; None: no curve of the task knows right answers."""
 
