@@ -21,10 +21,9 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evoalign_lib.arms import ARMS
 from evoalign_lib.checks import choose, require
 from evoalign_lib.files import canonical_json, locked, replace_text
-from evoalign_study import claims, execution, history, paths, rendering, style
+from evoalign_study import claims, execution, history, paths, real_results, rendering, style
 from evoalign_study.claims import Verdict
 from evoalign_study.records import SCALES, index_problems, record_files, run_folder
 
@@ -267,13 +266,9 @@ def render_readme_block(markdown: str) -> None:
             replace_text(path, new)
 
 
-_TABLES = {
-    "tiny": ("claims", "scale tiny (tiny models, trained from scratch)"),
-    "real": ("claims_real", "scale real (SmolLM2-135M-Instruct, 4-bit, dequantised)"),
-}
-"""Scale -> the name of its table of claims, and whose records it is about: numbers of two scales share no table."""
 _CLAIMS = [
-    f"generated/{name}" for name in ("claims.csv", "claims.md", "claims.tex", "claims_real.tex", "real_model.tex")
+    *(f"generated/{name}" for name in ("claims.csv", "claims.md", "claims.tex")),
+    *(f"generated/{name}" for name in ("claims_real.md", "claims_real.tex", "real_model.tex")),
 ]
 _CLAIM = {"claim": "id", "statement": "statement", "verdict": "verdict", "key": "key", "result": "text"}
 _CLAIM |= {name: name for name in ("placebo", "control", "decodings", "n", "units", "scale")} | {"rule": "rule_hash"}
@@ -283,8 +278,8 @@ _CLAIM |= {name: name for name in ("placebo", "control", "decodings", "n", "unit
 def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
     """Write the claims with their verdicts into a folder.
 
-    All go into claims.csv, a table for each scale, one row a claim, into claims.tex and claims_real.tex, the README's
-    into claims.md, and what the runs of the real model solve into real_model.tex.
+    All go into claims.csv, those of tiny models into claims.tex, the README's into claims.md, what was predicted of a
+    real model and found into claims_real.tex and claims_real.md, and what its runs solve into real_model.tex.
 
     Returns:
         The README's table.
@@ -295,19 +290,22 @@ def save_claims(verdicts: Iterable[Verdict], generated: Path) -> str:
     table = DataFrame([{column: getattr(v, field) for column, field in _CLAIM.items()} for v in verdicts])
     replace_text(generated / "claims.csv", rendering.csv_text(table))
     how = (
-        "Declared claims, with the verdicts that code computed from the committed records of {}: the finding that is "
-        "strongest against the claim, with the units in its smallest cell, and arms that learn nothing and pass its "
-        "rule. Statements, all comparisons and checks: paper/generated/claims.csv."
+        "Declared claims, with the verdicts that code computed from the committed records of scale tiny (tiny models, "
+        "trained from scratch): the finding that is strongest against the claim, with the units in its smallest cell, "
+        "and arms that learn nothing and pass its rule. Statements, all comparisons and checks: "
+        "paper/generated/claims.csv."
     )
     ragged = r">{\raggedright\arraybackslash}"  # columns too narrow to be justified
     columns = "l" + "".join(rf"{ragged}p{{{width}\linewidth}}" for width in (0.32, 0.18, 0.39))
     rows = [[v.id, v.title, v.verdict + _passed(v.placebo), v.key] for v in verdicts]
     cells = DataFrame(rows, columns=["claim", "in short", "verdict", "deciding finding"])
-    for scale, (name, models) in _TABLES.items():
-        part = cells[table["scale"] == scale]
-        text = rendering.tex_long_table(part, name, how.format(models), columns) if len(part) else ""
-        replace_text(generated / f"{name}.tex", text)
-    replace_text(generated / "real_model.tex", _real_model(claims.committed_records("real")))
+    text = rendering.tex_long_table(cells[table["scale"] == "tiny"], "claims", how, columns)
+    replace_text(generated / "claims.tex", text)
+    records = claims.committed_records("real")
+    real, facts = (real_results.groups(records, task) for task in ("arithmetic", "facts"))
+    found = real_results.results(real, facts, [v for v in verdicts if v.scale == "real"])
+    replace_text(generated / "real_model.tex", _real_model(real, found))
+    _save_predictions(real_results.predictions(verdicts, found, _numbers()), generated)
     markdown = _claims_of_the_field(verdicts)
     replace_text(generated / "claims.md", markdown)
     return markdown
@@ -319,22 +317,38 @@ def _passed(placebo: str) -> str:
     return "; " + re.sub(r" \(n = \d+\)", "", found[1]) if found else ""
 
 
-def _real_model(records: Sequence[Mapping[str, Any]]) -> str:
+def _numbers() -> dict[str, str]:
+    """Return all numbers that the paper quotes, macro -> text."""
+    files = sorted(paths.GENERATED.glob("numbers_*.json"))
+    return {name: text for file in files for name, text in _read_json(file).items()}
+
+
+def _save_predictions(cells: DataFrame, generated: Path) -> None:
+    """Write the table of predictions, in which misses are bold; empty files without claims of scale real."""
+    caption = (
+        "What the tiny world predicted of SmolLM2-135M-Instruct (4-bit, dequantised), and what its runs found, judged "
+        "by rules declared before them. Intervals: 95 %; six seeds decide. Statements: paper/generated/claims.csv."
+    )
+    ragged = "".join(rf">{{\raggedright\arraybackslash}}p{{{width}\linewidth}}" for width in (0.34, 0.42, 0.13))
+    tex = rendering.tex_long_table(cells, "claims_real", f"{caption} (scales tiny and real)", f"l{ragged}")
+    text = rendering.markdown_table(cells, caption)
+    replace_text(generated / "claims_real.tex", tex.replace("& miss", r"& \textbf{miss}") if len(cells) else "")
+    replace_text(generated / "claims_real.md", text.replace("| miss", "| **miss**") if len(cells) else "")
+
+
+def _real_model(of: Mapping[str, Sequence[Any]], found: Mapping[str, Any]) -> str:
     """Return the table of what the real model's runs solve, a row an arm; empty without records."""
     from pandas import DataFrame
 
-    decodings, asked = {"greedy": "greedy", "at 0.6": "t0.6", "at 1": "t1"}, {"operation": "*", "engine": "cuda"}
-    known = [run for run in records if asked.items() <= run["spec"].items()]  # runs on CPUs are never pooled with these
-    ends = [run for run in known if run["spec"]["kind"] in ("base", "train") and "test" in run]  # no sweeps, no merges
-    if not ends:
-        return ""
-    names = [run["spec"].get("arm", run["spec"]["kind"]) for run in ends]
-    rows = [{head: 100 * run["test"][key] for head, key in decodings.items()} for run in ends]
-    of_arms = DataFrame(rows).groupby([ARMS[name].label if name in ARMS else name for name in names], sort=False)
-    cells = of_arms.agg(lambda part: f"{part.mean():.1f}" + (f" ({part.std():.1f})" if len(part) > 1 else ""))
-    cells.insert(0, "n", of_arms.size().astype(str))
+    rows = []
+    for arm in (arm for arm in ("base", *real_results.ARMS) if f"{arm} greedy" in found):
+        row = {"arm": style.ARMS[arm].label, "n": str(len(of[arm]))}
+        for head, name in {"greedy": f"{arm} greedy", "at 0.6": f"{arm} t0.6", "at 1": f"{arm} t1"}.items():
+            spread = f" ({100 * found[f'std {name}']:.1f})" if f"std {name}" in found else ""
+            row[head] = f"{100 * found[name].value:.1f}{spread}"
+        rows.append(row)
     caption = "SmolLM2-135M-Instruct: test products solved, %, greedily and sampled (standard deviation over runs)"
-    return rendering.tex_table(cells.reset_index(names="arm"), "real_model", f"{caption}. (scale real)")
+    return rendering.tex_table(DataFrame(rows), "real_model", f"{caption}. (scale real)") if rows else ""
 
 
 _README_CLAIMS = ("C1", "C2", "C10", "C16", "C19", "C22", "C31", "C36")

@@ -43,9 +43,10 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
         records and artefacts.
 
     Raises:
-        ValueError: an unknown scale; a name that is neither a parameter nor a setting (suggests the nearest one); a
-            missing parameter; a value of the wrong type; an empty list, or a number that is not finite, negative,
-            zero or huge, where no scale has such a value; an unknown engine; a scale without presets.
+        ValueError: an unknown scale, or "real", whose runs are made elsewhere; a name that is neither a parameter nor
+            a setting (suggests the nearest one); a missing parameter; a value of the wrong type; an empty list, or a
+            number that is not finite, negative, zero or huge, where no scale has such a value; an unknown engine; a
+            scale without presets.
 
     >>> check_parameters(
     ...     dict(scale="tiny", model="", engine="local", gpus=0, seeds=0, force=False, dry_run=False, stpes=3),
@@ -57,6 +58,8 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
     if missing := [name for name in PARAMETERS if name not in namespace]:
         raise ValueError(f"parameter {missing[0]!r} is not set: run the parameters cell first.")
     scale = namespace["scale"]
+    shown = "'On a real model' in notebooks 01 to 03, 05 and 07 to 09 shows them at scale 'tiny'"
+    require(scale != "real", f"scale='real': `python -m evoalign_study.real run` makes its runs, and {shown}.")
     hint = f"use one of {', '.join(presets)}.{nearest(scale, presets, 0.0)}"
     require(scale in list(presets), f"unknown scale={scale!r}: {hint}")
     settings = dict(presets[scale])

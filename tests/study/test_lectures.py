@@ -1,12 +1,12 @@
 """The nine notebooks on their committed records: what they find is what claims, paper and figures have."""
 
 import json
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
+from evoalign_study import claims, paths, published_judgments, real_panels, real_results, results, style
 from evoalign_study import coverage_factors as factors
-from evoalign_study import paths, published_judgments, results, style
 from evoalign_study.rendering import csv_text
 from evoalign_study.results import answered, macros
 from matplotlib import colors
@@ -122,6 +122,11 @@ def low_rank_curves(run, records):
     return of(nb06.curve_points(records, nb06.shown(run), "completions"), nb06.draw_curves, records)
 
 
+def beside(study, _, records):
+    known, task = claims.committed_records("real"), "facts" if study is nb03 else "arithmetic"
+    return real_panels.figure(study.NOTEBOOK, records, real_results.groups(known, task))
+
+
 populations = nb06.population_points
 FIGURES = {
     "es_countdown_gain": (lambda run, r: of(nb01.test_points(run, r), nb01.figure_gain), nb01, "accuracy"),
@@ -154,6 +159,9 @@ FIGURES |= {
         (nb09, "lmc", "barriers from_base noise", "", "value"),
     )
     for name in names.split()
+}
+FIGURES |= {
+    f"real_{study.NOTEBOOK[:2]}": (partial(beside, study), study, "y") for study in MODULES if study not in (nb04, nb06)
 }
 """Figure -> what draws it, its notebook, and the column of its data of which every value has to stand in it."""
 

@@ -36,7 +36,7 @@ def test_settings_of_the_scale_with_overrides():
     "changed",
     [
         *({name: value} for name in ("stpes", "zzzz", "In", "exit", "Force") for value in (5, None)),
-        *({"scale": value} for value in ("tinny", "", None, "full", [])),
+        *({"scale": value} for value in ("tinny", "", None, "full", "real", [])),
         *({"steps": value} for value in ("5", 5.0, True, 0, -1, 10**9, 10**400, None)),
         *({"sigma": value} for value in ("1e-2", 0.0, float("nan"), float("-inf"), float("inf"), 1e30)),
         *({"bases": value} for value in ("A0", "[A0", [], ["A0", 5], [None], [""])),
