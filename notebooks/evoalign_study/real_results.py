@@ -23,18 +23,24 @@ from evoalign_study.style import STROKES
 Groups = Mapping[str, Sequence[Record]]
 """Arm, "base", "products", or "ARM to grpo" for lines -> records, by seed."""
 ARMS = ("es", "grpo", "es_random")
-_DEVICES = {"arithmetic": "cuda", "facts": "cpu"}
 _LEVELS = {"greedy": -50, "t0.6": -50, "t1": -60}
 """Decoding -> length reward at which runs on facts are read, set before these runs were made."""
 _OUTCOMES = {"supported": "hit", "within margin": "hit", "contradicted": "miss", "depends on decoding": "miss"}
 
 
 def groups(records: Sequence[Record], task: str = "arithmetic") -> dict[str, list[Record]]:
-    """Return the records of a task at scale "real", those of one device; no sweep (which has no test), no merges."""
+    """Return the records of products, or of facts, at scale "real": no sweep (which has no test), merge or adapter.
+
+    Runs of a CPU count only where ES has none on a GPU; the two are never pooled.
+    """
     found: dict[str, list[Record]] = {}
-    for record in sorted(records, key=lambda r: r["spec"].get("seed", 0)):
+    asked = {"task": task, "operation": "*" if task == "arithmetic" else None, "lora_rank": None}
+    known = [r for r in records if all(r["spec"].get(name) == value for name, value in asked.items())]
+    devices = {r["spec"].get("device", "cuda") for r in known if r["spec"].get("arm") == "es"}
+    device = "cuda" if "cuda" in devices else "cpu"
+    for record in sorted(known, key=lambda r: r["spec"].get("seed", 0)):
         spec, kind = record["spec"], record["spec"]["kind"]
-        here = (spec["task"], spec.get("device", "cuda")) == (task, _DEVICES[task])
+        here = spec.get("device", "cuda") == device
         if here and (kind in ("products", "path") or (kind in ("base", "train") and "test" in record)):
             line = kind == "path" and f"{spec['first']['of']['run']['arm']} to grpo"
             found.setdefault(line or spec.get("arm", kind), []).append(record)
@@ -79,7 +85,7 @@ def results(real: Groups, facts: Groups, verdicts: Sequence[Verdict] = ()) -> di
 
 def _on_facts(of: Groups, decoding: str) -> dict[str, Any]:
     """Return the change of right answers since the base, and right answers where runs first come to the level."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"facts on": "CPU" if any("device" in r["spec"] for r in of.get("es", ())) else "GPU"}
     for arm in (arm for arm in ARMS if arm in of and "base" in of):
         before = of["base"][0]["test"][decoding]
         there = [collapse.right_at(run, decoding, _LEVELS[decoding]) for run in of[arm]]
