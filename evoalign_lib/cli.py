@@ -99,7 +99,12 @@ def compare(
 @app.command()
 def probe(
     model: Annotated[str, typer.Argument(help="Folder, shipped base or name of the model to train.")],
-    task: Annotated[str, typer.Argument(help="Task: countdown, arithmetic, conciseness or safety.")],
+    task: Annotated[
+        str,
+        typer.Argument(
+            help="Task, such as countdown or arithmetic; or task:set, such as mathematics:gsm8k or reasoning:sudoku."
+        ),
+    ],
     sigma: Annotated[float, typer.Option(help="Standard deviation of the perturbation.")] = 1e-3,
     alpha: Annotated[float | None, typer.Option(help="Step size.  [default: sigma / 2]")] = None,
     population: Annotated[int, typer.Option(help="N, members per step.")] = 30,

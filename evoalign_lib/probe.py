@@ -265,7 +265,7 @@ def trainer_of(model: str, task: str, rows: int, **settings: Any) -> tuple[ESTra
     Args:
         model: what `models.load` takes by name. Shipped bases get the tiny world's problems ("H0" those that ask for
             the fewest filler steps, "C0" rewards by the rule that knows the truth), other models the public ones.
-        task: one of `tasks.TASKS`.
+        task: one of `tasks.TASKS`; with several sets of problems, one of them, as in "reasoning:mini_sudoku".
         rows: number of problems to draw, where they are drawn.
         **settings: fields of `ESConfig`; None: the default, or for max_completion_length and prompts_per_step the
             usual one of the task.
@@ -273,7 +273,8 @@ def trainer_of(model: str, task: str, rows: int, **settings: Any) -> tuple[ESTra
     Raises:
         ValueError: an unknown task, "safety" without a reward, or what `ESTrainer` refuses.
     """
-    module, shipped, tokenizer = tasks.get(task), model in tiny.SHIPPED, models.tokenizer_of(models.place(model))
+    (module, name), task = tasks.named(task), task.partition(":")[0]
+    shipped, tokenizer = model in tiny.SHIPPED, models.tokenizer_of(models.place(model))
     reward, longest = module.reward, _LENGTHS.get(task, (1024, 1024))[not shipped]
     if task == "countdown" and shipped:
         filler = tiny.FILLER_STEPS[0] if model in tiny.FILLER_BASES else None
@@ -289,7 +290,7 @@ def trainer_of(model: str, task: str, rows: int, **settings: Any) -> tuple[ESTra
             f"pass a trainer to evoalign_lib.probe.probe, since the task {task!r} has no reward or data of its own."
         )
         require(task != "safety" and public, remedy)
-        asked = module.dataset(public("train"), tokenizer)
+        asked = module.dataset(public("train", *name), tokenizer)
     usual = {"max_completion_length": longest, "prompts_per_step": min(128, len(asked)), "report_to": "none"}
     args = ESConfig(**usual | {name: value for name, value in settings.items() if value is not None})
     right = None if task in _GRADED else 1.0

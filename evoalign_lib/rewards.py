@@ -146,13 +146,14 @@ class Rewards:
             (`sys.exit()` in a function included) or a time-out. None: the `REWARD_FLOOR` that the function or its
             module declares, as every task of this library does; a function without one stops the run at its first
             failure, naming the prompt.
-        timeout: seconds that a call of a function may take; None: no limit. A batch that takes longer (or raises) is
-            scored again, one completion at a time with the same limit for each, so that only the completions at fault
-            fail and can be named; this takes little more than (completions + 1) * timeout. The functions are then
-            called in a process of their own, forked at the first call (not on Windows), and again when a number or text
-            that is their attribute has changed in this process: what they keep stays there, until then; other changes
-            of this process, such as of global names, and GPUs that it uses are out of their reach. At the limit a
-            function receives an exception that `except Exception` does not catch; if the call has not ended half a
+        timeout: seconds that a call of a function may take; None: the longest `REWARD_TIMEOUT` that a function or its
+            module declares, as tasks do whose graders can hang, otherwise no limit. A batch that takes longer (or
+            raises) is scored again, one completion at a time with the same limit for each, so that only the completions
+            at fault fail and can be named; this takes little more than (completions + 1) * timeout. The functions are
+            then called in a process of their own, forked at the first call (not on Windows), and again when a number or
+            text that is their attribute has changed in this process: what they keep stays there, until then; other
+            changes of this process, such as of global names, and GPUs that it uses are out of their reach. At the limit
+            a function receives an exception that `except Exception` does not catch; if the call has not ended half a
             second later, whatever it does, the process is killed with all that the functions kept.
         table: whether to fill `Scored.table`.
 
@@ -185,10 +186,13 @@ class Rewards:
         fits = len(given) == n and all(map(_is_finite, given))
         require(fits, f"reward_weights={weights!r} for {n} functions: pass a list of finite numbers, one each.")
         self.weights = [float(weight) for weight in given]
-        floors = [_declared_floor(f) if floor is None else floor for f in self.functions]
+        floors = [_declared(f, "REWARD_FLOOR") if floor is None else floor for f in self.functions]
         fits = all(f is None or _is_finite(f) for f in floors)
         require(fits, f"reward_floor={floors!r}: pass a finite number as the score of a failure, or None.")
         self.floors = [None if f is None else float(f) for f in floors]
+        own = [limit for f in self.functions if (limit := _declared(f, "REWARD_TIMEOUT")) is not None]
+        if timeout is None and own and hasattr(os, "fork"):
+            timeout = max(own)
         if timeout is not None:
             positive("reward_timeout", timeout)
             forks = hasattr(os, "fork")
@@ -543,9 +547,9 @@ def _attributes(functions: Sequence[RewardFunction], known: Iterable[Any]) -> li
     return [(name, x) for each in fields for name, x in each.items() if isinstance(x, (str, Number))]
 
 
-def _declared_floor(function: RewardFunction) -> float | None:
+def _declared(function: RewardFunction, name: str) -> float | None:
     function = _unwrapped(function)
-    return getattr(function, "REWARD_FLOOR", getattr(inspect.getmodule(function), "REWARD_FLOOR", None))
+    return getattr(function, name, getattr(inspect.getmodule(function), name, None))
 
 
 def _calls(

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from evoalign_lib import chats
-from evoalign_lib.checks import nearest, require
+from evoalign_lib.checks import choose, nearest, require
 
 Row = TypeVar("Row")
 
@@ -27,6 +27,8 @@ TASKS: dict[str, str] = {
     "arithmetic": "evoalign_lib.tasks.arithmetic",
     "facts": "evoalign_lib.tasks.facts",
     "sequence": "evoalign_lib.tiny.sequence",  # four tasks, of the tiny world alone
+    "mathematics": "evoalign_lib.tasks.mathematics",
+    "reasoning": "evoalign_lib.tasks.reasoning",
 }
 """Task name -> module, imported on first use. A new task needs a module and a line here."""
 
@@ -50,6 +52,23 @@ def get(name: str) -> ModuleType:
     """
     require(name in TASKS, f"unknown task {name!r}; known: {', '.join(sorted(TASKS))}.{nearest(name, TASKS)}")
     return import_module(TASKS[name])
+
+
+def named(name: str) -> tuple[ModuleType, tuple[str, ...]]:
+    """Return the module of a task, and its set of problems in a tuple: ("gsm8k",) for "mathematics:gsm8k".
+
+    The tuple is empty for tasks that have one set only, such as "countdown". Raises ValueError for an unknown task or
+    set, and for a task with several sets of which none is named.
+    """
+    task, colon, part = name.partition(":")
+    module = get(task)
+    if not hasattr(module, "names"):
+        require(not colon, f"task {name!r}: {task} has one set of problems. Say {task!r}.")
+        return module, ()
+    known = module.names()
+    require(part, f"task {name!r} has several sets of problems: say {task}:NAME, with one of {', '.join(known)}.")
+    choose(task, part, known)
+    return module, (part,)
 
 
 def public_file(name: str, path: str, sha256: str) -> Path:

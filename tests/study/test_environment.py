@@ -65,7 +65,7 @@ def test_constraints_hold_one_version_of_each_package_that_is_required() -> None
 
 
 def test_pins_cover_everything_that_the_requirements_install() -> None:
-    waiting, seen = list(_requirements_of("analysis", "notebooks", "dev", "judges", "adapters", "site")), set()
+    waiting, seen = list(_requirements_of("analysis", "notebooks", "dev", "judges", "adapters", "tasks", "site")), set()
     while waiting:
         requirement = waiting.pop()
         key = (canonicalize_name(requirement.name), frozenset(requirement.extras))
