@@ -42,6 +42,8 @@ $(BIN)/python:
 
 $(STAMP): pyproject.toml notebooks/pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -c constraints.txt -e ".[analysis,notebooks,dev,judges,adapters]" -e notebooks
+	$(BIN)/python -m pip install -c constraints.txt -e ".[tasks]" || \
+		echo "The extra tasks is not installed, since pycosat must be compiled: its tests are skipped." >&2
 	@touch $@
 
 # Train two ES seeds of notebook 01 on this machine, in minutes, and draw its figures. Starts from scratch every time.
