@@ -217,11 +217,12 @@ class Session(Known):
         """Turn to a block: load its base and problems, unless another block has the same."""
         from evoalign_study.real_runs import Bench
 
-        begun = plan.of_base
-        key = spec_hash(begun), plan.lora_rank
+        key = spec_hash(plan.of_base), plan.lora_rank
         if key not in self.benches:
-            self.benches[key] = Bench(begun, plan.device, self.unfinished, plan.lora_rank)
+            self.benches[key] = Bench(plan.of_base, plan.device, self.unfinished, plan.lora_rank)
         self.plan, self.bench = plan, self.benches[key]
+        alike = (each for each in self.plans if (spec_hash(each.of_base), each.lora_rank) == key)
+        self.bench.keeps = {arm for each in alike for arm in each.ends}
 
     def block(self, plan: Plan) -> None:
         """Make what is missing of a block.

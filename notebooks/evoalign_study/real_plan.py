@@ -186,6 +186,7 @@ def small(plan: Plan) -> Plan:
 
 
 _A: dict[str, Any] = {"es_sweep": ((0.002, 0.001),), "grpo_sweep": (3e-5,), "steps": (60, 59), "path_points": 0}
+_A |= {"reserve": 0.0}
 _TWO = {"es_sweep": ((0.002, 0.001), (0.001, 0.0005)), "grpo_sweep": (3e-5, 1e-5), "sweep_steps": (60, 59)}
 _LORA: dict[str, Any] = {"arms": ("es_lora", "es_lora_sampled", "grpo_lora"), "few": (("grpo_lora", 4),), "seeds": 8}
 _LORA |= {"lora_rank": 4, "es_sweep": ((0.08, 0.04),), "grpo_sweep": (1e-3,), "steps": (60, 60), "es_prompts": 32}

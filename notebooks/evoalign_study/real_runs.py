@@ -141,6 +141,8 @@ class Bench:
         self.sets = sets
         self.ends: dict[str, Tensor] = {}
         """digest -> flat float32 weights of an end, in this machine's memory"""
+        self.keeps: set[str] = set()
+        """arms whose ends are remembered after training"""
         self._gram: tuple[list[str], geometry.Displacements] | None = None
 
     def flat(self, weights: Mapping[str, Tensor]) -> Tensor:
@@ -175,8 +177,8 @@ class Bench:
         ES's samples are described by "plan", GRPO's by "decoder" and "decoder_dtype", those of measurements, for both,
         by "measured_by". In the oldest records GRPO's decoder is called "loop", and "plan" is what measured it.
 
-        keep: where the compressed ledger of an ES run goes. The end is remembered unless the spec has no test problems,
-        as in a sweep. The budget has "train_seconds" of all steps, "step_seconds" of one, and "rest_seconds" of
+        keep: where the compressed ledger of an ES run goes. The ends of `keeps` are remembered, unless the spec has no
+        test problems, as in a sweep. The budget has "train_seconds" of all steps, "step_seconds" of one, and "rest_seconds" of
         preparation and evaluation; "gpu_memory_bytes" is the most that torch held on a GPU.
         """
         began = time.perf_counter()
@@ -191,7 +193,7 @@ class Bench:
             if spec["test_problems"]:
                 self.put(end)
                 result["test"] = self.tested()
-                self.ends[digest] = end
+                self.ends |= {digest: end} if spec["arm"] in self.keeps else {}
         spent = {"train_seconds": sum(watch.seconds), "step_seconds": watch.a_step}
         spent["rest_seconds"] = time.perf_counter() - began - spent["train_seconds"]
         result["budget"] |= {name: round(seconds, 3) for name, seconds in spent.items()}
@@ -329,6 +331,7 @@ class Bench:
             )
             with _tf32():
                 tuned.train()
+            tuned.accelerator.free_memory()
         spent = gradients.spent(spec, samples, prompts, pairs, self.layout.d)
         result = {"budget": _rounded(spent | {"core_seconds": time.process_time() - cpu})}
         result |= {"counts": {"kept": len(pairs)}, "plan": self.judge.plan, "trl": trl.__version__}
