@@ -178,8 +178,8 @@ class Bench:
         by "measured_by". In the oldest records GRPO's decoder is called "loop", and "plan" is what measured it.
 
         keep: where the compressed ledger of an ES run goes. The ends of `keeps` are remembered, unless the spec has no
-        test problems, as in a sweep. The budget has "train_seconds" of all steps, "step_seconds" of one, and "rest_seconds" of
-        preparation and evaluation; "gpu_memory_bytes" is the most that torch held on a GPU.
+        test problems, as in a sweep. The budget has "train_seconds" of all steps, "step_seconds" of one, and
+        "rest_seconds" of preparation and evaluation; "gpu_memory_bytes" is the most that torch held on a GPU.
         """
         began = time.perf_counter()
         if self.device == "cuda":
