@@ -217,13 +217,13 @@ class Session(Known):
         """Turn to a block: load its base and problems, unless another block has the same."""
         from evoalign_study.real_runs import Bench
 
-        later = [(spec_hash(p.of_base), p.lora_rank) for p in self.plans[self.plans.index(plan) :]]
-        self.benches = {key: bench for key, bench in self.benches.items() if key in later}  # others fill the memory
-        if later[0] not in self.benches:
-            self.benches[later[0]] = Bench(plan.of_base, plan.device, self.unfinished, plan.lora_rank)
-        self.plan, self.bench = plan, self.benches[later[0]]
-        alike = (p for p, key in zip(reversed(self.plans), reversed(later), strict=False) if key == later[0])
-        self.bench.keeps = {arm for p in alike for arm in p.ends}
+        later = self.plans[self.plans.index(plan) :]
+        keys = [(spec_hash(each.of_base), each.lora_rank) for each in later]
+        self.benches = {key: bench for key, bench in self.benches.items() if key in keys}  # others fill the memory
+        if keys[0] not in self.benches:
+            self.benches[keys[0]] = Bench(plan.of_base, plan.device, self.unfinished, plan.lora_rank)
+        self.plan, self.bench = plan, self.benches[keys[0]]
+        self.bench.keeps = {arm for each, key in zip(later, keys, strict=True) if key == keys[0] for arm in each.ends}
 
     def block(self, plan: Plan) -> None:
         """Make what is missing of a block.
