@@ -22,7 +22,15 @@ from evoalign_study.rollouts import WeightedTrainer
 
 
 class InOrder(ESTrainer):
-    """ES that takes its prompts in the order of the data set, as TRL's trainers do here."""
+    """ES that takes its prompts in the order of the data set, as TRL's trainers do here, and notes tied steps."""
+
+    tied_steps: tuple[int, ...] = ()
+    """The steps, from 0, whose populations were tied: they moved nothing."""
+
+    def tell(self, members: Any, fitness: Any) -> bool:
+        tied = super().tell(members, fitness)
+        self.tied_steps += (self.state.global_step,) if tied else ()
+        return tied
 
     def _indices(self, step: int) -> np.ndarray:
         return np.arange(step * self.prompts_per_step, (step + 1) * self.prompts_per_step)
@@ -47,6 +55,7 @@ def train(spec: Spec, place: Path, lasting: bool, keep: Path | None = None) -> I
         budget["core_seconds"] = round(budget["core_seconds"], 2)
         result = {"budget": budget, "counts": dict(es.counts), "plan": engine.plan, "curve": progress.curve}
         result |= {"rollouts": es.summary()} if weighted else {}
+        result |= {"tied_steps": list(es.tied_steps)} if kind is InOrder else {}
         if "base_precision" in spec and spec.get("test_problems", 1):
             result["over_loaded"] = _over_loaded_base(spec, es.model)
         yield training.Trained(engine, start, world[2], result | kept, progress.diverged)

@@ -1,12 +1,13 @@
 """Four tasks trained one after the other (`measures.sequence`): groups of runs, table, figure and results."""
 
 from collections.abc import Sequence
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from matplotlib import pyplot as plt
-from pandas import DataFrame
+from pandas import DataFrame, concat
 
 from evoalign_lib import tiny
 from evoalign_lib.analysis import stats
@@ -17,7 +18,7 @@ from evoalign_study.kinds.weights import merge_specs
 from evoalign_study.loading import Group, Records
 from evoalign_study.measures import sequence
 from evoalign_study.records import Record
-from evoalign_study.results import Results, stated
+from evoalign_study.results import MISSING, Results, stated
 
 SETTINGS: runs.Table = {
     "sequence_seeds": (8, 2),
@@ -103,6 +104,10 @@ LABELS = {
 """Group -> its name in tables."""
 
 
+MERGED = {"run": "ES, the same runs", "mean": "mean of ES runs", "shrunk": "ES, shrunk to the mean's length"}
+"""Kind of merged model -> its name in tables."""
+
+
 def lost(records: Records, name: str, decoding: str, walk: str = "") -> stats.Interval:
     """Return what the runs of a group lost of earlier tasks; less what those of another group lost, paired by seed."""
     own = np.array([sequence.forgotten(run, decoding) for run in records[name]])
@@ -120,14 +125,13 @@ def results(records: Records) -> Results:
     for name, walk in ((FIXED, WALK), (LIMITED, LIMITED_WALK), (GRPO, ""), (WALK, "")):
         for decoding in style.STROKES:
             found[f"{name} lost {decoding}"] = lost(records, name, decoding)
-            right = [sequence.matrix(run, decoding) for run in records[name]]
-            found[f"{name} last {decoding}"] = stats.bootstrap_mean([each[-1].mean() for each in right])
-            found[f"{name} gained {decoding}"] = stats.bootstrap_mean([(m[-1] - m[0]).mean() for m in right])
+            found[f"{name} last {decoding}"] = _last(records, name, decoding)
             if walk:
                 found[f"{name} own {decoding}"] = lost(records, name, decoding, walk)
         found[f"{name} kl"], found[f"{name} skills"] = (_ends(records, name, c) for c in ("kl_skills", "skills"))
     law = [np.abs(sequence.norms_over_law(run) - 1).max() for name in (FIXED, WALK) for run in records[name]]
-    found |= {"sequence off law": float(max(law)), "sequence base": float(_base(records, "greedy"))}
+    base = sequence.matrix(records[FIXED][0], "greedy")[0].mean()
+    found |= {"sequence off law": float(max(law)), "sequence base": float(base)}
     merged = _merged(records)
     found |= {
         f"merged {kind}": stats.bootstrap_mean([r["test"]["greedy"] for r in own]) for kind, own in merged.items()
@@ -135,8 +139,8 @@ def results(records: Records) -> Results:
     return found | {f"merged {k} kl": float(np.mean([_kl(r) for r in own])) for k, own in merged.items()}
 
 
-def _base(records: Records, decoding: str) -> float:
-    return sequence.matrix(records[FIXED][0], decoding)[0].mean()
+def _last(records: Records, name: str, decoding: str) -> stats.Interval:
+    return stats.bootstrap_mean([sequence.matrix(run, decoding)[-1].mean() for run in records[name]])
 
 
 def _merged(records: Records) -> dict[str, list[Record]]:
@@ -157,33 +161,23 @@ def table(records: Records) -> DataFrame:
     rows = []
     for name, label in LABELS.items():
         own = records[name]
-        last = stats.bootstrap_mean([sequence.matrix(run, "greedy")[-1].mean() for run in own])
-        row = {"runs": label, "n": len(own), "all tasks at the end, %": stated(last)}
+        row = {"runs": label, "n": len(own), "all tasks at the end, %": stated(_last(records, name, "greedy"))}
         row |= {f"forgotten, {style.STROKES[d].label}": stated(lost(records, name, d)) for d in style.STROKES}
-        row |= {
-            "other skills, %": stated(_ends(records, name, "skills")),
-            "KL there": stated(_ends(records, name, "kl_skills"), ".2f"),
-        }
-        es = "alpha" in own[0]["spec"] and name != ANCHORED
-        over = np.mean([sequence.norms_over_law(run) for run in own], axis=0) if es else None
-        norms = "/".join(f"{x:.2f}" for x in np.mean([run["curve"]["norm"][1:] for run in own], axis=0))
-        rows.append(
-            row | {"norm after each task": norms, "over its law": "/".join(f"{x:.2f}" for x in over) if es else "-"}
-        )
-    for kind, own in _merged(records).items():
-        label = {"run": "ES, runs again", "mean": "mean of ES runs", "shrunk": "ES runs as short as the mean"}[kind]
-        row = {
-            "runs": label,
-            "n": len(own),
-            "all tasks at the end, %": stated(stats.bootstrap_mean([r["test"]["greedy"] for r in own])),
-        }
-        skills = [np.mean([s["greedy"] for s in r["skills"].values()]) for r in own]
-        row |= {
-            "other skills, %": stated(stats.bootstrap_mean(skills)),
-            "KL there": stated(stats.bootstrap_mean([*map(_kl, own)]), ".2f"),
-        }
-        rows.append(row | {"norm after each task": f"{np.mean([r['norm'] for r in own]):.2f} (end)"})
-    return DataFrame(rows).fillna("-")
+        skills, drift = (_ends(records, name, curve) for curve in ("skills", "kl_skills"))
+        row |= {"other skills, %": stated(skills), "KL there": stated(drift, ".2f")}
+        walked = "alpha" in own[0]["spec"] and name != ANCHORED  # GRPO has no law, and the decay another
+        law = np.mean([sequence.norms_over_law(run) for run in own], axis=0) if walked else ()
+        norms = np.mean([run["curve"]["norm"][1:] for run in own], axis=0)
+        row |= {"norm after each task": ", ".join(f"{norm:.1f}" for norm in norms)}
+        rows.append(row | {"over its law": ", ".join(f"{ratio:.2f}" for ratio in law) or MISSING})
+    for kind, label in MERGED.items():
+        own = _merged(records)[kind]
+        skills = [np.mean([skill["greedy"] for skill in model["skills"].values()]) for model in own]
+        told = [stats.bootstrap_mean(each) for each in ([m["test"]["greedy"] for m in own], skills, [*map(_kl, own)])]
+        row = {"runs": label, "n": len(own), "all tasks at the end, %": stated(told[0])}
+        row |= {"other skills, %": stated(told[1]), "KL there": stated(told[2], ".2f")}
+        rows.append(row | {"norm after each task": f"{np.mean([model['norm'] for model in own]):.1f} at the end"})
+    return DataFrame(rows).fillna(MISSING)
 
 
 SHOWN = {FIXED: "es", LIMITED: "es", ANCHORED: "es_anchored", GRPO: "grpo", WALK: "es_random", NULL: "grpo_random"}
@@ -192,16 +186,11 @@ SHOWN = {FIXED: "es", LIMITED: "es", ANCHORED: "es_anchored", GRPO: "grpo", WALK
 def figure(records: Records) -> tuple[plt.Figure, DataFrame]:
     """Draw greedy accuracy on each task before the first task and after each, a line per arm; dotted: its own turn."""
     frames = []
-    for name in SHOWN:
-        for task in world.TASKS:
-            curves = 100 * np.array([run["curve"][f"{task}_greedy"] for run in records[name]])
-            mean, low, high = stats.curve_band(curves)
-            title = f"{1 + world.TASKS.index(task)} {task}"
-            frames.append(
-                DataFrame({"panel": title, "arm": name, "stage": range(5), "value": mean, "low": low, "high": high})
-            )
-    points = DataFrame.from_records([row for frame in frames for row in frame.to_dict("records")])
-    points = points.sort_values("panel", kind="stable").reset_index(drop=True)
+    for (turn, task), name in product(enumerate(world.TASKS, start=1), SHOWN):
+        band = stats.curve_band([[100 * right for right in run["curve"][f"{task}_greedy"]] for run in records[name]])
+        points = dict(zip(("value", "low", "high"), band, strict=True))
+        frames.append(DataFrame({"panel": f"{turn} {task}", "arm": name, "stage": range(len(band[0]))} | points))
+    points = concat(frames, ignore_index=True)
     looks = {name: plots.look(arm, label=LABELS[name], ms=4) for name, arm in SHOWN.items()}
     looks[LIMITED] |= {"ls": "--", "mfc": "white"}
     labels = {"xlabel": "tasks trained", "ylabel": "right, %", "ylim": (0, 100), "xticks": range(5)}

@@ -111,9 +111,9 @@ def forgotten(record: Record, decoding: str) -> float:
 
 
 def norms_over_law(record: Record) -> np.ndarray:
-    """Return an ES run's norm after each task over alpha sqrt(d T / N), (tasks,); ties are taken as evenly spread."""
+    """Return an ES run's norm after each task over alpha sqrt(d T / N), T without tied steps, (tasks,)."""
     spec, steps = record["spec"], np.array(record["curve"]["step"][1:])
-    moved = steps * (1 - record["counts"]["tied"] / spec["steps"])
+    moved = steps - np.searchsorted(record.get("tied_steps", []), steps)  # a run without ties may list none
     law = spec["alpha"] * np.sqrt(record["d"] * moved / spec["population_size"])
     return np.array(record["curve"]["norm"][1:]) / law
 
