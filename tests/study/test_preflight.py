@@ -199,6 +199,7 @@ def test_specs_of_runs_are_what_a_plan_reads(tmp_path):
     shutil.copytree(tiny.bases_folder() / "A0", tmp_path / "A0")
     wanted = SMALL_RUN | SETS | {"max_completion_length": 24, "steps": 4, "prompts_per_step": 8, "population_size": 4}
     wanted |= {"sigma": 0.01, "learning_rate": 1e-4, "prompts": 16, "batch_size": 8, "epochs": 2, "rank": 1}
+    wanted["alpha_schedule"] = "linear"
     config, bases = AutoConfig.from_pretrained(tmp_path / "A0"), [str(tmp_path / "A0")]
     for arm in arms.ARMS:
         anchored = {"anchor_decay": 0.1} if "anchor_decay" in arms.get(arm).settings else {}
