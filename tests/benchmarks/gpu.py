@@ -1,26 +1,22 @@
-"""Measure the noise law and engine "cuda" on a GPU: `python -m tests.benchmarks.gpu`.
+"""Measure engine "cuda" on a GPU: `python -m tests.benchmarks.gpu`.
 
-Models have published shapes and random weights, so nothing is downloaded. All cases of a model are measured
-interleaved, the first round is discarded, and minimum and median are kept. If a model fails, its error is recorded and
-the others are still run. Results are printed and merged into a JSON file under the device's name.
+The model has the shape of SmolLM2-135M and random weights, so nothing is downloaded. All cases of a section are
+measured interleaved, the first round is discarded, and the minimum is kept. If a section fails, its error is recorded
+and the other is still run. Results are printed and merged into a JSON file under the device's name.
 
-Sections "0.5B", "1.5B" and "7B" have the shapes of Qwen2.5. Cases: `perturb`, which computes a member's weights from
-the master, and `update` of the master by N members, under each distribution; and the same with the "public" statements
-that released codes share: randn in the parameter's dtype, a multiplication, an addition, tensor after tensor; released
-codes also need a second pass to restore. `memory` has bytes per parameter. `tests/equivalence/test_noise_triton.py`
-checks that the same GPU gives the bits of a CPU.
+Cases: members of full rank; many members of rank 1 with one prompt each; and inference, the rows of the latter with the
+model itself. `population` measures a decoding step, against the time in which this device copies the bytes that the
+step must read (weights and cache); for low rank also against inference. `engine` measures an iteration, evaluation and
+update, of which decoding is the share of pure inference.
 
-`population` and `engine` have the shape of SmolLM2-135M. Cases: members of full rank; many members of rank 1 with one
-prompt each; and inference, the rows of the latter with the model itself. `population` measures a decoding step, against
-the time in which this device copies the bytes that the step must read (weights and cache); for low rank also against
-inference. `engine` measures an iteration, evaluation and update, of which decoding is the share of pure inference.
+The noise law's rates in bench.json are those of this file at commit ff48bd6.
 """
 
 import argparse
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,14 +25,13 @@ import numpy as np
 import torch
 from evoalign_study import paths, provenance
 
-from evoalign_lib import noise, tiny
+from evoalign_lib import tiny
 from evoalign_lib.engines import memory
 from evoalign_lib.engines.cuda import CudaEngine
 from evoalign_lib.engines.local import Prompts
 from evoalign_lib.engines.population import PopulationDecoder
 from evoalign_lib.rewards import Rewards
-from tests.benchmarks.shared import measure, merge, population, public_perturb, public_update, run_sections
-from tests.helpers import qwen
+from tests.benchmarks.shared import measure, merge, population, run_sections
 
 
 class Size(NamedTuple):
@@ -56,65 +51,19 @@ class Size(NamedTuple):
 
 
 SIGMA = 1e-3
-LAWS = ("gaussian", "byte_sum")
 TOY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-MODELS = {size: qwen(size) for size in ("0.5B", "1.5B", "7B")}
-MODELS["toy"] = qwen("0.5B", **TOY, vocab_size=96)
 SMOLLM = {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
 SMOLLM |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49_152, "tie_word_embeddings": True}
 WHOLE = Size(SMOLLM, 30, 256, 64, 64, 40)
 SMALL = Size(SMOLLM | TOY | {"num_key_value_heads": 2, "vocab_size": 300}, 2, 3, 2, 8, 4)
 
 
-def model_section(name: str, device: str, repeats: int, members: int) -> dict:
-    """Measure a bfloat16 model with random weights: rates and, on a GPU, peak memory."""
-    synchronise = torch.cuda.synchronize if device == "cuda" else lambda: None
-    start = torch.cuda.memory_allocated() if device == "cuda" else 0
-    model = random_model(MODELS[name], device, torch.bfloat16)
-    tensors = [parameter.detach() for parameter in model.parameters()]
-    d, (_, *moved) = sum(tensor.numel() for tensor in tensors), population(members)
-
-    def a_parameter(call: Callable[[], Any] = lambda: None) -> float:
-        """Return the peak bytes per parameter during a call."""
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        synchronise()
-        return (torch.cuda.max_memory_allocated() - start) / d
-
-    held, public = {}, partial(public_perturb, tensors, 1, SIGMA)
-    if device == "cuda":
-        held |= {"working": a_parameter(), "public_inplace_peak": a_parameter(public)}
-    weights = noise.device_weights([(parameter.detach(), full) for full, parameter in model.named_parameters()])
-    if device == "cuda":
-        calls = partial(weights.perturb, 1, SIGMA), partial(weights.update, *moved)
-        held |= {"master": a_parameter(), "master_peak": max(map(a_parameter, calls))}
-
-    def under(law: str, call: Callable[..., Any], *arguments: Any) -> None:
-        weights._kind = noise._LAWS[law][0]  # users create new weights per law; here all laws share one master's memory
-        call(*arguments)
-
-    cases: dict[str, Callable[[], Any]] = {
-        "perturb, public": public,
-        "update, public": partial(public_update, tensors, moved[1]),
-    }
-    for law in LAWS:
-        cases[f"perturb, {law}"] = partial(under, law, weights.perturb, 12345, SIGMA)
-        cases[f"update, {law}"] = partial(under, law, weights.update, *moved)
-    cells = measure(repeats, cases, synchronise)
-    for case, cell in cells.items():
-        passes = members if case.startswith("update") else 1
-        theirs = cells[f"{case.partition(',')[0]}, public"]["seconds_min"]
-        cell["parameters_per_second"] = passes * d / cell["seconds_min"]
-        cell["times_faster_than_public"] = theirs / cell["seconds_min"]
-    return {"parameters": d, "members": members, "cells": cells, "memory": held}
-
-
-def random_model(config: Mapping[str, Any], device: str, dtype: torch.dtype | None = None) -> Any:
+def random_model(config: dict, device: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device(device), torch.random.fork_rng():
         torch.manual_seed(0)
-        dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).eval()
 
 
@@ -193,28 +142,21 @@ def device_section(device: str) -> dict:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.gpu", description=__doc__.split("\n")[0])
-    known = [name for name in MODELS if name != "toy"]
-    parser.add_argument("--models", nargs="+", choices=known, default=known)
     parser.add_argument("--repeats", type=int, default=7, help="measured rounds")
-    parser.add_argument("--members", type=int, default=6, help="members of an update; the cost is linear in them")
     parser.add_argument("--out", type=Path, help="JSON file to merge into (default: paper/results/bench.json)")
-    parser.add_argument("--sections", nargs="+", help="only these: device, population, engine, or models of --models")
+    parser.add_argument("--sections", nargs="+", help="only these: device, population, engine")
     parser.add_argument("--toy", action="store_true", help="run a toy model on the CPU, interpreted, as a check")
     options = parser.parse_args(argv)
     if options.toy:
-        name, device, models, how, out = "toy (CPU, Triton's interpreter)", "cpu", ["toy"], (1, 1), options.out
+        name, device, how, out = "toy (CPU, Triton's interpreter)", "cpu", (1, SMALL), options.out
     elif torch.cuda.is_available():
-        name, device, models = torch.cuda.get_device_name(0), "cuda", options.models
-        how = options.repeats, options.members
+        name, device, how = torch.cuda.get_device_name(0), "cuda", (options.repeats, WHOLE)
         out = options.out or paths.RESULTS / "bench.json"
     else:
         print("This benchmark needs a GPU that torch sees. Pass --toy to check it on a CPU.", file=sys.stderr)
         return 2
-    sections = {"device": partial(device_section, device)}
-    sections |= {model: partial(model_section, model, device, *how) for model in models}
-    size = SMALL if options.toy else WHOLE
-    sections["population"] = partial(population_section, device, how[0], size)
-    sections["engine"] = partial(engine_section, device, how[0], size)
+    sections = {"device": partial(device_section, device), "population": partial(population_section, device, *how)}
+    sections["engine"] = partial(engine_section, device, *how)
     if options.sections:
         sections = {name: section for name, section in sections.items() if name in options.sections}
     return run_sections(sections, lambda results: out and merge(out, name, "gpu", results))

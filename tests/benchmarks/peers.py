@@ -240,36 +240,25 @@ def summary(seconds: Mapping[str, np.ndarray], tokens: Mapping[str, list[list[in
     return found
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.peers", description=__doc__.split("\n")[0])
     for peer, kind in PEERS.items():
         parser.add_argument(f"--{peer}", type=Path, metavar="FOLDER", help=f"a checkout with {kind.files[0]}")
     parser.add_argument("--models", nargs="+", choices=cpu.MODELS, default=["1M", "4M"])
-    parser.add_argument("--members", type=int, default=30, help="an even number; the cost is linear in it")
-    parser.add_argument("--repeats", type=int, default=3, help="measured rounds")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)
-    options.folders = {peer: getattr(options, peer) for peer in PEERS if getattr(options, peer)}
-    if not options.folders:
+    folders = {peer: getattr(options, peer) for peer in PEERS if getattr(options, peer)}
+    if not folders:
         parser.error("pass a peer's checkout: " + " or ".join(f"--{peer} FOLDER" for peer in PEERS))
-    for peer, folder in options.folders.items():
-        if missing := [file for file in PEERS[peer].files if not (folder / file).is_file()]:
-            parser.error(f"--{peer} {folder} has no file {missing[0]}: pass a checkout that has it")
-    if options.members < 2 or options.members % 2 or options.repeats < 1:
-        parser.error("--members must be an even number above 0, --repeats at least 1")
+    if missing := [file for peer in folders for file in PEERS[peer].files if not (folders[peer] / file).is_file()]:
+        parser.error(f"no file {missing[0]}: pass a checkout that has it")
     if os.environ.get("OMP_NUM_THREADS") != "1":
         parser.error("set OMP_NUM_THREADS=1: Qiu's script starts its own threads, which read it from there")
-    return options
-
-
-def main(argv: list[str] | None = None) -> int:
-    options = arguments(argv)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise Qiu's script would move its inputs to a GPU
-    plan = cpu.Plan(members=options.members, rows=(128,), new=16, repeats=options.repeats)
+    plan = cpu.Plan(members=30, rows=(128,), new=16, repeats=3)
     sections = {"device": partial(cpu.device_section, plan)}
-    sections |= {model: partial(section, model, options.folders, plan) for model in options.models}
+    sections |= {model: partial(section, model, folders, plan) for model in options.models}
     sizes = {"members": plan.members, "prompts": plan.rows[0], "tokens": plan.new}
-    print(", ".join(f"{n} {what}" for what, n in sizes.items()))
 
     def store(results: dict) -> None:
         if options.out is not None:

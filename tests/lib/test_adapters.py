@@ -21,10 +21,7 @@ peft = pytest.importorskip("peft")
 
 def adapted(base=None, seed: int = 0, **changed):
     """A base with an adapter whose product is not zero, drawn from the seed."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = peft.get_peft_model(base or random_model(), lora(init_lora_weights=False, **changed))
-    return model
+    return _adapters.attach(base or random_model(), lora(init_lora_weights=False, **changed), seed)
 
 
 def trainer(folder, model, score=token_sum, peft_config=None, **changed) -> ESTrainer:

@@ -136,17 +136,13 @@ PRODUCT = Problem("Calculate: 12 × 7 =", "84", ("eighty-four", "八十四"))
 CATS = Problem("True or false?", "True", ("正确",), ("false", "不正确"))
 
 
+CHINESE = ["法国的首都是巴黎（Ｐａｒｉｓ）。", "法国的首都是Paris。"]
+PRODUCTS = ["12 × 7 = 84", "84.", "等于84。", "84.0", "八十四", "Eighty-four"]
+NO_PRODUCTS = ["84000", "84,000", "0.84", "84.5", "-84", "84%", "x84", "八十四万", "8 4"]
+NOT_PARIS = ["Parisians", "Pari", "法国的首都", "", "<|endoftext|>"]
 GRADED = [
-    (
-        FRANCE,
-        ["Paris", "PARIS!", "It’s “Paris”.<|im_end|>", "法国的首都是巴黎（Ｐａｒｉｓ）。", "法国的首都是Paris。"],
-        ["Parisians", "Pari", "法国的首都", "", "<|endoftext|>"],
-    ),
-    (
-        PRODUCT,
-        ["12 × 7 = 84", "84.", "等于84。", "84.0", "八十四", "Eighty-four"],
-        ["84000", "84,000", "0.84", "84.5", "-84", "84%", "x84", "八十四万", "8 4"],
-    ),
+    (FRANCE, ["Paris", "PARIS!", "It’s “Paris”.<|im_end|>", *CHINESE], NOT_PARIS),
+    (PRODUCT, PRODUCTS, NO_PRODUCTS),
     (CATS, ["True", "这个陈述是正确的"], ["true or false", "这个陈述是不正确的", "untrue"]),
 ]
 

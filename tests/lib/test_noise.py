@@ -141,32 +141,6 @@ def test_a_window_is_a_slice_of_the_whole(shape, key, backend, distribution, ran
         assert found.shape == expected.shape and (bits(found) == bits(expected)).all()
 
 
-KERNELS = [_noise_cpu._add_gaussian, _noise_cpu._add_products_kernel]
-KERNELS += [pytest.param(_noise_cpu._add_byte_sum, marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("inner", KERNELS)
-def test_no_fused_multiply_add_in_the_machine_code(inner):
-    fused = re.compile(r"\b(vfn?m(?:add|sub)\w*|fmla|fmls|fn?m(?:add|sub))\b")
-
-    @njit(fastmath={"contract"})
-    def contracted(x, y, z):
-        return x * y + z
-
-    contracted(1.0, 2.0, 3.0)
-    if not fused.search("".join(contracted.inspect_asm().values())):
-        pytest.skip("this CPU has no fused multiply-add, so no code for it can show one")
-    # Compiled afresh, since numba does not show code from its cache. All multiplications of the kernels are in here.
-    two, four, one = np.zeros((2, 16), np.uint32), np.ones((4, 16), np.float32), np.uint32(1)
-    loop, factor = njit(error_model="numpy")(getattr(inner, "py_func", inner)), np.ones((1, 2, 8), np.float32)
-    if inner is _noise_cpu._add_products_kernel:
-        loop(four.ravel(), four.ravel(), np.float32(0), np.ones(1, np.float32), factor, factor, 0, 8)
-    else:
-        loop(four, two, 16, one, one, one, one, np.float32(1e-3))
-    assembly = "".join(loop.inspect_asm().values())
-    assert "mul" in assembly and not fused.findall(assembly)
-
-
 # ---- numbers for sampling
 
 

@@ -1,11 +1,8 @@
-"""What a user of TRL's `GRPOTrainer` finds here: a table made from TRL's own signatures, and proof of each line.
-
-`PYTHONPATH=tests python tests/lib/test_trl_surface.py` writes the table into the page `site/from_trl.md`.
-"""
+"""What a user of TRL's `GRPOTrainer` finds here: the table of the site's page is complete, and proof of each line."""
 
 import dataclasses
 import inspect
-from functools import cache
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,48 +11,22 @@ from transformers import TrainingArguments
 
 from evoalign_lib.es import SURFACE, ESConfig, ESTrainer
 
-PAGE = Path(__file__).parents[2] / "site" / "from_trl.md"
-HEADINGS = {"arguments": "Arguments of the trainer", "settings": "Settings", "methods": "Methods of the trainer"}
+sys.path.append(str(Path(__file__).parents[2] / "site"))  # no package
+import from_trl
+
 # Settings that the callbacks of trackers read, `push_to_hub` reads, or only the user's own script
 TRACKERS = {"run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"}
 HUB = {"hub_model_id", "hub_token", "hub_private_repo", "hub_revision"}
 SCRIPTS = {"do_train", "do_eval", "do_predict", "resume_from_checkpoint"}
 
 
-@cache
-def of_trl() -> dict[str, list[str]]:
-    """The names that TRL's trainer has, by section, in its order."""
-    from trl import GRPOConfig, GRPOTrainer
-
-    public = inspect.getmembers(GRPOTrainer, inspect.isfunction)
-    return {
-        "arguments": [name for name in inspect.signature(GRPOTrainer.__init__).parameters if name != "self"],
-        "settings": [f.name for f in dataclasses.fields(GRPOConfig)],
-        "methods": [name for name, _ in public if not name.startswith("_")],
-    }
-
-
-def page() -> str:
-    """The page with a table for each section after its lead: what TRL's trainer has, and what became of it here."""
-    order = {"same": 0, "missing": 1, "refused": 2}
-    parts = [PAGE.read_text(encoding="utf-8").partition("\n\n## ")[0]]
-    for section, names in of_trl().items():
-        rows = sorted((order[SURFACE[section][name][0]], name) for name in names)
-        lines = [f"## {HEADINGS[section]}", "", "| TRL | here | |", "| --- | --- | --- |"]
-        for _, name in rows:
-            status, remark = SURFACE[section][name]
-            lines.append(f"| `{name}` | {status} | {remark} |")
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts) + "\n"
-
-
-@pytest.mark.parametrize("section", HEADINGS)
+@pytest.mark.parametrize("section", from_trl.HEADINGS)
 def test_the_table_names_all_that_trl_has_and_nothing_else(section):
-    assert sorted(SURFACE[section]) == sorted(of_trl()[section])
+    assert sorted(SURFACE[section]) == sorted(from_trl.of_trl()[section])
 
 
 def test_the_page_is_up_to_date():
-    assert PAGE.read_text(encoding="utf-8") == page(), f"run {Path(__file__).name} to write {PAGE.name} anew"
+    assert from_trl.PAGE.read_text(encoding="utf-8") == from_trl.page(), "python site/from_trl.py writes it anew"
 
 
 def test_what_is_the_same_is_there():
@@ -150,7 +121,3 @@ def test_every_method_that_there_is_not_says_why():
             assert f"ESTrainer has no {name!r}: {why}." in str(caught.value)
     with pytest.raises(AttributeError, match=r"ESTrainer has no 'xyzzy'\.$"):
         trainer.xyzzy  # noqa: B018
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")

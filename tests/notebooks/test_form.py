@@ -257,14 +257,9 @@ def test_numbers_in_prose_that_no_output_holds_are_found(prose, said):
     assert (problems == []) if said is None else (len(problems) == 1 and said in problems[0])
 
 
-IN_README = [
-    ("ES gains 4.0 points [1.1, 6.9], with a look at five points ([notebook 02](notebooks/02.ipynb)).", []),
-    ("It gains six points of 7 %.", ["six points", "7 %"]),
-    ("The tests take 15 minutes, the install 4 GB.", ["15 minutes", "4 GB"]),
-]
-
-
-@pytest.mark.parametrize(("prose", "said"), IN_README)
-def test_numbers_in_the_readme_that_nothing_holds_are_found(prose, said):
+def test_numbers_in_the_readme_that_nothing_holds_are_found():
+    prose = "ES gains 4.0 points [1.1, 6.9], with a look at five points ([notebook 02](notebooks/02.ipynb)).\n\n"
+    prose += "It gains six points of 7 %.\n\nThe tests take 15 minutes, the install 4 GB."
     outputs = {"02.ipynb": "4.0 [1.1,\N{NO-BREAK SPACE}6.9] 15.6 and 15 and 4", "01.ipynb": "92"}
-    assert unproven_in_readme(prose, outputs, "more than five points", "17 minutes and 3 GB") == said
+    said = unproven_in_readme(prose, outputs, "more than five points", "17 minutes and 3 GB")
+    assert said == ["six points", "7 %", "15 minutes", "4 GB"]

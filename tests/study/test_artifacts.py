@@ -75,14 +75,10 @@ def test_a_table_is_tex_csv_html_and_plain_text(repository: Path) -> None:
     csv = (repository / GENERATED / "gain.csv").read_bytes()
     assert csv == b"arm,gain,n,range\nES,-1.25,8,-3.0 to 1.0\nbase_A0 & co,0.5,1,\n"
     ((contents, about),) = shown.outputs
-    left, right = "style=text-align:left", "align=right"
-    assert about == {"evoalign": {"artefact": "gain"}} and contents["text/html"].splitlines()[1:6] == [
-        '<caption style="text-align: left; min-width: 36em">Gain, 95 % range. (notebook 01, scale tiny)</caption>',
-        f"<thead><tr><th {left}>arm</th><th {right}>gain</th><th {right}>n</th><th {right}>range</th></tr></thead>",
-        "<tbody>",
-        f"<tr><td {left}>ES</td><td {right}>-1.2</td><td {right}>8</td><td {right}>-3.0 to 1.0</td></tr>",
-        f"<tr><td {left}>base_A0 &amp; co</td><td {right}>+0.5</td><td {right}>1</td><td {right}></td></tr>",
-    ]
+    left, right = "<td style=text-align:left>", "</td><td align=right>"
+    assert about == {"evoalign": {"artefact": "gain"}}
+    for said in (">Gain, 95 % range. (notebook 01, scale tiny)</caption>", f"{left}base_A0 &amp; co{right}+0.5"):
+        assert said in contents["text/html"]
     assert repr(shown).splitlines()[2:4] == ["         arm gain n       range", "          ES -1.2 8 -3.0 to 1.0"]
     store().save_table(TABLE[["arm", "n"]], "literature", "Published.", published=True)
     assert "(published, other models; notebook 01)" in (repository / GENERATED / "literature.tex").read_text()

@@ -28,14 +28,11 @@ def test_all_sections_at_the_smallest_sizes_over_what_an_older_run_left(tmp_path
     cells = {name: found["cells"] for name, found in quick.items()}
     for name in ("noise", "iteration", "low_rank"):
         for entry in quick[name]["targets"]:
-            bound, number = entry["target"].rsplit(" ", 1)
-            least = bound == "at least"
-            assert entry["met"] == (entry["value"] >= float(number) if least else entry["value"] <= float(number))
+            assert entry["met"] == (entry["value"] >= float(entry["target"].removeprefix("at least ")))
         for cell, row in cells[name].items():
             assert np.isfinite(list(row.values())).all() and min(row.values()) > 0, (name, cell, row)
     (iterated,) = cells["iteration"].values()
     assert iterated["ratio"] == pytest.approx(iterated["plain_s"] / iterated["ours_s"]) and iterated["same_tokens"] == 1
-    assert [row["same_tokens"] for row in cells["low_rank"].values()] == [1.0, 1.0]
     # a float32 model, a float32 master, a float32 working copy; joined projections and little else come on top
     (memory,) = cells["memory"].values()
     assert memory["parameters"] > 1e6 and 3.5 < memory["model"] < 5
@@ -90,12 +87,10 @@ def test_it_runs_on_a_toy_and_leaves_what_others_measured(tmp_path):
     results = json.loads(out.read_text())
     assert results["a CPU"] == {"cpu": {"update": 1}}
     found = results[name]["gpu"]
-    assert found.keys() == {"device", "toy", "population", "engine", "update", "other"} and found["toy"]["memory"] == {}
+    assert found.keys() == {"device", "population", "engine", "update", "other"}
     steps, iterations = (found[name]["cells"] for name in ("population", "engine"))
     assert steps["full rank"]["bytes_per_parameter"] == 8 and 4 < steps["low rank"]["bytes_per_parameter"] < 8
     assert all(0 < cell["share_of_pure_inference"] for cell in iterations.values()) and len(iterations) == 2
-    cells = found["toy"]["cells"]
-    assert cells["perturb, gaussian"]["times_faster_than_public"] > 0 and len(cells) == 6
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says so where there is no GPU")
@@ -110,23 +105,15 @@ def test_without_a_gpu_it_says_so(capsys):
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path, monkeypatch, capsys):
-    def refusal(*argv):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for file in peers.Qiu.files:
+        (tmp_path / "qiu" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "qiu" / file).touch()
+    wrong = {"--qiu FOLDER or --torcheggroll FOLDER": [], peers.Qiu.files[0]: ["--qiu", str(tmp_path)]}
+    for named, argv in (wrong | {"OMP_NUM_THREADS=1": ["--qiu", str(tmp_path / "qiu")]}).items():
         with pytest.raises(SystemExit, match="2"):
-            peers.arguments([str(a) for a in argv])
-        return capsys.readouterr().err
-
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for peer, kind in peers.PEERS.items():
-        for file in reversed(kind.files):  # a checkout lacks this file, and those before
-            assert f"--{peer} {tmp_path}" in (said := refusal(f"--{peer}", tmp_path)) and kind.files[0] in said
-            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / file).touch()
-    given = "--qiu", tmp_path
-    assert peers.arguments(list(map(str, given))).folders == {"qiu": tmp_path}
-    assert "--qiu FOLDER or --torcheggroll FOLDER" in refusal()
-    assert "even" in refusal(*given, "--members", 3) and "--repeats" in refusal(*given, "--repeats", 0)
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    assert "OMP_NUM_THREADS=1" in refusal(*given)
+            peers.main(argv)
+        assert named in capsys.readouterr().err
 
 
 def test_both_decoders_make_the_same_tokens_and_none_ends_early():

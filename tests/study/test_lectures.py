@@ -127,6 +127,10 @@ def beside(study, _, records):
     return real_panels.figure(study.NOTEBOOK, records, real_results.groups(known, task))
 
 
+def published(run, records):
+    return nb03.published_figure(nb03.published_runs(records["published"]))
+
+
 populations = nb06.population_points
 FIGURES = {
     "es_countdown_gain": (lambda run, r: of(nb01.test_points(run, r), nb01.figure_gain), nb01, "accuracy"),
@@ -136,11 +140,7 @@ FIGURES = {
     "grpo_es_curves": (lambda _, r: of(nb02.curve_points(r), nb02.draw_curves, {"greedy": 14, "t1": 13}), nb02, "mean"),
     "grpo_temperature": (lambda _, r: of(nb02.by_temperature(r), nb02.draw_temperatures), nb02, ""),
     "conciseness_right": (lambda _, r: nb03.lost(r), nb03, "lost"),
-    "conciseness_published_runs": (
-        lambda _, r: nb03.published_figure(nb03.published_runs(r["published"])),
-        nb03,
-        "right",
-    ),
+    "conciseness_published_runs": (published, nb03, "right"),
     "safety_noise": (lambda _, r: nb04.noise(r), nb04, "true"),
     "safety_published_lead": (lambda _, r: published_judgments.leads(r["judgments"]), nb04, "value"),
     "stability_drawdown_runs": (lambda _, r: nb05.figure_drawdowns(r), nb05, "greedy"),

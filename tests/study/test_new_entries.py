@@ -13,13 +13,9 @@ from evoalign_study import paths
 from helpers import in_child
 
 TASK = """
-from evoalign_lib.tasks import completion_text, countdown
-REWARD_FLOOR = 0.0
-def dataset(problems, tokenizer, chat_template=True):
-    rows = countdown.dataset([asked for _, asked in problems], tokenizer, chat_template)
-    return [{"prompt": row["prompt"], "sign": sign} for row, (sign, _) in zip(rows, problems, strict=True)]
-def reward(prompts, completions, sign, **columns):
-    return [float(s in completion_text(c)) for s, c in zip(sign, completions, strict=True)]
+from evoalign_lib.tasks.countdown import REWARD_FLOOR, dataset
+def reward(prompts, completions, **columns):
+    return [float("-" in str(completion)) for completion in completions]
 """
 MEASURES = """
 from evoalign_lib import tiny
@@ -30,11 +26,9 @@ class _Plus(Measures):
     def spec_fields(self, base, settings):
         return {"sign": settings.get("sign", "-")}
     def sets(self, spec):
-        drawn = {"validation": spec["validation_problems"], "test": spec["test_problems"]}
-        drawn |= {"train": spec["steps"] * spec["prompts_per_step"]} if "prompts_per_step" in spec else {}
-        return {n: [(spec["sign"], p) for p in tiny.problems("train", k, len(n))] for n, k in drawn.items()}
+        return {name: tiny.problems("train", spec[f"{name}_problems"], len(name)) for name in ("validation", "test")}
     def right(self, problem, completion):
-        return problem[0] in completion
+        return "-" in completion
 MEASURES = _Plus()
 """
 KIND = """
@@ -65,15 +59,15 @@ FILES = {
     f"{STUDY}/kinds/lengths.py": KIND,
     f"{STUDY}/claims/rules/longer.py": RULE,
 }
-LINES = {  # file: the line that stands there, and the new one below it
-    "evoalign_lib/tasks/__init__.py": ("TASKS: dict[str, str] = {\n", '    "plus": "evoalign_lib.tasks.plus",\n'),
-    "evoalign_lib/arms.py": (
-        "ARMS: dict[str, Arm] = {\n",
-        '    "es_pairs": _es("#000000", "d", "ES, pairs", fitness="reward", antithetic=True),\n',
-    ),
-    f"{STUDY}/kinds/__init__.py": ("KINDS: dict[str, tuple[str, ...]] = {\n", '    "lengths": ("lengths",),\n'),
-    f"{STUDY}/claims/rules/__init__.py": ("RULES: dict[str, Rule] = {\n", '    "longer": longer.LONGER,\n'),
-}
+RULES, KNOWN = f"{STUDY}/claims/rules/__init__.py", "from evoalign_study.claims.rules.rule import Rule\n"
+PAIRS = '    "es_pairs": _es("#000000", "d", "ES, pairs", fitness="reward", antithetic=True),\n'
+LINES = [  # file, the line that stands there, and the new one below it
+    ("evoalign_lib/tasks/__init__.py", "TASKS: dict[str, str] = {\n", '    "plus": "evoalign_lib.tasks.plus",\n'),
+    ("evoalign_lib/arms.py", "ARMS: dict[str, Arm] = {\n", PAIRS),
+    (f"{STUDY}/kinds/__init__.py", "KINDS: dict[str, tuple[str, ...]] = {\n", '    "lengths": ("lengths",),\n'),
+    (RULES, "RULES: dict[str, Rule] = {\n", '    "longer": longer.LONGER,\n'),
+    (RULES, KNOWN, "from evoalign_study.claims.rules import longer\n"),
+]
 CLAIM = {
     "id": "T1", "title": "Answers are longer than a token", "notebooks": ["01"], "scales": ["tiny"], "unit": "repeat",
     "statement": "Answers of the base are longer than one token.", "quantity": "tokens", "test": "bootstrap",
@@ -88,15 +82,10 @@ def enter(root: Path) -> None:
         shutil.copytree(paths.ROOT / package, root / package)
     for name, text in FILES.items():
         (root / name).write_text(text.lstrip(), encoding="utf-8")
-    for name, (line, added) in LINES.items():
+    for name, line, added in LINES:
         text = (root / name).read_text(encoding="utf-8")
         assert text.count(line) == 1, name
         (root / name).write_text(text.replace(line, line + added), encoding="utf-8")
-    rules = root / STUDY / "claims/rules/__init__.py"
-    known = "from evoalign_study.claims.rules.rule import Rule\n"
-    text = rules.read_text(encoding="utf-8")
-    assert known in text
-    rules.write_text(text.replace(known, f"from evoalign_study.claims.rules import longer\n{known}", 1))
     (root / "paper/generated").mkdir(parents=True)
     (root / "paper/claims.yaml").write_text(json.dumps([CLAIM]))  # JSON is YAML
 
