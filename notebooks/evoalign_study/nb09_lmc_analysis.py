@@ -11,14 +11,14 @@ from pandas import DataFrame, concat
 
 from evoalign_lib import arms, tiny
 from evoalign_lib.analysis import connectivity, stats
-from evoalign_study import collapse, loading, path_points, plots, runs, style, weight_cache
+from evoalign_study import collapse, loading, path_points, plots, runs, sequences, style, weight_cache
 from evoalign_study.kinds.weights import begin_path, noise_spec, path_spec
 from evoalign_study.loading import After, Group, Groups, Records
 from evoalign_study.records import Spec
 from evoalign_study.results import MISSING, Results, stated
 
 NOTEBOOK = "09_lmc_analysis"
-CLAIMS = ("C25", "C26", "C27b", "C28b")
+CLAIMS = ("C25", "C26", "C27b", "C28b", "C39b", "C39c", "C39d")
 TRAINED = ("es", "es_sampled", "es_random", "grpo", "grpo_random", "sft")
 """Groups of training runs whose ends are joined by lines in weight space."""
 presets, TINY, SMOKE, FULL = runs.scales(
@@ -45,6 +45,7 @@ presets, TINY, SMOKE, FULL = runs.scales(
         },
         "regime_points": (11, 3),
         "regime_problems": (128, 8),
+        **sequences.SETTINGS,
     }
 )
 BASE, MEAN, RANDOM = "base", "es mean", "random"
@@ -90,7 +91,7 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
         shaken = _ends(settings, records, end)[: 1 if end == BASE else settings.pairs]
         specs = [noise_spec(settings.bases[0], each, exact, scale) for each in shaken]
         declared[f"noise on {end}"] = After(specs, _needed(end))
-    return declared | _regimes(settings, records, scale)
+    return declared | _regimes(settings, records, scale) | sequences.groups(settings, records, scale)
 
 
 def _regimes(run: SimpleNamespace, records: Records, scale: str) -> dict[str, Any]:
@@ -292,7 +293,7 @@ def results(run: SimpleNamespace, records: Records) -> Results:
     entries |= {f"half {end}": half_gain(records, end, "greedy") for end in _ASKED}
     entries |= {f"kept {end}": kept_share(records, end, "isotropic", "greedy") for end in _ASKED}
     entries |= {f"kept {end} warm": kept_share(records, end, "isotropic", "t0.6") for end in _ASKED}
-    return entries
+    return entries | sequences.results(records)
 
 
 _ASKED = ("es", "grpo", "es_random")

@@ -129,7 +129,12 @@ def results(records: Records) -> Results:
             if walk:
                 found[f"{name} own {decoding}"] = lost(records, name, decoding, walk)
         found[f"{name} kl"], found[f"{name} skills"] = (_ends(records, name, c) for c in ("kl_skills", "skills"))
-    law = [np.abs(sequence.norms_over_law(run) - 1).max() for name in (FIXED, WALK) for run in records[name]]
+    law = [
+        np.abs(sequence.norms_over_law(run) - 1).max()
+        for name in (FIXED, WALK)
+        for run in records[name]
+        if sequence.knows_ties(run)
+    ]
     base = sequence.matrix(records[FIXED][0], "greedy")[0].mean()
     found |= {"sequence off law": float(max(law)), "sequence base": float(base)}
     merged = _merged(records)
@@ -166,7 +171,8 @@ def table(records: Records) -> DataFrame:
         skills, drift = (_ends(records, name, curve) for curve in ("skills", "kl_skills"))
         row |= {"other skills, %": stated(skills), "KL there": stated(drift, ".2f")}
         walked = "alpha" in own[0]["spec"] and name != ANCHORED  # GRPO has no law, and the decay another
-        law = np.mean([sequence.norms_over_law(run) for run in own], axis=0) if walked else ()
+        told = [sequence.norms_over_law(run) for run in own if walked and sequence.knows_ties(run)]
+        law = np.mean(told, axis=0) if told else ()
         norms = np.mean([run["curve"]["norm"][1:] for run in own], axis=0)
         row |= {"norm after each task": ", ".join(f"{norm:.1f}" for norm in norms)}
         rows.append(row | {"over its law": ", ".join(f"{ratio:.2f}" for ratio in law) or MISSING})

@@ -435,7 +435,7 @@ QUANTITIES: dict[str, Quantity] = {
     ),
     "off_law": _of_each(
         "largest distance of a norm from its law, after any task",
-        lambda side: side.runs,
+        lambda side: [run for run in side.runs if sequence.knows_ties(run)],
         lambda runs, _: np.array([np.abs(sequence.norms_over_law(run) - 1).max() for run in runs]),
     ),
     "barrier": Quantity("barrier of the error", None, _barrier, **_TWO, **_RIGHT, equal_pairs=0.0),

@@ -110,6 +110,11 @@ def forgotten(record: Record, decoding: str) -> float:
     return float(np.mean(np.diagonal(right[1:])[:-1] - right[-1, :-1]))
 
 
+def knows_ties(record: Record) -> bool:
+    """Return whether a record lists all of its tied steps; those of the first runs do not."""
+    return len(record.get("tied_steps", ())) == record["counts"]["tied"]
+
+
 def norms_over_law(record: Record) -> np.ndarray:
     """Return an ES run's norm after each task over alpha sqrt(d T / N), T without tied steps, (tasks,)."""
     spec, steps = record["spec"], np.array(record["curve"]["step"][1:])
