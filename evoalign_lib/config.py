@@ -162,7 +162,8 @@ class ESConfig(TrainingArguments):
     reward_timeout: float | None = field(default=None, metadata={"help": "seconds per call of a reward function"})
     """seconds that one call of a reward function may take on a member's completions; after that each completion is
     scored alone, with the same limit, and those that exceed it again count as failures. The functions are then called
-    in a process of their own, where they keep what they keep. None: no limit"""
+    in a process of their own, where they keep what they keep. None: the `REWARD_TIMEOUT` of a function or its module,
+    or no limit"""
     engine: str = field(default="local", metadata={"help": "local, cuda, vllm or ray"})
     """what generates (`evoalign_lib.engines`): "local", worker processes on this machine's cores; "cuda", one GPU
     without vLLM, on which as many members as there is memory for decode at once (Llama and Qwen2; other models one by

@@ -287,9 +287,10 @@ class ESTrainer(TrainerSurface):
         """Raise ValueError for a reward model on a GPU that other processes would have to share."""
         for function in self.rewards.functions:
             device = getattr(getattr(function, "model", None), "device", None)
-            if (self.engine.workers != 1 or self.args.reward_timeout) and getattr(device, "type", "cpu") != "cpu":
+            if (self.engine.workers != 1 or self.rewards.timeout) and getattr(device, "type", "cpu") != "cpu":
                 what = f"the reward model {function.__name__!r} is on {device}, which several processes cannot share"
-                raise ValueError(f"{what}: set workers=1 and reward_timeout=None, or move it to the CPU.")
+                limit = "reward_timeout=None (a task's own REWARD_TIMEOUT counts, too)"
+                raise ValueError(f"{what}: set workers=1 and {limit}, or move it to the CPU.")
 
     # ---- a step
 

@@ -10,7 +10,7 @@
   `inplace`.
 
 These are the bytes of the weights at rest. The decoding loop also joins matrices and, on a CPU that cannot multiply in
-bfloat16, works on a float32 copy (`make bench` measures the peak); `decoder="generate"` needs neither.
+bfloat16, works on a float32 copy (notebook 06 has the peaks); `decoder="generate"` needs neither.
 
 The last two modes keep no master and no second copy: members take turns in a single replica of the weights, and the
 model's own parameters are views of it. What a step leaves behind depends only on its noise, never on what was

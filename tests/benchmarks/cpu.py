@@ -14,17 +14,14 @@ that released codes share (randn in the parameter's dtype, a multiplication, an 
 restore, the same with a subtraction).
 
 Sections: `device`; `noise`, the passes over the weights; `iteration`, evaluating a population and moving the weights;
-`low_rank`, the same with members of low rank; `memory`, peak bytes per parameter in each precision mode.
+`low_rank`, the same with members of low rank. The study's kind `memory` measures bytes per parameter.
 """
 
 import argparse
 import contextlib
 import datetime
-import gc
 import itertools
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,13 +29,11 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from evoalign_study import paths, provenance
 from evoalign_study.kinds import memory
-from evoalign_study.memory_profile import resident
 
 from evoalign_lib import noise, tiny
 from evoalign_lib.engines.local import LocalEngine, Prompts
@@ -50,9 +45,6 @@ from evoalign_lib.update_rules import Member
 from tests.benchmarks.shared import measure, merge, population, public_perturb, public_update, run_sections
 
 SIGMA = 1e-2  # about the value in the tiny runs; the cost does not depend on it
-# Sizes of A0's architecture: the settings that differ from its configuration; the study measures the memory of three.
-LARGEST = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 5, "num_attention_heads": 8}
-MODELS = memory.SIZES | {"20M": LARGEST | {"num_key_value_heads": 4}}
 
 
 @dataclass(frozen=True)
@@ -65,9 +57,6 @@ class Plan:
     new: int = 20  # most tokens per completion
     repeats: int = 5
     quick_repeats: int = 15  # for cases that take milliseconds
-    memory: str = "20M"  # large enough for its weights to stand out
-    # precision mode and the model's dtype
-    modes: tuple[str, ...] = ("master float32", "master bfloat16", "kahan bfloat16", "inplace bfloat16")
     low_rank: tuple[tuple[int, int], ...] = ((1, 256), (128, 6))  # prompts per member, and members
     low_rank_models: tuple[str, ...] = ("1M", "4M")
     ranks: tuple[int, ...] = (1, 4, 16)
@@ -78,9 +67,9 @@ class Plan:
         return min(3, self.repeats) if (model, rows) == ("4M", 200) else self.repeats
 
 
-_SMALL: dict[str, Any] = {"models": ("0.14M",), "rows": (9,), "memory": "4M"}
+_SMALL: dict[str, Any] = {"models": ("0.14M",), "rows": (9,)}
 _SMALL |= {"repeats": 1, "quick_repeats": 1, "members": 2, "new": 4}
-_SMALL |= {"low_rank": ((1, 6), (2, 6)), "low_rank_models": ("0.14M",), "ranks": (2,), "modes": ("master float32",)}
+_SMALL |= {"low_rank": ((1, 6), (2, 6)), "low_rank_models": ("0.14M",), "ranks": (2,)}
 QUICK = Plan(**_SMALL)
 
 
@@ -94,8 +83,7 @@ def base() -> tuple[Any, Any]:
 
 def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """Build a new model each time, so that changes to one do not affect another."""
-    with mock.patch.dict(memory.SIZES, MODELS):
-        return memory.build(name, str(dtype).removeprefix("torch."))[0]
+    return memory.build(name, str(dtype).removeprefix("torch."))[0]
 
 
 def parameters_of(model: Any) -> list[torch.Tensor]:
@@ -318,50 +306,11 @@ def low_rank_section(plan: Plan) -> dict:
     }
 
 
-def memory_section(plan: Plan) -> dict:
-    """Measure the peak bytes per parameter of each precision mode, each in its own process."""
-    cells = {}
-    # Large tensors are allocated from the system and returned to it, whatever the process allocated before.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    for precision, dtype in map(str.split, plan.modes):
-        code = f"from tests.benchmarks import cpu; cpu.memory_child{plan.memory, precision, dtype}"
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, cwd=paths.ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-        cells[f"{precision}, a {dtype} model"] = json.loads(done.stdout.splitlines()[-1])
-    about = "resident bytes a parameter of one process: with the model, with the engine, and the peak of two members"
-    return {"about": about, "cells": cells}
-
-
-def memory_child(name: str, precision: str, dtype: str) -> None:
-    """Print the memory of one mode as JSON; must run alone in its process."""
-    torch.set_num_threads(1)
-    kind, plan, (members, keys, coefficients) = getattr(torch, dtype), Plan(new=1), population(2)
-
-    def work(model: Any) -> int:
-        """Run one iteration; return the memory with the engine at rest, before it."""
-        engine = engine_of(model, 1, plan, precision=precision)
-        at_rest = resident("VmRSS")
-        engine.evaluate(members, SIGMA, "train", np.arange(1))
-        engine.update(keys, coefficients)
-        return at_rest
-
-    work(build("0.14M", kind))  # load and compile everything once, so that it does not count
-    gc.collect()
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-    model = build(name, kind)
-    d, built = sum(tensor.numel() for tensor in parameters_of(model)), resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    used = {"model": built, "engine_at_rest": work(model), "peak": resident("VmHWM")}
-    print(json.dumps({"parameters": d} | {what: (bytes_ - before) / d for what, bytes_ in used.items()}))
-
-
 SECTIONS: dict[str, Callable[[Plan], dict]] = {
     "device": device_section,
     "noise": noise_section,
     "iteration": iteration_section,
     "low_rank": low_rank_section,
-    "memory": memory_section,
 }
 
 

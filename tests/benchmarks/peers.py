@@ -244,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.peers", description=__doc__.split("\n")[0])
     for peer, kind in PEERS.items():
         parser.add_argument(f"--{peer}", type=Path, metavar="FOLDER", help=f"a checkout with {kind.files[0]}")
-    parser.add_argument("--models", nargs="+", choices=cpu.MODELS, default=["1M", "4M"])
+    parser.add_argument("--models", nargs="+", choices=cpu.memory.SIZES, default=["1M", "4M"])
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)
     folders = {peer: getattr(options, peer) for peer in PEERS if getattr(options, peer)}

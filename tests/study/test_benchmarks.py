@@ -33,10 +33,6 @@ def test_all_sections_at_the_smallest_sizes_over_what_an_older_run_left(tmp_path
             assert np.isfinite(list(row.values())).all() and min(row.values()) > 0, (name, cell, row)
     (iterated,) = cells["iteration"].values()
     assert iterated["ratio"] == pytest.approx(iterated["plain_s"] / iterated["ours_s"]) and iterated["same_tokens"] == 1
-    # a float32 model, a float32 master, a float32 working copy; joined projections and little else come on top
-    (memory,) = cells["memory"].values()
-    assert memory["parameters"] > 1e6 and 3.5 < memory["model"] < 5
-    assert 7.5 < memory["engine_at_rest"] < 10 and 11.5 < memory["peak"] < 18
 
 
 def test_different_tokens_are_noticed(monkeypatch):

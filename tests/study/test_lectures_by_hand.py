@@ -101,10 +101,8 @@ def test_a_run_that_loses_more_than_half_of_its_gain_fell_back():
         assert nb05.outcome({"curve": {"validation_greedy": [0.1, 0.3, last]}}) == ended
 
 
-def test_slopes_spreads_and_contenders():
+def test_spreads_and_contenders():
     run, records = loaded(nb05)
-    counts, accuracy = [2, 50, 200, 1000], np.array([0.1, 0.2, 0.4, 0.3])
-    assert nb05.slope_weights(counts) @ accuracy == pytest.approx(np.polyfit(np.log10(counts), accuracy, 1)[0])
     values = nb05.scores(records, "es", "test", "greedy")
     assert nb05.spread_ratio(values, None) is None and nb05.spread_ratio(values, np.full(16, 0.5)) is None
     assert nb05.scores(records, "es", "at mean", 0.99) is None
