@@ -38,16 +38,15 @@ SETTINGS: runs.Table = {
         "es": [{"sigma": s, "alpha": a} for s, a in ((0.01, 0.01), (0.02, 0.01), (0.02, 0.02))],
         "grpo": [{"learning_rate": r} for r in (3e-4, 1e-3, 3e-3)],
     },
-    "sequence_decay": 0.02,  # of ES with anchored decay, in each step
     "sequence_mean": (4, 2),  # runs per mean
 }
 """Settings of the runs, for a notebook's own."""
 FIXED, LIMITED, WALK, LIMITED_WALK = "sequence es", "sequence es limited", "sequence walk", "sequence walk limited"
-GRPO, NULL, ANCHORED, REVERSED = "sequence grpo", "sequence grpo random", "sequence es anchored", "reversed"
+GRPO, NULL = "sequence grpo", "sequence grpo random"
 
 
 def groups(run: SimpleNamespace, records: Records, scale: str) -> dict[str, Any]:
-    """Return the groups of runs by name: sweeps, the arms in the published order, two of them reversed, and means."""
+    """Return the groups of runs by name: sweeps, the arms and means."""
     sizes, base = run.sequence_sizes, tiny.SEQUENCE_BASES[0]
     common = {"task": "sequence", "max_completion_length": world.MAX_COMPLETION_LENGTH, "curve_points": 5}
     common |= {"sampled_at": [0.6], "validation_problems": sizes["test_problems"] // 2}
@@ -73,9 +72,7 @@ def groups(run: SimpleNamespace, records: Records, scale: str) -> dict[str, Any]
         WALK: group("es_random", many),
         LIMITED_WALK: group("es_random", many, steps=limited),
         NULL: group("grpo_random", few),
-        ANCHORED: group("es_anchored", few, anchor_decay=run.sequence_decay),
     }
-    declared |= {f"{name} {REVERSED}": group(arm, few, order=REVERSED) for name, arm in ((FIXED, "es"), (GRPO, "grpo"))}
     declared["sequence means"] = runs.after(records, (FIXED,), lambda es: _means(run, es, sizes, scale))
     return declared
 
@@ -93,13 +90,10 @@ def _means(run: SimpleNamespace, es: Sequence[Record], sizes: dict[str, int], sc
 LABELS = {
     FIXED: "ES",
     LIMITED: "ES, a third of the steps",
-    ANCHORED: "ES, anchored decay",
     GRPO: "GRPO",
     WALK: "ES, random fitness",
     LIMITED_WALK: "ES, random fitness, a third",
     NULL: "GRPO, random reward",
-    f"{FIXED} {REVERSED}": "ES, reversed order",
-    f"{GRPO} {REVERSED}": "GRPO, reversed order",
 }
 """Group -> its name in tables."""
 
@@ -170,7 +164,7 @@ def table(records: Records) -> DataFrame:
         row |= {f"forgotten, {style.STROKES[d].label}": stated(lost(records, name, d)) for d in style.STROKES}
         skills, drift = (_ends(records, name, curve) for curve in ("skills", "kl_skills"))
         row |= {"other skills, %": stated(skills), "KL there": stated(drift, ".2f")}
-        walked = "alpha" in own[0]["spec"] and name != ANCHORED  # GRPO has no law, and the decay another
+        walked = "alpha" in own[0]["spec"]  # GRPO has no law
         told = [sequence.norms_over_law(run) for run in own if walked and sequence.knows_ties(run)]
         law = np.mean(told, axis=0) if told else ()
         norms = np.mean([run["curve"]["norm"][1:] for run in own], axis=0)
@@ -186,7 +180,7 @@ def table(records: Records) -> DataFrame:
     return DataFrame(rows).fillna(MISSING)
 
 
-SHOWN = {FIXED: "es", LIMITED: "es", ANCHORED: "es_anchored", GRPO: "grpo", WALK: "es_random", NULL: "grpo_random"}
+SHOWN = {FIXED: "es", LIMITED: "es", GRPO: "grpo", WALK: "es_random", NULL: "grpo_random"}
 
 
 def figure(records: Records) -> tuple[plt.Figure, DataFrame]:

@@ -174,6 +174,9 @@ class Case:
             if any(not any(_differing(record["spec"], run["spec"], varied)) for run in alike):
                 by_setting[tuple(record["spec"][name] for name in tuned)].append(record)
         chosen = max((by_setting[setting] for setting in sorted(by_setting)), key=len, default=[])
+        # of two arms of one family, such as runs of two lengths, the null stands in for the favoured one
+        like_favoured = [run for run in chosen if not any(_differing(run["spec"], runs[0]["spec"], varied))]
+        chosen = like_favoured or chosen
         return _replicates(chosen, unit, self.null, self.null)
 
     def _runs(self, arm: str, wanted: dict[str, Any]) -> Runs:
