@@ -56,8 +56,9 @@ def groups(run: SimpleNamespace, records: Records, scale: str) -> Groups:
     grpo = whole | {"learning_rate": 1e-4, "beta": 0.0, "num_generations": 16, "prompts_per_step": 16, "steps": 250}
     grpo |= {} if tiny else {"num_generations": 4, "prompts_per_step": 4, "steps": steps}
     made: dict[str, Any] = {PLAIN: Group("es", here, run.trick_compared, es, scale=scale)}
-    made[WALK] = Group("es_random", here, max(1, seeds // 2), es, scale=scale)
     made[GRPO] = Group("grpo", here, run.trick_compared, grpo, scale=scale)
+    if WALK in run.tricks:
+        made[WALK] = Group("es_random", here, max(1, seeds // 2), es, scale=scale)
     for arm, settings in ((arm, settings) for arm, settings in TRICKS.items() if arm in run.tricks):
         trials, tried = f"tuned {arm}", settings[: run.trick_settings]
         made[trials] = Group(arm, here, [arms.SWEEP_SEED], es | trial, tried, scale=scale)
@@ -145,6 +146,7 @@ def table(records: Records) -> DataFrame:
         row = {"trained by": words, "n": len(own["greedy"]), "tried": f"{_TRIED.get(group, '')}"}
         row |= {"setting": "" if group in factors.COMPOSED else _setting(records[group][0])}
         row |= {head: stats.crossed_bootstrap(own[at]).format() for at, head in _HEADS.items()}
+        row |= dict.fromkeys(("less ES", "p", "GRPO less it"), "")
         es, grpo = (None if group == name else _right(records, name, "greedy") for name in beside)
         if es is not None:
             better = stats.crossed_bootstrap(own["greedy"], es)
@@ -154,7 +156,7 @@ def table(records: Records) -> DataFrame:
         rows[words] = row
     for words, each in stats.holm(p).items():
         rows[words]["p"] = f"{each:.2g}"
-    return DataFrame(rows.values()).fillna("")
+    return DataFrame(rows.values())
 
 
 def results(records: Records) -> Results:
