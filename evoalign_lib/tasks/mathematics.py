@@ -161,18 +161,22 @@ def dataset(
 def boxed(text: str) -> str | None:
     r"""Return what stands in the last \boxed{} or \fbox{} of a text; None if there is none, or it is not closed.
 
+    Empty ones do not count: small models repeat that their answer is "within \boxed{}".
+
     >>> [boxed(text) for text in (r"\boxed{1}, so \boxed{\frac{1}{2}}.", r"\boxed{\left\{1", "72")]
     ['\\frac{1}{2}', None, None]
     """
-    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
-    if start < 0:
-        return None
-    first, depth, escaped = text.index("{", start) + 1, 1, False
-    for i in range(first, len(text)):
-        depth += 0 if escaped else {"{": 1, "}": -1}.get(text[i], 0)
-        escaped = text[i] == "\\" and not escaped
-        if not depth:
-            return text[first:i].strip()
+    for start in reversed(list(re.finditer(r"\\(?:boxed|fbox)\{", text))):
+        depth, escaped = 1, False
+        for i in range(start.end(), len(text)):
+            depth += 0 if escaped else {"{": 1, "}": -1}.get(text[i], 0)
+            escaped = text[i] == "\\" and not escaped
+            if not depth:
+                break
+        else:
+            return None
+        if found := text[start.end() : i].strip():
+            return found
     return None
 
 
@@ -180,13 +184,15 @@ def answer(completion: str, extraction: str = "boxed") -> str | None:
     """Return the answer in a completion; None if it has none.
 
     With "anywhere", that is the last `MAX_ANSWER` characters of a completion without a box, in which math-verify finds
-    an answer or not. Raises ValueError for an unknown extraction.
+    an answer or not; the numbers of a numbered list are left out. Raises ValueError for an unknown extraction.
     """
     choose("extraction", extraction, EXTRACTIONS)
     if extraction == "hashes":
         return completion.rpartition("####")[2].strip().partition("\n")[0] if "####" in completion else None
     found = boxed(completion)
-    return completion[-MAX_ANSWER:] if extraction == "anywhere" and found is None else found
+    if extraction == "anywhere" and found is None:
+        return re.sub(r"(?m)^[ \t]*\d{1,2}[.)][ \t]+(?=\S)", "", completion[-MAX_ANSWER:])
+    return found
 
 
 @lru_cache(maxsize=1)

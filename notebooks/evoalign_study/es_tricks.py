@@ -45,7 +45,7 @@ DECODINGS = ("greedy", "t0.6", "t1")
 
 
 def groups(run: SimpleNamespace, records: Records, scale: str) -> Groups:
-    """Return plain ES and GRPO, and for each trick the trials ("tuned NAME") and, from their best, the tested runs."""
+    """Return plain ES and GRPO, and of each of `run.tricks` trials ("tuned NAME") and, from their best, tested runs."""
     tiny = scale == "tiny"
     here, seeds = run.bases[:1], run.trick_seeds
     whole = loading.of_runs(runs.settings_at(scale, runs.COUNTDOWN)) | {"sampled_at": [0.6], "sigma": 0.01, "rank": 4}
@@ -56,13 +56,16 @@ def groups(run: SimpleNamespace, records: Records, scale: str) -> Groups:
     grpo = whole | {"learning_rate": 1e-4, "beta": 0.0, "num_generations": 16, "prompts_per_step": 16, "steps": 250}
     grpo |= {} if tiny else {"num_generations": 4, "prompts_per_step": 4, "steps": steps}
     made: dict[str, Any] = {PLAIN: Group("es", here, run.trick_compared, es, scale=scale)}
-    made[WALK] = Group("es_random", here, max(1, seeds // 2), es, scale=scale)
     made[GRPO] = Group("grpo", here, run.trick_compared, grpo, scale=scale)
-    for arm, settings in TRICKS.items():
+    if WALK in run.tricks:
+        made[WALK] = Group("es_random", here, max(1, seeds // 2), es, scale=scale)
+    for arm, settings in ((arm, settings) for arm, settings in TRICKS.items() if arm in run.tricks):
         trials, tried = f"tuned {arm}", settings[: run.trick_settings]
         made[trials] = Group(arm, here, [arms.SWEEP_SEED], es | trial, tried, scale=scale)
         best = chosen(records[trials], settings) if trials in records else settings[0]
         made[arm] = Group(arm, here, seeds, es | {"curve_points": 3} | best, after=(trials,), scale=scale)
+    if MEAN not in run.tricks:
+        return made
     first = arms.SWEEP_SEED
     changes = [{"alpha": alpha} for alpha in _SHORT]
     made["short trials"] = Group("es", here, [*range(first, first + PARTS)], short, changes, scale=scale)
@@ -108,12 +111,12 @@ _SHOWN = {"sigma": "sigma", "alpha": "alpha", "rank": "rank", "anchor_decay": "d
 _TRIED = {PLAIN: 7, **dict.fromkeys((*TRICKS, MEAN), len(_ALPHAS))}
 
 
-def _named() -> dict[str, tuple[str, str, str]]:
+def _named(records: Records) -> dict[str, tuple[str, str, str]]:
     """Return the name of each row -> its group of models, and the groups of ES and GRPO that it is compared with."""
     own = {"ES": PLAIN} | {style.ARMS[arm].label: arm for arm in TRICKS} | {f"mean of {PARTS} short ES runs": MEAN}
     own |= {style.ARMS["es_random"].label: WALK, "GRPO": GRPO}
     orders = {words: group for words, group in factors.ORDERS.items() if group in factors.COMPOSED}
-    named = {words: (group, PLAIN, GRPO) for words, group in own.items()}
+    named = {words: (group, PLAIN, GRPO) for words, group in own.items() if group in records}
     return named | {f"{words}, elsewhere": (group, factors.ALONE, "grpo") for words, group in orders.items()}
 
 
@@ -138,11 +141,12 @@ def table(records: Records) -> DataFrame:
     p: of being better than plain ES, after Holm's correction over the tricks.
     """
     rows, p = {}, {}
-    for words, (group, *beside) in _named().items():
+    for words, (group, *beside) in _named(records).items():
         own = {at: _right(records, group, at) for at in DECODINGS}
         row = {"trained by": words, "n": len(own["greedy"]), "tried": f"{_TRIED.get(group, '')}"}
         row |= {"setting": "" if group in factors.COMPOSED else _setting(records[group][0])}
         row |= {head: stats.crossed_bootstrap(own[at]).format() for at, head in _HEADS.items()}
+        row |= dict.fromkeys(("less ES", "p", "GRPO less it"), "")
         es, grpo = (None if group == name else _right(records, name, "greedy") for name in beside)
         if es is not None:
             better = stats.crossed_bootstrap(own["greedy"], es)
@@ -152,13 +156,13 @@ def table(records: Records) -> DataFrame:
         rows[words] = row
     for words, each in stats.holm(p).items():
         rows[words]["p"] = f"{each:.2g}"
-    return DataFrame(rows.values()).fillna("")
+    return DataFrame(rows.values())
 
 
 def results(records: Records) -> Results:
     """Return what the best trick gains on plain ES, and the least lead of GRPO over a trick, greedily."""
-    right = {name: _right(records, name, "greedy") for name in (*TRICKS, MEAN, PLAIN, GRPO)}
-    gained = [stats.crossed_bootstrap(right[name], right[PLAIN]) for name in (*TRICKS, MEAN)]
-    leads = [stats.crossed_bootstrap(right[GRPO], right[name]) for name in (*TRICKS, MEAN)]
+    plain, grpo, *tricks = (_right(records, name, "greedy") for name in (PLAIN, GRPO, *TRICKS, MEAN) if name in records)
+    gained = [stats.crossed_bootstrap(trick, plain) for trick in tricks]
+    leads = [stats.crossed_bootstrap(grpo, trick) for trick in tricks]
     least, most = (pick(each, key=lambda one: one.value) for pick, each in ((min, leads), (max, gained)))
     return {"tricks": len(gained), "most gained by a trick": most, "least lead over a trick": least}

@@ -1,6 +1,7 @@
 """Notebook 07, solution coverage: groups of runs, pass@k and support, results, tables and figures.
 
-The sections on rollouts and updates, and on training with two arms in turn, are in `evoalign_study.coverage_factors`.
+The sections on rollouts and updates, and on training with two arms in turn, are in `evoalign_study.coverage_factors`,
+that on tricks of ES in `evoalign_study.es_tricks`.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from evoalign_lib import tiny
 from evoalign_lib.analysis import coverage, stats
 from evoalign_lib.analysis.coverage import SOLVED_WITHIN, Support
 from evoalign_study import coverage_factors as factors
-from evoalign_study import loading, plots, runs, style, weight_cache
+from evoalign_study import es_tricks, loading, plots, runs, style, weight_cache
 from evoalign_study.coverage_factors import BASE, CELLS, COMPOSED, chances, reach_name
 from evoalign_study.kinds.decode import sampled_specs
 from evoalign_study.kinds.weights import answers_spec, coverage_spec, perturbed_specs
@@ -26,7 +27,7 @@ from evoalign_study.records import Record, ledger_file, unpack_bits, unpack_inte
 from evoalign_study.results import Results, stated
 
 NOTEBOOK = "07_solution_coverage"
-CLAIMS = ("C18", "C18c", "C19b", "E13", "C36", "E12")
+CLAIMS = ("C18", "C18c", "C19b", "E13", "C36", "E12", "E15", "E16")
 TRAINED = ("es", "es_sampled", "grpo", "dr_grpo", "sft", "es_random", "grpo_random")
 """Groups of training runs whose coverage is compared."""
 ELSEWHERE, MEAN = "es elsewhere", "mean of ES runs"
@@ -57,6 +58,13 @@ presets, TINY, SMOKE, FULL = runs.scales(
         "finalists": (4, 1),  # settings of a sweep that are tried at full length
         "perturbed_sigma": 0.025,  # of copies that generate for fine-tuning: the best on validation problems
         "alone_steps": (66, 2),  # of ES at GRPO's FLOPs; each part of a composed run has half its arm's steps
+        "tricks": (["es_scheduled", es_tricks.MEAN], [*es_tricks.TRICKS, es_tricks.MEAN, es_tricks.WALK]),
+        "trick_steps": (262, 4),  # of ES with a trick, at GRPO's FLOPs
+        "trick_members": (30, 4),
+        "trick_prompts": (32, 4),
+        "trick_settings": (4, 2),  # that a trick tries
+        "trick_seeds": (8, 2),
+        "trick_compared": (16, 2),  # seeds of plain ES and of GRPO, notebook 02's
         "curve_points": (13, 3),
         "reach_at": [0.6, 1.0],  # temperatures at which every point of a curve is measured
         "max_completion_length": (tiny.MAX_COMPLETION_LENGTH, tiny.MAX_COMPLETION_LENGTH, 1024),
@@ -104,6 +112,7 @@ def groups(run: SimpleNamespace, records: Records) -> Groups:
         models = [weight_cache.end(of_model) for of_model in each] if group else [None]
         specs = [coverage_spec(base, model, exact, scale) for model in models]
         declared[measured] = After(specs, (group,) if group else ())
+    declared |= es_tricks.groups(settings, records, scale)
     declared["perturbed"] = perturbed_specs(base, settings.perturbed_sigmas, settings.perturbed_repeats, exact, scale)
     answering = tuple(group for name, group in reached().items() if group and name != reach_name(MEAN))
     many = exact | {"coverage_samples": settings.checked_samples}
@@ -389,7 +398,7 @@ def results(run: SimpleNamespace, records: Records) -> Results:
     for at in ("t0.6", "t1"):
         right, base = (chances(records, model, at) for model in ("es", BASE))
         entries[f"es gained {at}"] = stats.crossed_bootstrap(right, np.repeat(base, len(right), 0))
-    return entries | at_equal_accuracy(run, records) | factors.results(records)
+    return entries | at_equal_accuracy(run, records) | factors.results(records) | es_tricks.results(records)
 
 
 # ---- figures: each returns the figure and the data that it plots

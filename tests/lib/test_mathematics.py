@@ -35,11 +35,8 @@ def test_value_counts_not_form(said: str, right: str, same: bool) -> None:
 
 
 ENDS = [("it is 72", "boxed", None), ("72 \\boxed{7", "boxed", None), ("\\fbox{\\{1\\}}", "boxed", "\\{1\\}")]
-ENDS += [
-    ("#### 5\n#### 72\nso", "hashes", "72"),
-    ("72", "hashes", None),
-    ("\\boxed{\\frac{1}{2}} 3", "anywhere", "\\frac{1}{2}"),
-]
+ENDS += [("#### 5\n#### 72\nso", "hashes", "72"), ("72", "hashes", None), ("\\boxed{1/2} 3", "anywhere", "1/2")]
+ENDS += [("\\boxed{7}, within \\boxed{ }", "boxed", "7"), ("1) Add.\n 2. So 72.", "anywhere", "Add.\nSo 72.")]
 
 
 @pytest.mark.parametrize(("completion", "extraction", "found"), ENDS)
@@ -58,7 +55,13 @@ def test_without_a_box_an_answer_is_found_if_asked_for(text: str) -> None:
 def test_hostile_answers_end_in_time_in_any_thread_and_are_counted() -> None:
     deep, long = "{" * 480 + "1" + "}" * 480, "\\boxed{" + "x" * 100_000
     hostile = ["9^{9^{9^{9}}}", "9**9**9", "9^{99999999}", "99999999!", "((9!)!)!", "9" * 2000]
-    quick = [f"\\boxed{{{each}}}" for each in hostile] + [long, long + "}", "\\boxed{" * 20_000, "$" * 100_000]
+    quick = [f"\\boxed{{{each}}}" for each in hostile] + [
+        long,
+        long + "}",
+        "\\boxed{" * 20_000,
+        "\\boxed{}" * 20_000,
+        "$" * 100_000,
+    ]
     assert mathematics.grade("\\boxed{\\frac{144}{2}}", ["72.0"])  # what is loaded on first use does not count
     scored, rewards = [], Rewards(mathematics.reward)
     assert (
