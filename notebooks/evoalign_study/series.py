@@ -1,5 +1,6 @@
 """How far the tiny world reaches: claims of 2026 with their nulls, and series with predictions made beforehand."""
 
+import sys
 from collections.abc import Sequence
 from itertools import product
 from types import SimpleNamespace
@@ -8,15 +9,19 @@ from typing import Any
 from matplotlib import pyplot as plt
 from pandas import DataFrame
 
+from evoalign_lib import models
 from evoalign_lib.analysis import stats
-from evoalign_study import loading, plots, runs, style
+from evoalign_study import base_models, loading, plots, runs, style
+from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.exact import pairs_specs, rank_specs
-from evoalign_study.kinds.train import audit_specs
+from evoalign_study.kinds.memory import SIZES
+from evoalign_study.kinds.train import audit_specs, train_specs
 from evoalign_study.kinds.weights import pruned_specs
 from evoalign_study.loading import Group, Groups, Records
 from evoalign_study.records import Spec, accuracy_matrix
+from evoalign_study.sweep import load_or_run
 
-CLAIMS = ("C41", "C41b", "C42", "C43", "C44", "C45", "C46", "E21", "E22")
+CLAIMS = ("C41", "C41b", "C42", "C43", "C44", "C45", "C46", "E21", "E22", "E23")
 """Claims of papers of 2026, and this project's own predictions."""
 SHORT = {"population_size": 30, "prompts_per_step": 32, "sigma": 0.01, "alpha": 0.0025, "steps": 262}
 """The setting of ES that won where the arms are compared (claim C2c)."""
@@ -52,6 +57,33 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         **{f"{arm} N=2": Group(arm, [base], 8, common | {"curve_points": 13}, two) for arm in ("es", "es_random")},
     }
     return found if run.scale == "tiny" else dict.fromkeys(found, [])
+
+
+# ---- series of bases that are not shipped, on which no run was made yet
+
+_RARE = {str(share): {"adds up": 0.0, "subtracts": 0.75 - share, "right": share} for share in (0.1, 0.03, 0.01)}
+_FROM_A0 = {"start": "A0", "seed": 0, "steps": 400}
+SERIES: dict[str, dict[str, dict[str, Any]]] = {
+    "rare": {share: _FROM_A0 | {"authors": authors} for share, authors in _RARE.items()},
+    "large": {size: {"seed": 0, "steps": 3500, "sizes": dict(changed)} for size, changed in SIZES.items() if changed},
+}
+"""Series -> its bases, and how `tiny.recipe` makes each: by the share of right authors, with another habit, since
+adding up is right for every ninth test problem; and by size."""
+_GRPO = {"steps": 125, "prompts_per_step": 16, "num_generations": 16, "learning_rate": 1e-4, "beta": 0.0}
+
+
+def series_specs(name: str) -> list[Spec]:
+    """Return the specs of a series, "rare" or "large", making its bases: each base itself, and its runs."""
+    common, found = loading.of_runs(runs.settings_at("tiny", runs.MEASURED)) | SHORT, []
+    changed = [("es", {"steps": 131}), ("es_random", {"steps": 131}), ("grpo", _GRPO)]
+    if name == "large":
+        changed = [("es", loading.of_size(common, N)) for N in (8, 30, 128)]
+    for what, how in SERIES[name].items():
+        own = base_specs(["A0"], common, "tiny")
+        own += [each for arm, change in changed for each in train_specs(arm, ["A0"], range(4), common | change, "tiny")]
+        digest = models.stored_digest(base_models.made(how) / "model.safetensors")
+        found += [spec | {"base": f"{name} {what}", "made": how, "base_digest": digest} for spec in own]
+    return found
 
 
 # ---- predictions
@@ -105,3 +137,7 @@ def figure_predictions(points: DataFrame) -> plt.Figure:
     ax.set(yticks=range(len(points)), yticklabels=points["what"][::-1], xlabel="measured over predicted")
     ax.grid(axis="y", visible=False)
     return fig
+
+
+if __name__ == "__main__":  # python -m evoalign_study.series rare
+    load_or_run(series_specs(sys.argv[1]), "05_stability", "tiny")
