@@ -23,16 +23,23 @@ from evoalign_study.sweep import load_or_run
 
 CLAIMS = ("C41", "C41b", "C42", "C43", "C44", "C45", "C46", "E21", "E22", "E23")
 """Claims of papers of 2026, and this project's own predictions."""
+_NOTEBOOK = "05_stability"
 SHORT = {"population_size": 30, "prompts_per_step": 32, "sigma": 0.01, "alpha": 0.0025, "steps": 262}
 """The setting of ES that won where the arms are compared (claim C2c)."""
 AUDITED = (*product(("inplace", "master"), ("random", "reward")), ("kahan", "reward"))
 """Precision and fitness of the audits, at the sigma and alpha of Qiu et al."""
+WAITING = (*(f"audit {how}" for how in ("inplace reward", "master random", "master reward", "kahan reward")),)
+WAITING += ("pairs at ends", "es short", "es N=2", "es_random N=2")
+"""Groups that were declared and whose runs were not made yet."""
 WIDTHS = (16, 32, 64, 128, 256, 512, 0)
 """Widths of square matrices with noise of rank 1; 0: all tensors of the base."""
 
 
-def groups(run: SimpleNamespace, of: Records) -> Groups:
-    """Return groups of runs of notebook 05, which has the group "es"; they are empty outside scale tiny."""
+def groups(run: SimpleNamespace, of: Records, waiting: bool = False) -> Groups:
+    """Return groups of runs of notebook 05, which has the group "es"; they are empty outside scale tiny.
+
+    waiting: whether those whose runs were declared and not made yet are returned, or the others.
+    """
     base, common = "A0", loading.of_runs(vars(run)) | SHORT
     few = common | {"steps": 50, "curve_points": 2, "curve_spacing": None}
     exact = few | {"test_problems": 500, "pruned_shares": [0.78, 0.93], "estimator_problems": 64, "pairs_members": 60}
@@ -48,7 +55,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
 
     two = [loading.of_size(common, 2)]
     found = {
-        "audits": [each for how in AUDITED for each in audited(*how)],
+        **{f"audit {precision} {fitness}": audited(precision, fitness) for precision, fitness in AUDITED},
         "rank": rank_specs(base, WIDTHS, 8, 20_000, "tiny"),
         "pairs": pairs(),
         "pairs at ends": runs.after(of, ["es"], pairs),
@@ -56,7 +63,8 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         "es short": Group("es", [base], 16, common | {"sampled_at": [0.6]}),
         **{f"{arm} N=2": Group(arm, [base], 8, common | {"curve_points": 13}, two) for arm in ("es", "es_random")},
     }
-    return found if run.scale == "tiny" else dict.fromkeys(found, [])
+    chosen = {name: group for name, group in found.items() if (name in WAITING) == waiting}
+    return chosen if run.scale == "tiny" else dict.fromkeys(chosen, [])
 
 
 # ---- series of bases that are not shipped, on which no run was made yet
@@ -117,11 +125,12 @@ def predictions(of: Records) -> DataFrame:
     gains = {N: accuracy_matrix(of[f"es N={N}" if N != 30 else "es"]).mean(1) - base for N in (8, 30, 128)}
     for N in (8, 128):
         add(f"gain of {N} members over that of 30", 1.0, gains[N] / gains[30].mean())
-    if of["es N=2"]:
+    if "es N=2" in of:
         two, short = (accuracy_matrix(of[name]).mean(1) - base for name in ("es N=2", "es short"))
         add("gain of 2 members over that of 30, short runs", _TWO, two / short.mean())
-    for cell in dict.fromkeys(record["spec"]["at"] for record in (*of["pairs"], *of["pairs at ends"])):
-        blocks = [r["estimator"] for r in (*of["pairs"], *of["pairs at ends"]) if r["spec"]["at"] == cell]
+    pairs = (*of["pairs"], *of.get("pairs at ends", ()))
+    for cell in dict.fromkeys(record["spec"]["at"] for record in pairs):
+        blocks = [record["estimator"] for record in runs.where(pairs, at=cell)]
         add(f"error with the mean over pairs', {cell}", 0.5, [block["mean_over_pairs"] for block in blocks])
     return DataFrame(rows)
 
@@ -139,5 +148,17 @@ def figure_predictions(points: DataFrame) -> plt.Figure:
     return fig
 
 
-if __name__ == "__main__":  # python -m evoalign_study.series rare
-    load_or_run(series_specs(sys.argv[1]), "05_stability", "tiny")
+def main(name: str) -> None:
+    """Make the runs of a series, or those that are "waiting"; they are stored with the records of notebook 05."""
+    if name != "waiting":
+        load_or_run(series_specs(name), _NOTEBOOK, "tiny")
+        return
+    exact = {"bases": ["A0"], "seeds_es": 8, "seeds_random": 0, "seeds_sampled": 0}
+    plain = {"scale": "tiny", "seeds": 0, "force": False, "dry_run": False, "aside": False, "retrain": []}
+    run = SimpleNamespace(**runs.settings_at("tiny", runs.MEASURED), **plain)
+    loader = loading.Loader(_NOTEBOOK, run, lambda run, of: runs.countdown(of, "tiny", exact) | groups(run, of, True))
+    loader(*WAITING)
+
+
+if __name__ == "__main__":  # python -m evoalign_study.series waiting
+    main(*sys.argv[1:])
