@@ -111,8 +111,7 @@ def test_the_record_of_an_audit():
     ends = [r["path"]["cosine"][-1] for r in runs]
     assert ends[0] > 0.9999 and ends[2] < 0.9 < ends[1]
     assert abs(exact["layers_cosine"]) < 0.05 and tied["layers_cosine"] > 0.9999
-    # rounding, not the reward, decides where the largest changes lie
-    assert exact["largest_in_vectors"] < 0.1 < released["largest_in_vectors"]
+    assert exact["vectors"] == pytest.approx(576 / 140_928, rel=1e-3) and exact["largest_in_vectors"] < 0.1
     # with rewards the trained model is tested, and the noise is that of the arm "es"
     rewarded = audit("master", "gaussian", "reward")
     assert rewarded["test"]["n"] == SETTINGS["test_problems"] and len(rewarded["curve"]["step"]) == 3
