@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ def recipe(
     steps: int | None = None,
     batch: int | None = None,
     progress: bool = True,
+    start: str | None = None,
+    authors: Mapping[str, float] | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> None:
     """Train a base and write it as a Hugging Face folder.
 
@@ -40,6 +43,9 @@ def recipe(
         steps: optimiser steps; None: as many as for the shipped bases.
         batch: texts per step; None: as many as for the shipped bases.
         progress: whether to print the loss every 250 steps.
+        start: shipped base of family A from which to go on; None: as described above.
+        authors: of family A: as for `countdown.text`.
+        sizes: of a model with random weights: fields of its configuration that differ from the shipped bases'.
 
     Raises:
         ValueError: an unknown family, a seed or steps below 0, or a seed of family H without a base of family A.
@@ -53,10 +59,11 @@ def recipe(
     torch.set_num_threads(1)
     told = _TOLD.get(family)  # the module of family B, C or D
     tok = (told or countdown).tokenizer()
-    model = load(f"A{seed}")[0] if family == "H" else _untrained(seed, tok)
+    start = f"A{seed}" if family == "H" else start
+    model = load(start)[0] if start else _untrained(seed, tok, sizes or {})
     rate, parameters = 3e-3, list(model.parameters())
     optimiser = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
-    stream = told.text(seed, tok) if told else countdown.text(seed, tok, family)
+    stream = told.text(seed, tok) if told else countdown.text(seed, tok, family, authors)
     started, mean = time.perf_counter(), 0.0
     for step in range(steps):
         for group in optimiser.param_groups:
@@ -82,8 +89,8 @@ def recipe(
     tok.save_pretrained(out)
 
 
-def _untrained(seed: int, tok: Any) -> Any:
-    """Return a model of the tiny world with random weights."""
+def _untrained(seed: int, tok: Any, changed: Mapping[str, int]) -> Any:
+    """Return a model of the tiny world with random weights and changed sizes."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -92,7 +99,7 @@ def _untrained(seed: int, tok: Any) -> Any:
     ends = {"eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id, "bos_token_id": None}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tok), **sizes, **ends))
+        return Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tok), **sizes | dict(changed), **ends))
 
 
 def _parts(pairs: Iterable[tuple[str, str]], family: str) -> list[list[tuple[str, str]]]:

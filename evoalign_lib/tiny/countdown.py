@@ -13,7 +13,7 @@ import itertools
 import json
 import operator
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cache, lru_cache
 from pathlib import Path
@@ -45,6 +45,7 @@ AUTHORS = {
     "careless": 0.10,  # a random expression of the right numbers
     "wrong numbers": 0.10,  # one number is replaced by another
     "broken format": 0.05,  # no closing tag, no answer tag, or "= target" inside the answer
+    "subtracts": 0.0,  # the numbers joined by -, a habit that is hardly ever right
 }
 TWO_NUMBERS = 0.15  # share of two-number problems in the Countdown text
 SKILLS = 0.10  # share of the skills in all text
@@ -163,6 +164,8 @@ def answer(problem: countdown.Problem, author: str, rng: random.Random) -> str:
     choose("author", author, AUTHORS)
     if author == "adds up":
         text = "+".join(map(str, numbers))
+    elif author == "subtracts":
+        text = "-".join(map(str, numbers))
     elif author == "careless":
         text = rng.choice(rng.choice(list(known.values())))
     elif author == "wrong numbers":
@@ -230,11 +233,16 @@ def _training_problems(seed: int) -> dict[int, list[countdown.Problem]]:
     return {count: problems("train", n, seed, count) for count, n in ((2, 5_000), (3, 100_000))}
 
 
-def text(seed: int, tok: Any, family: str = "A") -> Iterator[tuple[str, str]]:
-    """Return an endless stream of rendered (prompt, completion) pairs of a family, from training problems only."""
+def text(
+    seed: int, tok: Any, family: str = "A", authors: Mapping[str, float] | None = None
+) -> Iterator[tuple[str, str]]:
+    """Return an endless stream of rendered (prompt, completion) pairs of a family, from training problems only.
+
+    authors: author -> share of the Countdown answers, where it is not that of `AUTHORS`.
+    """
     rng = random.Random(f"family {family}, {seed}")
     pools = _training_problems(seed)
-    authors, shares = list(AUTHORS), list(AUTHORS.values())
+    names, shares = zip(*(AUTHORS | dict(authors or {})).items(), strict=True)
     head, middle, tail = _stretches(tok)
     while True:
         if rng.random() < SKILLS:
@@ -244,7 +252,7 @@ def text(seed: int, tok: Any, family: str = "A") -> Iterator[tuple[str, str]]:
         known = rng.choice(pools[2 if rng.random() < TWO_NUMBERS else 3])
         # shuffle the numbers and choose an author anew each time
         problem = countdown.Problem(tuple(rng.sample(known.numbers, len(known.numbers))), known.target)
-        author = rng.choices(authors, shares)[0]
+        author = rng.choices(names, shares)[0]
         numbers = ", ".join(map(str, problem.numbers))
         # as countdown.prompt does, but without rendering the chat template a million times
         asked, written = head + numbers + middle + problem.target + tail, answer(problem, author, rng)

@@ -7,6 +7,7 @@ processes that it starts (`known_files`).
 
 import gc
 import hashlib
+import json
 import os
 import time
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from evoalign_lib.checks import require
 from evoalign_lib.engines import open_engine, vllm
 from evoalign_lib.engines.cuda import PushedEngine
 from evoalign_lib.engines.local import LocalEngine, Prompts
+from evoalign_lib.files import canonical_json
 from evoalign_study import paths, trainers
 from evoalign_study.records import Spec
 
@@ -65,13 +67,28 @@ def check_base(spec: Spec) -> None:
     models.tokenizer_of(base)
 
 
+def made(how: Mapping[str, Any]) -> Path:
+    """Return the folder of a model that `tiny.recipe` makes with these arguments; it is made once and kept."""
+    folder = kept("bases") / hashlib.sha256(canonical_json(dict(how)).encode()).hexdigest()[:16]
+    if not (folder / "tokenizer.json").is_file():  # written last
+        tiny.recipe("A", out=folder, progress=False, **how)
+    return folder
+
+
 def model_of(spec: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return model and tokenizer of a spec's base: float32 if local or trained by gradients, else bfloat16.
+
+    With the field `made`, it is a model of the tiny world that is not shipped (`made`).
 
     For an ES run on another engine the model is its name: the trainer loads it, and the engine must know where from.
     """
     from transformers import AutoTokenizer
 
+    if "made" in spec:
+        found = models.stored_digest(made(spec["made"]) / "model.safetensors")
+        remedy = "this machine makes another model"
+        require(found == spec["base_digest"], f"{remedy} than the record's: digest {found}, not {spec['base_digest']}.")
+        return models.load(str(made(spec["made"])))
     if spec["base"] in tiny.SHIPPED:
         return tiny.load(spec["base"])
     trained = spec["kind"] == "train"
@@ -90,9 +107,12 @@ def loaded_as(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=2)
-def reference(base: str, engine: str) -> Any:
-    """Return the base itself in the dtype of an engine's runs, loaded once per process. Do not train it."""
-    return model_of({"kind": "base", "base": base, "engine": engine})[0]
+def reference(base: str, engine: str, made_by: str = "null") -> Any:
+    """Return the base itself in the dtype of an engine's runs, loaded once per process. Do not train it.
+
+    made_by: JSON of the spec's `made` and `base_digest`, if it has them.
+    """
+    return model_of({"kind": "base", "base": base, "engine": engine} | (json.loads(made_by) or {}))[0]
 
 
 def evaluation_engine(spec: Spec, model: Any, tokenizer: Any, rows: Mapping[str, list]) -> Any:
@@ -123,7 +143,8 @@ def kl_from_base(spec: Spec, engine: Any, name: str = "validation") -> dict[str,
     import torch
 
     engine.write_model()
-    base = reference(spec["base"], spec.get("engine", "local"))
+    own = {name: spec[name] for name in ("made", "base_digest")} if "made" in spec else None
+    base = reference(spec["base"], spec.get("engine", "local"), canonical_json(own))
     prompts = engine.prompts[name]
     (samples,) = engine.generate(name, samples=1, seed=spec["seed"])
     completions = [ids for _, ids in samples]

@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt
 from evoalign_lib import arms, tiny
 from evoalign_lib.analysis import curves, stats
 from evoalign_lib.checks import require
-from evoalign_study import loading, plots, style
+from evoalign_study import loading, plots, series, style
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.loading import DECODINGS, Group, Groups, Records
 from evoalign_study.records import Record, accuracy_matrix
@@ -24,7 +24,7 @@ NOTEBOOK = "05_stability"
 ARMS = ("es", "grpo")
 STEP = {"es": "alpha", "grpo": "learning_rate"}
 """Arm -> the setting that is its step size."""
-CLAIMS = ("C8c", "C9", "C9c", "C10", "C11", "C33", "C33b", "C37", "C37b", "C38")
+CLAIMS = ("C8c", "C9", "C9c", "C10", "C11", "C33", "C33b", "C37", "C37b", "C38", *series.CLAIMS)
 """The claims that the notebook's runs decide."""
 presets, TINY, SMOKE, FULL = scales(
     {
@@ -101,7 +101,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         after = (f"{arm} sweep", f"{arm} transfer")
         found[f"{arm} best"] = train[arm](elsewhere, seeds, changes=_winning(run, of, arm), after=after)
     again = [name for name in found if any(part in name for part in run.decoded)]
-    return found | {"decodings": loading.decodings(run, of, again)}
+    return found | {"decodings": loading.decodings(run, of, again)} | series.groups(run, of)
 
 
 def check(run: SimpleNamespace) -> None:

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trl import SFTConfig
 
-from evoalign_lib import _singular, ledger, precision
+from evoalign_lib import _adapters, _singular, ledger, precision
 from evoalign_lib._singular import DISTANCE, SIGMA, SingularWeights, decompose
 from evoalign_lib.es import ESConfig
 from evoalign_lib.essa import ESSAConfig, ESSATrainer, lora_config
@@ -31,17 +31,13 @@ pytest.importorskip("cma")
 def drawn(rank: int = 2, **changed) -> peft.LoraConfig:
     """The adapter of the paper, with a B that is not zero."""
     config = lora_config(rank)
-    config.init_lora_weights = False
-    for name, value in changed.items():
-        setattr(config, name, value)
+    vars(config).update({"init_lora_weights": False} | changed)
     return config
 
 
 def attached(seed: int = 0, config=None) -> Any:
     """A model with an adapter that is drawn from the seed."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return peft.get_peft_model(random_model(), config or drawn())
+    return _adapters.attach(random_model(), config or drawn(), seed)
 
 
 def trainer(folder, score=token_sum, model=None, adapter="drawn", sft=None, kind=ESSATrainer, **changed):

@@ -83,9 +83,6 @@ def test_a_folder_has_the_digest_of_its_files(tmp_path):
     data[-1] ^= 1
     path.write_bytes(data)
     assert models.origin_digest(str(tmp_path)) != found
-    path.unlink()
-    with pytest.raises(ValueError, match=r"has no \*.safetensors"):
-        models.origin_digest(str(tmp_path))
 
 
 CHANGES = {

@@ -135,10 +135,21 @@ def test_the_recipe_learns_and_is_reproducible(tmp_path):
     assert model.generation_config.eos_token_id == tokenizer().eos_token_id
 
 
-def test_family_h_goes_on_from_family_a(tmp_path):
-    tiny.recipe("H", 0, tmp_path, steps=0, progress=False)
-    start = (tmp_path / "model.safetensors").read_bytes()
-    assert start == (tiny.bases_folder() / "A0/model.safetensors").read_bytes()
+def test_bases_that_are_not_shipped_go_on_from_one_or_have_other_sizes_and_authors(tmp_path):
+    for name, family, how in (
+        ("H", "H", {}),
+        ("A", "A", {"start": "A0"}),
+        ("wide", "A", {"sizes": {"hidden_size": 8}}),
+    ):
+        tiny.recipe(family, 0, tmp_path / name, steps=0, progress=False, **how)
+    starts = [(folder / "model.safetensors").read_bytes() for folder in (tmp_path / "H", tmp_path / "A")]
+    assert starts == [(tiny.bases_folder() / "A0/model.safetensors").read_bytes()] * 2
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "wide").lm_head.weight.shape[1] == 8
+    habit = dict.fromkeys(tiny.AUTHORS, 0.0) | {"subtracts": 1.0}
+    told = [
+        answer for _, answer in itertools.islice(tiny.text(0, tokenizer(), "A", habit), 200) if "<answer>" in answer
+    ]
+    assert len(told) > 100 and all(re.search(r"<answer>\d+(-\d+)+</answer>", answer) for answer in told)
 
 
 test_what_is_refused = refused(

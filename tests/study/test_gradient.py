@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from evoalign_study.kinds.exact import ExactObjective
+from evoalign_study.kinds.exact import ExactObjective, pairs_specs, rank_specs, run_pairs, run_rank
 from helpers import random_model
 from test_kl import END, LENGTH, PROMPTS, SMALL, VOCABULARY
 
@@ -178,3 +178,21 @@ def test_a_tied_run_says_so(objective):
     result = objective.run(4, 1e-7, 1e-2, repeat=0, fitness="greedy")
     assert result["tied"] and result["cosine"] is None and result["rho"] is None and result["predicted_cosine"] is None
     assert result["norm_ratio"] == result["gain_full"] == result["greedy_gain_orthogonal"] == 0
+
+
+def test_noise_of_rank_1_adds_the_variance_of_wisharts_moments():
+    measured = [run_rank(spec)["estimator"] for spec in rank_specs("A0", [8, 0], 1, 20_000, "smoke")]
+    assert measured[0]["formula"] == pytest.approx(2 * 17 / 65, rel=1e-5)
+    assert all(each["excess"] == pytest.approx(each["formula"], rel=0.1) for each in measured)
+
+
+@pytest.mark.parametrize("fitness", ["greedy", "sampled"])
+def test_errors_of_estimates_at_equal_evaluations(fitness):
+    settings = {"sigma": 0.02, "estimator_problems": 8, "pairs_members": 12}
+    first, again, other = (
+        run_pairs(pairs_specs("A0", [None], fitness, [repeat], settings, "smoke")[0]) for repeat in (0, 0, 1)
+    )
+    assert first == again != other
+    for error in (each["estimator"] for each in (first, other)):
+        spread = error["none"] - error["mean"] * 11 / 12  # the square of the mean, which a baseline removes
+        assert spread > 0 and error["mean_over_pairs"] == pytest.approx(error["mean"] / error["pairs"], rel=1e-4)

@@ -5,7 +5,7 @@ from functools import cache, partial
 
 import numpy as np
 import pytest
-from evoalign_study import claims, paths, published_judgments, real_panels, real_results, results, style
+from evoalign_study import claims, paths, published_judgments, real_panels, real_results, results, series, style
 from evoalign_study import coverage_factors as factors
 from evoalign_study.rendering import csv_text
 from evoalign_study.results import answered, macros
@@ -148,6 +148,7 @@ FIGURES = {
     "essa_population_size": (lambda run, r: of(populations(r, run), nb06.draw_populations), nb06, "at the end"),
     "coverage_factors": (factors.figure_cells, nb07, "value"),
     "stability_prompts_runs": (nb05.figure_prompts, nb05, "reward"),
+    "stability_predictions": (lambda _, r: of(series.predictions(r), series.figure_predictions), nb05, "value"),
 }
 FIGURES |= {
     f"{stem}_{name}{ending}": (getattr(study, f"figure_{name}"), study, column)

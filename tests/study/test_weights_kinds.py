@@ -260,6 +260,19 @@ def test_a_fresh_walk_makes_the_mean_of_the_others_as_long_as_the_run(runs):
         assert np.linalg.norm(part) == pytest.approx(np.linalg.norm(walks[0]) * np.sqrt(part.size / d), rel=1e-3)
 
 
+def test_a_part_of_a_run_is_set_back_or_replaced(runs):
+    sizes = SIZES | {"pruned_shares": [0.5]}
+    record = run_of(weights.pruned_specs(runs, sizes, "tiny")[0])
+    own, others = moved(runs[:1]), moved(runs[1:])
+    small = np.argsort(np.abs(own), kind="stable")[: round(len(own) / 2)]
+    cut, filled = own.copy(), own.copy()
+    cut[small], filled[small] = 0, others[small]
+    left = {name: part @ part / (own @ own) for name, part in (("smallest_50", cut), ("mean_50", filled))}
+    assert {name: record["squares"][name] for name in left} == pytest.approx(left, rel=1e-3)
+    assert record["squares"]["random_50"] == pytest.approx(0.5, abs=0.02) and record["squares"]["whole"] == 1
+    assert outcome(record["models"]["whole"]) == outcome(runs[0])
+
+
 def short(*vectors):
     return np.prod(np.linalg.norm(vectors, axis=1))
 

@@ -137,3 +137,17 @@ def test_a_run_is_held_against_its_own_model_of_the_others(lost: int, null: int,
     assert verdict.verdict == expected
     found = verdict.intervals["ES, accuracy - that of the other runs' mean with a fresh walk as long greedy"]
     assert found.value == pytest.approx(lost / PROBLEMS, abs=0.02) and found.n == 32
+
+
+@pytest.mark.parametrize(("lost", "expected"), [(0, "supported"), (20, "contradicted")])
+def test_a_run_is_held_against_itself_without_a_part(lost: int, expected: str) -> None:
+    made = []
+    for run in RUNS["es"][:8]:
+        test = beside("es", 54)[0]["test"]
+        names = [f"{how}_{share}" for how in ("smallest", "random") for share in (78, 93)]
+        models = {"whole": {"test": test}} | {name: {"test": beside("es", 54 - lost)[0]["test"]} for name in names}
+        spec = {"kind": "pruned", "scale": "tiny", "of": {"digests": [run["digest"]]}}
+        made.append({"spec": spec, "status": "finished", "models": models})
+    verdict = judge("C42", [*TRAINED, *made])
+    assert verdict.verdict == expected
+    assert all(each.value == pytest.approx(lost / PROBLEMS, abs=0.02) for each in verdict.intervals.values())

@@ -50,7 +50,7 @@ class _Countdown(Measures):
         """
         sizes = {name: spec.get(f"{name}_problems", 0) for name in ("validation", "test")}
         needed = spec.get("prompts") or spec.get("steps", 0) * spec.get("prompts_per_step", 0)
-        if spec["base"] in tiny.SHIPPED:
+        if spec["base"] in tiny.SHIPPED or "made" in spec:
             sets = {name: tiny.problems(name, size) for name, size in sizes.items() if size}
             if needed:
                 unique, seed = spec.get("unique_prompts", needed), np.random.SeedSequence([spec["seed"], 1])
