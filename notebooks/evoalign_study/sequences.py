@@ -12,11 +12,10 @@ from pandas import DataFrame, concat
 from evoalign_lib import tiny
 from evoalign_lib.analysis import stats
 from evoalign_lib.tiny import sequence as world
-from evoalign_study import loading, plots, runs, style
+from evoalign_study import forgetting, loading, plots, runs, style
 from evoalign_study.kinds.train import sweep_specs
 from evoalign_study.kinds.weights import merge_specs
 from evoalign_study.loading import Group, Records
-from evoalign_study.measures import sequence
 from evoalign_study.records import Record
 from evoalign_study.results import MISSING, Results, stated
 
@@ -104,8 +103,8 @@ MERGED = {"run": "ES, the same runs", "mean": "mean of ES runs", "shrunk": "ES, 
 
 def lost(records: Records, name: str, decoding: str, walk: str = "") -> stats.Interval:
     """Return what the runs of a group lost of earlier tasks; less what those of another group lost, paired by seed."""
-    own = np.array([sequence.forgotten(run, decoding) for run in records[name]])
-    beside = [sequence.forgotten(run, decoding) for run in records[walk]] if walk else np.zeros(len(own))
+    own = np.array([forgetting.forgotten(run, decoding) for run in records[name]])
+    beside = [forgetting.forgotten(run, decoding) for run in records[walk]] if walk else np.zeros(len(own))
     return stats.bootstrap_mean(own - np.array(beside)[: len(own)])
 
 
@@ -124,12 +123,12 @@ def results(records: Records) -> Results:
                 found[f"{name} own {decoding}"] = lost(records, name, decoding, walk)
         found[f"{name} kl"], found[f"{name} skills"] = (_ends(records, name, c) for c in ("kl_skills", "skills"))
     law = [
-        np.abs(sequence.norms_over_law(run) - 1).max()
+        np.abs(forgetting.norms_over_law(run) - 1).max()
         for name in (FIXED, WALK)
         for run in records[name]
-        if sequence.knows_ties(run)
+        if forgetting.knows_ties(run)
     ]
-    base = sequence.matrix(records[FIXED][0], "greedy")[0].mean()
+    base = forgetting.matrix(records[FIXED][0], "greedy")[0].mean()
     found |= {"sequence off law": float(max(law)), "sequence base": float(base)}
     merged = _merged(records)
     found |= {
@@ -139,7 +138,7 @@ def results(records: Records) -> Results:
 
 
 def _last(records: Records, name: str, decoding: str) -> stats.Interval:
-    return stats.bootstrap_mean([sequence.matrix(run, decoding)[-1].mean() for run in records[name]])
+    return stats.bootstrap_mean([forgetting.matrix(run, decoding)[-1].mean() for run in records[name]])
 
 
 def _merged(records: Records) -> dict[str, list[Record]]:
@@ -165,7 +164,7 @@ def table(records: Records) -> DataFrame:
         skills, drift = (_ends(records, name, curve) for curve in ("skills", "kl_skills"))
         row |= {"other skills, %": stated(skills), "KL there": stated(drift, ".2f")}
         walked = "alpha" in own[0]["spec"]  # GRPO has no law
-        told = [sequence.norms_over_law(run) for run in own if walked and sequence.knows_ties(run)]
+        told = [forgetting.norms_over_law(run) for run in own if walked and forgetting.knows_ties(run)]
         law = np.mean(told, axis=0) if told else ()
         norms = np.mean([run["curve"]["norm"][1:] for run in own], axis=0)
         row |= {"norm after each task": ", ".join(f"{norm:.1f}" for norm in norms)}

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from evoalign_study import weight_cache
+from evoalign_study import forgetting, weight_cache
 from evoalign_study.kinds.train import run, train_specs
-from evoalign_study.measures import sequence
 
 from evoalign_lib import noise, tiny
 from evoalign_lib.engines.local import LocalEngine, Prompts
@@ -80,7 +79,7 @@ def test_a_sequence_of_es_is_its_stages_by_hand() -> None:
             noise.update(engine.master, engine.layout, keys, coefficients(fitness, 0.02))
         moved.append(np.linalg.norm(engine.master - weight_cache.of_base("D0")))
     assert record["curve"]["norm"][1:] == pytest.approx(moved[1::2], rel=1e-5)
-    assert len(record["tied_steps"]) == record["counts"]["tied"] < 8 and sequence.matrix(
+    assert len(record["tied_steps"]) == record["counts"]["tied"] < 8 and forgetting.matrix(
         record | {"spec": spec}, "greedy"
     ).shape == (5, 4)
 
@@ -113,7 +112,8 @@ def test_forgetting_and_the_law_are_read_from_the_curve() -> None:
     columns |= {"chemistry": [0.3, 0.2, 0.2, 0.6, 0.7], "boolq": [0.5, 0.5, 0.5, 0.5, 0.9]}
     curve = {f"{task}_t1": values for task, values in columns.items()} | {"step": [0, 2, 4, 6, 8]}
     record = {"spec": {"order": "published", "steps": 8, "alpha": 0.1, "population_size": 4}, "curve": curve, "d": 100}
-    assert sequence.matrix(record, "t1")[1].tolist() == [0.5, 0.1, 0.2, 0.5]
-    assert sequence.forgotten(record, "t1") == pytest.approx((0.3 + 0.1 - 0.1) / 3)
+    assert forgetting.ORDERS["published"] == tuple(world.TASKS)
+    assert forgetting.matrix(record, "t1")[1].tolist() == [0.5, 0.1, 0.2, 0.5]
+    assert forgetting.forgotten(record, "t1") == pytest.approx((0.3 + 0.1 - 0.1) / 3)
     curve["norm"] = [0, *(0.1 * np.sqrt(100 * np.array([1, 3, 3, 4]) / 4))]
-    assert sequence.norms_over_law(record | {"tied_steps": [1, 4, 5, 7]}) == pytest.approx(np.ones(4))
+    assert forgetting.norms_over_law(record | {"tied_steps": [1, 4, 5, 7]}) == pytest.approx(np.ones(4))

@@ -20,11 +20,10 @@ from evoalign_lib.analysis import attenuation, connectivity, coverage, geometry,
 from evoalign_lib.analysis.stats import Interval
 from evoalign_lib.checks import require
 from evoalign_lib.files import canonical_json
-from evoalign_study import displacements, path_points
+from evoalign_study import displacements, forgetting, path_points
 from evoalign_study.claims.checks import check
 from evoalign_study.claims.findings import Undecided, decoding_words, defined, mean_interval
 from evoalign_study.claims.selection import Evidence, Record
-from evoalign_study.measures import sequence
 from evoalign_study.path_points import Model, model_of
 from evoalign_study.records import accuracy_matrix, unpack_bits, unpack_probabilities
 
@@ -259,7 +258,7 @@ def _lost(name: str, sides: Sequence[Side]) -> Interval:
 
 
 def _forgotten(sides: Sequence[Side]) -> Interval:
-    """Return what runs lost of earlier tasks; of ES, less what a walk of the same steps lost (`sequence.forgotten`)."""
+    """Return what runs lost of earlier tasks; of ES, less what a walk of the same steps lost (`forgetting`)."""
 
     def lost(side: Side) -> list[float]:
         spec = side.runs[0]["spec"]  # GRPO has no alpha, and so no walk
@@ -268,7 +267,7 @@ def _forgotten(sides: Sequence[Side]) -> Interval:
             r for r in side.evidence.having("arm", "es_random") if all(r["spec"].get(n) == spec.get(n) for n in names)
         ]
         walks.sort(key=lambda run: run["spec"]["seed"])
-        own, of_walk = ([sequence.forgotten(run, side.decoding) for run in each] for each in (side.runs, walks))
+        own, of_walk = ([forgetting.forgotten(run, side.decoding) for run in each] for each in (side.runs, walks))
         return [a - b for a, b in zip(own, of_walk, strict=False)] if walks else own
 
     return mean_interval([np.array(lost(side)) for side in sides], sides[0].evidence.resamples)
@@ -430,13 +429,13 @@ QUANTITIES: dict[str, Quantity] = {
     "last": _of_each(
         "accuracy on all tasks at the end",
         lambda side: side.runs,
-        lambda runs, d: np.array([sequence.matrix(run, d)[-1].mean() for run in runs]),
+        lambda runs, d: np.array([forgetting.matrix(run, d)[-1].mean() for run in runs]),
         **_RIGHT,
     ),
     "off_law": _of_each(
         "largest distance of a norm from its law, after any task",
-        lambda side: [run for run in side.runs if sequence.knows_ties(run)],
-        lambda runs, _: np.array([np.abs(sequence.norms_over_law(run) - 1).max() for run in runs]),
+        lambda side: [run for run in side.runs if forgetting.knows_ties(run)],
+        lambda runs, _: np.array([np.abs(forgetting.norms_over_law(run) - 1).max() for run in runs]),
     ),
     "barrier": Quantity("barrier of the error", None, _barrier, **_TWO, **_RIGHT, equal_pairs=0.0),
     "clean": _of_each("accuracy without noise", noisy, lambda records, d: [r["clean"][d] for r in records], **_RIGHT),

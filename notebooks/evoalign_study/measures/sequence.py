@@ -14,11 +14,11 @@ from evoalign_lib import precision, tiny
 from evoalign_lib.checks import choose, require, whole_number
 from evoalign_lib.tiny import sequence
 from evoalign_study import base_models
+from evoalign_study.forgetting import ORDERS
 from evoalign_study.measures.base import Measures, decodings_of_point, significant
 from evoalign_study.measures.countdown import MEASURES as COUNTDOWN
 from evoalign_study.records import Record, Settings, Spec
 
-ORDERS = {"published": sequence.TASKS, "reversed": sequence.TASKS[::-1]}
 _MESSAGES = 64  # of each skill that no reward touches, after each task
 
 
@@ -92,35 +92,6 @@ class _Sequence(Measures):
         told |= {"skills": float(np.mean([s["greedy"] for s in skills]))}
         start = precision.open_weights(tiny.load(spec["base"])[0]).float32()
         return told | {"norm": significant(np.linalg.norm((engine.master - start).astype(np.float64)))}
-
-
-def matrix(record: Record, decoding: str) -> np.ndarray:
-    """Return a run's accuracy on the tasks in the order of its training, (1 + tasks, tasks): a row before the first
-    task and one after each."""
-    return np.array([record["curve"][f"{task}_{decoding}"] for task in ORDERS[record["spec"]["order"]]]).T
-
-
-def forgotten(record: Record, decoding: str) -> float:
-    """Return what a run lost on the earlier tasks after it had trained them, the mean over all tasks but the last.
-
-    It is minus the backward transfer of Lopez-Paz and Ranzato (arXiv 1706.08840): accuracy on a task right after it was
-    trained, less that at the end.
-    """
-    right = matrix(record, decoding)
-    return float(np.mean(np.diagonal(right[1:])[:-1] - right[-1, :-1]))
-
-
-def knows_ties(record: Record) -> bool:
-    """Return whether a record lists all of its tied steps; those of the first runs do not."""
-    return len(record.get("tied_steps", ())) == record["counts"]["tied"]
-
-
-def norms_over_law(record: Record) -> np.ndarray:
-    """Return an ES run's norm after each task over alpha sqrt(d T / N), T without tied steps, (tasks,)."""
-    spec, steps = record["spec"], np.array(record["curve"]["step"][1:])
-    moved = steps - np.searchsorted(record.get("tied_steps", []), steps)  # a run without ties may list none
-    law = spec["alpha"] * np.sqrt(record["d"] * moved / spec["population_size"])
-    return np.array(record["curve"]["norm"][1:]) / law
 
 
 MEASURES = _Sequence()
