@@ -46,18 +46,23 @@ def public_update(tensors: Iterable[torch.Tensor], coefficients: np.ndarray) -> 
         public_perturb(tensors, seed, coefficient)
 
 
-def measure(repeats: int, cases: Mapping[str, Callable]) -> dict[str, dict[str, float]]:
+def measure(
+    repeats: int, cases: Mapping[str, Callable], synchronise: Callable = lambda: None
+) -> dict[str, dict[str, float]]:
     """Time all cases interleaved and return their seconds; the first round is discarded.
 
     Args:
         repeats: measured rounds.
         cases: name -> the call to time.
+        synchronise: waits for the device, before and after each call.
     """
     times: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repeats + 1):
         for name, call in cases.items():
+            synchronise()
             start = time.perf_counter()
             call()
+            synchronise()
             times[name].append(time.perf_counter() - start)
     return {
         name: {"seconds_min": min(seen[1:]), "seconds_median": statistics.median(seen[1:])}

@@ -1,11 +1,13 @@
 """The benchmarks run, compare like with like, and store what they measured beside what others measured."""
 
 import json
+import os
 
 import numpy as np
 import pytest
 import torch
 from evoalign_study import paths
+from helpers import python
 
 from tests.benchmarks import cpu, peers, shared
 
@@ -65,6 +67,34 @@ def test_a_failing_section_costs_no_other(monkeypatch, tmp_path, capsys):
     assert cpu.main(["--quick", "--sections", "device"]) == 0  # without --out, quick numbers are not stored
     assert (paths.RESULTS / "bench.json").read_bytes() == stored
     assert "FAILED: RuntimeError: no such counter" in capsys.readouterr().out
+
+
+# ---- the GPU's, as far as a machine without one can tell
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+def test_it_runs_on_a_toy_and_leaves_what_others_measured(tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed; its wheels exist for Linux only")
+    out, name = tmp_path / "bench.json", "toy (CPU, Triton's interpreter)"
+    out.write_text(json.dumps({"a CPU": {"cpu": {"update": 1}}, name: {"gpu": {"update": 2, "other": 3}}}))
+    command = ["-m", "tests.benchmarks.gpu", "--toy", "--out", out]
+    python(*command, folder=paths.ROOT, env=os.environ | {"TRITON_INTERPRET": "1"})
+    results = json.loads(out.read_text())
+    assert results["a CPU"] == {"cpu": {"update": 1}}
+    found = results[name]["gpu"]
+    assert found.keys() == {"device", "population", "engine", "update", "other"}
+    steps, iterations = (found[name]["cells"] for name in ("population", "engine"))
+    assert steps["full rank"]["bytes_per_parameter"] == 8 and 4 < steps["low rank"]["bytes_per_parameter"] < 8
+    assert all(0 < cell["share_of_pure_inference"] for cell in iterations.values()) and len(iterations) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says so where there is no GPU")
+def test_without_a_gpu_it_says_so(capsys):
+    pytest.importorskip("triton")
+    from tests.benchmarks import gpu
+
+    assert gpu.main([]) == 2 and "needs a GPU" in capsys.readouterr().err
 
 
 # ---- that of peers, without their code
