@@ -45,7 +45,7 @@ GRPO, NULL = "sequence grpo", "sequence grpo random"
 
 
 def groups(run: SimpleNamespace, records: Records, scale: str) -> dict[str, Any]:
-    """Return the groups of runs by name: sweeps, the arms and means."""
+    """Return the groups of runs by name: sweeps, the arms, two of them in reversed order, and means."""
     sizes, base = run.sequence_sizes, tiny.SEQUENCE_BASES[0]
     common = {"task": "sequence", "max_completion_length": world.MAX_COMPLETION_LENGTH, "curve_points": 5}
     common |= {"sampled_at": [0.6], "validation_problems": sizes["test_problems"] // 2}
@@ -72,6 +72,7 @@ def groups(run: SimpleNamespace, records: Records, scale: str) -> dict[str, Any]
         LIMITED_WALK: group("es_random", many, steps=limited),
         NULL: group("grpo_random", few),
     }
+    declared |= {f"{name} reversed": group(arm, few, order="reversed") for name, arm in ((FIXED, "es"), (GRPO, "grpo"))}
     declared["sequence means"] = runs.after(records, (FIXED,), lambda es: _means(run, es, sizes, scale))
     return declared
 
@@ -93,6 +94,8 @@ LABELS = {
     WALK: "ES, random fitness",
     LIMITED_WALK: "ES, random fitness, a third",
     NULL: "GRPO, random reward",
+    f"{FIXED} reversed": "ES, reversed order",
+    f"{GRPO} reversed": "GRPO, reversed order",
 }
 """Group -> its name in tables."""
 
@@ -115,7 +118,8 @@ def _ends(records: Records, name: str, curve: str) -> stats.Interval:
 def results(records: Records) -> Results:
     """Return by name the numbers that answers and macros quote; shares are fractions."""
     found: dict[str, Any] = {}
-    for name, walk in ((FIXED, WALK), (LIMITED, LIMITED_WALK), (GRPO, ""), (WALK, "")):
+    reverse = ((f"{FIXED} reversed", ""), (f"{GRPO} reversed", ""))
+    for name, walk in ((FIXED, WALK), (LIMITED, LIMITED_WALK), (GRPO, ""), (WALK, ""), *reverse):
         for decoding in style.STROKES:
             found[f"{name} lost {decoding}"] = lost(records, name, decoding)
             found[f"{name} last {decoding}"] = _last(records, name, decoding)
