@@ -40,7 +40,7 @@ import time
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,11 @@ NOTEBOOK = {"products": "08_weight_geometry", "path": "09_lmc_analysis", "merge"
 NOTEBOOK |= {"sampled": "07_solution_coverage"}
 """Kind -> the notebook whose records have it; all other kinds belong to that of their task."""
 _OTHERS = {"arithmetic": "02_grpo_countdown", "facts": "03_conciseness"}
+
+
+def home(spec: Spec) -> str:
+    """Return the notebook that a record belongs to."""
+    return NOTEBOOK.get(spec["kind"], _OTHERS[spec["task"]])
 
 
 class Session(Known):
@@ -107,8 +112,7 @@ class Session(Known):
 
     def store(self, spec: Spec, result: Record, wall: float, kept: Path | None = None) -> Record:
         """Write a record, and its ledger, to the folder at once."""
-        notebook = NOTEBOOK.get(spec["kind"], _OTHERS[spec["task"]])
-        record = {"spec": spec, "spec_hash": spec_hash(spec), "notebook": notebook, "commit": self.commit}
+        record = {"spec": spec, "spec_hash": spec_hash(spec), "notebook": home(spec), "commit": self.commit}
         record |= {"status": FINISHED, "environment": provenance.environment("cuda")} | result
         record.setdefault("budget", {})["wall_seconds"] = round(wall, 2)
         if "diverged" in record:
@@ -352,7 +356,8 @@ def checked(out: Path) -> Iterator[tuple[Record, Path | None]]:
     Raises:
         ValueError: no records; one that no block declares, or not made on its device; seeds with another setting than
             the sweep chose, or of another length than others; products, a line, a merge or samples of ends that no run
-            has; a ledger that is missing or not the recorded one. Runs and sweep may be committed ones.
+            has; a record of another notebook; a ledger that is missing or not the recorded one. Runs and sweep may be
+            committed ones.
     """
     found, plans = read_records(out / "records.jsonl"), (*BLOCKS, FACTS)
     require(found, f"{out} holds no records.jsonl: run `python -m evoalign_study.real run --out {out}` first.")
@@ -378,6 +383,10 @@ def checked(out: Path) -> Iterator[tuple[Record, Path | None]]:
         require(of_known, f"{where} is not what the blocks and their sweeps declare.")
         device = record["environment"]["device"]
         require((" x " in device) == ("device" not in spec), f"{where} was made on {device}.")
+        filed = f"{where} is filed under {record['notebook']}, not {home(spec)}: copy the whole folder again."
+        require(record["notebook"] == home(spec), filed)
+        evolved = spec["kind"] == "train" and arms.get(spec["arm"]).family == "es"
+        require("ledger" in record or not evolved, f"{where}, of ES, names no ledger: copy the whole folder again.")
     with tempfile.TemporaryDirectory() as place:
         kept = {record["spec_hash"]: _ledger(record, out, Path(place)) for record in found if "ledger" in record}
         for record in found:
@@ -405,13 +414,18 @@ def _ledger(record: Record, out: Path, place: Path) -> Path:
 def opened(out: Path | None, blocks: Sequence[str], trial: bool, plan: str) -> tuple[list[Plan], list[Record]]:
     """Return the blocks of these names, all if there are none, and known records; arguments as on the command line.
 
-    Raises ValueError for changes to a plan without a trial.
+    Raises ValueError for changes to a plan without a trial, or to what it lacks, and for a folder of another scale.
     """
     changes = {name: _tuples(value) for name, value in json.loads(plan).items()}
     require(trial or not changes, "--plan is for --trial alone: the declared plan stands in the code.")
+    unknown = sorted(changes.keys() - {each.name for each in fields(Plan)})
+    require(not unknown, f"--plan has {unknown}, which no block has: use the fields of `real_plan.Plan`.")
     plans = [plan for plan in (*BLOCKS, FACTS) if plan.name in blocks] if blocks else [*BLOCKS]
     plans = [replace(small(plan), **changes) for plan in plans] if trial else plans
-    return plans, ([] if trial else committed(plans[0])) + (read_records(out / "records.jsonl") if out else [])
+    made = read_records(out / "records.jsonl") if out else []
+    others = {record["spec"]["scale"] for record in made} - {plan.scale for plan in plans}
+    require(not others, f"{out} holds records of scale {others}, not {plans[0].scale}: name another folder with --out.")
+    return plans, ([] if trial else committed(plans[0])) + made
 
 
 def run(out: Path, minutes: float, commit: str, arms: Sequence[str], began: float, **which: Any) -> None:

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pandas import DataFrame
 
-from evoalign_lib.analysis import coverage, stats
-from evoalign_study import collapse
+from evoalign_lib.analysis import connectivity, coverage, stats
+from evoalign_study import collapse, path_points
 from evoalign_study.claims import Verdict, load_claims
 from evoalign_study.records import Record, accuracy_matrix, unpack_counts
 from evoalign_study.results import Results, answered
@@ -61,6 +61,7 @@ def results(real: Groups, facts: Groups, verdicts: Sequence[Verdict] = ()) -> di
         verdicts: on claims, whose intervals have the names "ID: LABEL".
     """
     found: dict[str, Any] = {f"{v.id}: {label}": each for v in verdicts for label, each in v.intervals.items()}
+    found |= {"predictions": len(verdicts), "decided": sum(v.verdict in _OUTCOMES for v in verdicts)}
     for decoding in STROKES:
         right = {arm: accuracy_matrix(real[arm], decoding) for arm in ("base", *ARMS) if arm in real}
         within = {a: pass_at(real[a], decoding, 16) for a in right} if decoding != "greedy" else {}
@@ -72,6 +73,10 @@ def results(real: Groups, facts: Groups, verdicts: Sequence[Verdict] = ()) -> di
                     found[f"{what}{a} - {b} {decoding}"] = stats.crossed_bootstrap(of[a], other)
         found |= {f"std {a} {decoding}": each.mean(axis=1).std(ddof=1) for a, each in right.items() if len(each) > 1}
         found |= _on_facts(facts, decoding)
+    for line in [name for name in real if name.endswith(" to grpo")]:  # as R8 does, with its null
+        barrier = path_points.mean_barrier(path_points.errors(real[line], "greedy"), 1000)
+        high = max(barrier.interval.high, connectivity.upper_bound(barrier))
+        found[f"barrier {line}"] = replace(barrier.interval, high=high)
     if "base" in real:
         found["problems"] = real["base"][0]["test"]["n"]
     if {"es", "grpo"} <= real.keys():
@@ -84,7 +89,10 @@ def results(real: Groups, facts: Groups, verdicts: Sequence[Verdict] = ()) -> di
 
 
 def _on_facts(of: Groups, decoding: str) -> dict[str, Any]:
-    """Return the change of right answers since the base, and right answers where runs first come to the level."""
+    """Return the change of right answers since the base, and right answers where runs first come to the level.
+
+    Those of ES are also "freed": what the walk of the same seed has lost by then is given back.
+    """
     found: dict[str, Any] = {"facts on": "CPU" if any("device" in r["spec"] for r in of.get("es", ())) else "GPU"}
     for arm in (arm for arm in ARMS if arm in of and "base" in of):
         before = of["base"][0]["test"][decoding]
@@ -93,7 +101,11 @@ def _on_facts(of: Groups, decoding: str) -> dict[str, Any]:
         found[f"facts {arm} n"], found[f"facts {arm} come {decoding}"] = len(of[arm]), len(reached)
         found[f"facts {arm} change {decoding}"] = np.mean([run["test"][decoding] - before for run in of[arm]])
         found[f"facts {arm} there {decoding}"] = np.mean(reached) if reached else None
-    return found
+    walks = {run["spec"]["seed"]: run for run in of.get("es_random", ())}
+    pairs = [(run, walk) for run in of.get("es", ()) if (walk := walks.get(run["spec"]["seed"]))]
+    freed = [collapse.right_at(run, decoding, _LEVELS[decoding], walk=walk) for run, walk in pairs]
+    known = [right.mean() for right in freed if right is not None]
+    return found | {f"facts es freed {decoding}": np.mean(known) if known else None}
 
 
 def predictions(verdicts: Sequence[Verdict], found: Results, numbers: Mapping[str, str]) -> DataFrame:

@@ -200,8 +200,12 @@ def test_the_other_blocks_follow_and_are_imported(folder: Path, tmp_path: Path, 
 def test_trials_cannot_be_imported(folder: Path) -> None:
     with pytest.raises(SystemExit, match="is not what the blocks and their sweeps declare"):
         real.main(["import", str(folder)])
-    with pytest.raises(SystemExit, match="--trial alone"):
-        real.main(["run", "--out", str(folder), "--plan", '{"seeds": 9}'])
+    asked = ["run", "--out", str(folder), "--plan", '{"seeds": 9}']
+    no_field = [*asked[:-1], '{"seed": 9}', "--trial"]
+    wrong = {"--trial alone": asked, "has .'seed'.": no_field, "scale {'smoke'}, not real": asked[:3]}
+    for why, given in wrong.items():
+        with pytest.raises(SystemExit, match=why):
+            real.main(given)
 
 
 def test_import_takes_declared_runs_with_their_ledgers(folder: Path, tmp_path: Path, monkeypatch) -> None:
@@ -226,6 +230,8 @@ def test_import_takes_declared_runs_with_their_ledgers(folder: Path, tmp_path: P
     monkeypatch.setattr(real.paths, "RESULTS", tmp_path / "nothing")
     longer = records[3] | {"spec": (spec := records[3]["spec"] | {"steps": 3}), "spec_hash": spec_hash(spec)}
     refused = {"lack the sweep of es": records[first:], "is not what the blocks": [*records[:3], records[-1]]}
+    refused["is filed under 01"] = [records[0] | {"notebook": "01"}]
+    refused["names no ledger"] = [{k: v for k, v in record.items() if k != "ledger"} for record in records[:3]]
     refused["was made on 1 x GPU"] = [records[0] | {"environment": {"device": "1 x GPU"}}]
     for why, part in (refused | {r"have \[2, 3\] steps": [*records[:4], longer]}).items():
         holds(*part)

@@ -35,6 +35,8 @@ def test_results_are_those_of_the_records_and_of_the_claims(found):
     assert found["grpo - es greedy"].value == pytest.approx(apart)
     cosines = next(part for part in real_panels._cosines(REAL) if part["at"][0] == "ES\nand GRPO")
     assert cosines["y"].mean() == pytest.approx(found["cosine"].value)
+    barrier, declared = found["barrier es to grpo"], found["R8: ES to GRPO, barrier of the error greedy"]
+    assert (barrier.value, barrier.low, barrier.high) == (declared.value, declared.low, declared.high)
     assert found["facts grpo change greedy"] == pytest.approx(
         np.mean([run["test"]["greedy"] for run in FACTS["grpo"]]) - FACTS["base"][0]["test"]["greedy"], abs=1e-6
     )
