@@ -34,14 +34,6 @@ def models():
     return policy, reference
 
 
-@pytest.fixture(scope="module")
-def tree(models):
-    """Every completion of the policy, and what both models say of it."""
-    policy, reference = models
-    full = enumerated.enumerate_completions(policy, PROMPTS, eos_ids=[END], max_new_tokens=LENGTH, min_probability=0.0)
-    return full, kl.compare(policy, reference, samples([PROMPTS[p] for p in full.prompt], full.completions()))
-
-
 def samples(prompts, completions, ends=(END,)):
     """Completions of prompts, which are padded here."""
     width = max(map(len, prompts))
@@ -159,23 +151,6 @@ def test_padding_does_not_shift_absolute_positions():
         assert found.log_policy[row].numpy() == pytest.approx(known.numpy(), abs=1e-4)
 
 
-def test_the_expectation_over_all_completions(tree):
-    """Exact KL of sequences by enumeration: the value that the estimators estimate."""
-    full, found = tree
-    probability = torch.from_numpy(np.exp(full.log_probability))
-    assert found.log_policy.sum(-1).numpy() == pytest.approx(full.log_probability, abs=1e-4)
-    exact = probability @ (found.log_policy - found.log_ref).sum(-1) / len(PROMPTS)
-    assert exact > 0.1
-    arguments = found.log_policy, found.log_ref, found.mask
-    tokens, sequences = kl.kl_policy_ref_tokens(*arguments), kl.kl_policy_ref_sequences(*arguments)
-    unbiased = [tokens.k1.sum(-1), sequences.k1, tokens.k3.sum(-1), sequences.k3, found.exact.sum(-1)]
-    for values in unbiased:
-        assert (probability @ values / len(PROMPTS)).item() == pytest.approx(exact.item(), rel=1e-4)
-    for biased in (tokens.k2.sum(-1), sequences.k2):
-        assert abs((probability @ biased / len(PROMPTS)).item() / exact.item() - 1) > 0.01
-    assert not np.allclose(tokens.k3.sum(-1), sequences.k3, rtol=0.1)
-
-
 # ---- for records
 
 
@@ -240,10 +215,11 @@ def gradients(models):
 
 
 @pytest.fixture(scope="module")
-def exact(models, tree):
+def exact(models):
     """The true gradients, and those of k3 as a loss, by enumeration and autograd alone."""
     policy, reference = models
-    full, values = tree[0], dict.fromkeys(("token", "sequence", "k3"), 0.0)
+    full = enumerated.enumerate_completions(policy, PROMPTS, eos_ids=[END], max_new_tokens=LENGTH, min_probability=0.0)
+    values = dict.fromkeys(("token", "sequence", "k3"), 0.0)
     for prompt in range(len(PROMPTS)):
         completions = torch.from_numpy(full.tokens[full.prompt == prompt]).long()
         mask, start = completions >= 0, len(PROMPTS[prompt]) - 1

@@ -43,7 +43,7 @@ def test_the_best_setting_at_full_length_is_chosen_by_greedy_accuracy_where_arms
     def run(alpha: float, last: float, middle: float = 0.2) -> dict:
         curve = {
             "forward_flops": [0, 1, 64, 100, 640, 1000],
-            "validation_greedy": [0.1, 0.1, *[middle] * 2, *[last] * 2],
+            "validation_greedy": [0.1] * 2 + [middle] * 2 + [last] * 2,
         }
         spec = {"sigma": 0.1, "alpha": alpha, "prompts_per_step": 2, "steps": 9}
         return {"spec": spec, "curve": curve | {"validation_t1": [0.1] * 6}, "budget": {"forward_flops": 100}}

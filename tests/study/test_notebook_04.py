@@ -48,13 +48,8 @@ def of():
 def test_a_quantity_is_read_where_a_run_first_comes_to_a_place(of):
     own = of["es"][0]
     assert study.curve(of, own, "gained", "greedy").tolist() == [0, 0.5, 1, 2]
-    reads = {
-        ("true", 0): 0.2,
-        ("true", 0.75): 0.35,
-        (study.TRAINING, 1.5): 0.8,
-        ("true", None): -0.5,
-        ("true", 2.5): None,
-    }
+    reads = {("true", 0): 0.2, ("true", 0.75): 0.35, ("true", None): -0.5, ("true", 2.5): None}
+    reads |= {(study.TRAINING, 1.5): 0.8}
     for (quantity, gain), value in reads.items():
         assert study.at(of, own, quantity, "greedy", gain) == (value if value is None else pytest.approx(value))
     assert study.at(of, own, "gained", "t1", 4.0, "kl") == 1 and study.at(of, own, "true", "t1", 2.5, "kl") == 0.35

@@ -10,8 +10,9 @@ from evoalign_study.kinds.train import run, train_specs
 
 from evoalign_lib import noise, tiny
 from evoalign_lib.engines.local import LocalEngine, Prompts
+from evoalign_lib.rewards import Rewards
 from evoalign_lib.tiny import sequence as world
-from evoalign_lib.update_rules import coefficients
+from evoalign_lib.update_rules import Member, coefficients
 
 SETTINGS = {"task": "sequence", "max_completion_length": 14, "validation_problems": 4, "test_problems": 4}
 SETTINGS |= {"steps": 8, "curve_points": 5, "sampled_at": [0.6], "prompts_per_step": 3}
@@ -70,7 +71,9 @@ def test_a_sequence_of_es_is_its_stages_by_hand() -> None:
     record = run(spec)
     model, tokenizer = tiny.load("D0")
     rows = [row for t in world.TASKS[::-1] for row in world.dataset(world.problems(t, "train", 6, 4))]
-    engine = LocalEngine(model, tokenizer, _rewards(), {"train": Prompts(rows, tokenizer)}, max_completion_length=14)
+    engine = LocalEngine(
+        model, tokenizer, Rewards(world.reward), {"train": Prompts(rows, tokenizer)}, max_completion_length=14
+    )
     key, moved = noise.run_key("es", 3), []
     for step in range(8):
         keys = np.array([noise.member_key(key, step, i) for i in range(4)], np.uint64)
@@ -79,20 +82,11 @@ def test_a_sequence_of_es_is_its_stages_by_hand() -> None:
             noise.update(engine.master, engine.layout, keys, coefficients(fitness, 0.02))
         moved.append(np.linalg.norm(engine.master - weight_cache.of_base("D0")))
     assert record["curve"]["norm"][1:] == pytest.approx(moved[1::2], rel=1e-5)
-    assert len(record["tied_steps"]) == record["counts"]["tied"] < 8 and forgetting.matrix(
-        record | {"spec": spec}, "greedy"
-    ).shape == (5, 4)
-
-
-def _rewards():
-    from evoalign_lib.rewards import Rewards
-
-    return Rewards(world.reward)
+    assert len(record["tied_steps"]) == record["counts"]["tied"] < 8
+    assert forgetting.matrix(record | {"spec": spec}, "greedy").shape == (5, 4)
 
 
 def _mean(engine, key: int, rows) -> float:
-    from evoalign_lib.update_rules import Member
-
     (found,) = engine.evaluate([Member(key)], 0.02, "train", np.array(rows))
     return float(np.mean(found.scored.rewards))
 

@@ -23,11 +23,7 @@ def test_runs_measure_a_set_by_its_name(task: str, name: str, tmp_path, monkeypa
     spec = measure.spec_fields("a model", settings) | settings | {"prompts_per_step": 2, "seed": 1}
     assert spec.get("library") == ("0.1.25" if task == "reasoning" else None)
     sets = measure.sets(spec)
-    assert {split: len(each) for split, each in sets.items()} == {
-        "validation": 3,
-        "test": 4,
-        "train": len(sets["train"]),
-    }
+    assert (len(sets["validation"]), len(sets["test"])) == (3, 4) and sets["train"]
     said = [measure.right_answer(each, random.Random(0)) for each in sets["test"]]
     rows = [[(text, [1]) for text in said], [("I do not know.", [1])] * 4]
     assert measure.graded(sets["test"], rows).tolist() == [[True] * 4, [False] * 4]

@@ -165,7 +165,6 @@ OTHERS = [
     (query(), {"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
     (query(), {"rank_pattern": {"(": 3}}, "no pattern"),
     (query(), {"rank_pattern": {r"(\w|\w\w|.)+m": 3}}, "no pattern.*TimeoutError"),  # would take for ever
-    (query(), {"rank_pattern": {"(?R)": 3}}, "no pattern"),
     *((query(), {"alpha_pattern": value}, "no pattern") for value in (True, ["q_proj"], {"q_proj": -1})),
     *((query(), {"lora_alpha": value}, f"lora_alpha={value}") for value in (-1, 0, True, math.nan, math.inf)),
     *((query(), {"r": value}, f"r={value}") for value in (0, True)),
