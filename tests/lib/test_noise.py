@@ -67,19 +67,6 @@ def test_known_answers_of_noise(case, backend):
     assert (bits(z).ravel() == words(case.get("normals") or case["noise"])).all()
 
 
-# The law
-
-
-def philox_in_integers(key: int, param_id: int, row: int, column: int, stream: int) -> list[int]:
-    """The four words of a column's counter, in Python's integers."""
-    c, k = [column >> 2, row, param_id, stream], [key & 0xFFFFFFFF, key >> 32]
-    for _ in range(10):
-        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [(p1 >> 32) ^ c[1] ^ k[0], p1 & 0xFFFFFFFF, (p0 >> 32) ^ c[3] ^ k[1], p0 & 0xFFFFFFFF]
-        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
-    return c
-
-
 def test_edge_words_are_accurate_finite_and_equal_on_both_backends():
     """Words at the ends of their range, at ties of the rounding, and where the logarithm changes its branch."""
     ends = [0, 255, 256, 511, 2**32 - 1, 2**32 - 256, 2**32 - 257, 2**32 - 512]
@@ -125,10 +112,11 @@ def test_a_window_is_a_slice_of_the_whole(shape, key, backend, distribution, ran
 
 def test_uniforms_by_hand():
     key, rows = noise.sampling_key(run_key("es", 1), 7), np.array([3, 0, 2**32 - 1])
-    found = noise.uniforms(key, rows, 10, sample=5)
+    found, halves = noise.uniforms(key, rows, 10, sample=5), np.array([key & 0xFFFFFFFF, key >> 32], np.uint32)
     assert found.dtype == np.float32 and found.shape == (3, 10)
     for row, numbers in zip(rows.tolist(), found.tolist(), strict=True):
-        words = [w for quad in range(3) for w in philox_in_integers(key, 5, row, 4 * quad, 4)]
+        counters = np.array([[quad, row, 5, 4] for quad in range(3)], np.uint32)
+        words = [w for counter in counters for w in _noise_cpu.philox(counter, halves).tolist()]
         assert numbers == [(w >> 8) / 2**24 for w in words[:10]]
 
 

@@ -81,7 +81,6 @@ CLAIMED = [
     (nb04, "es true rl", "C7", "ES, true reward, share explained by rl"),
     (nb04, "turned t1, ES - GRPO", "C35", "temperature 1"),
     (nb05, lambda values: np.log(values["spread end"].value), "C8", ""),
-    (nb05, lambda values: np.log(values["spread best"].value), "C8b", "ES over GRPO, best validation greedy"),
     (nb05, "drawdown greedy", "C33", ""),
     (nb05, "regret difference", "C9", ""),
     (nb05, "slope difference", "C37", ""),

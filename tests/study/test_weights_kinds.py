@@ -277,6 +277,11 @@ def short(*vectors):
     return np.prod(np.linalg.norm(vectors, axis=1))
 
 
+def test_weights_that_are_not_the_records_are_never_merged(runs):
+    with pytest.raises(ValueError, match="0" * 16):
+        merged([runs[0] | {"digest": "0" * 16}])
+
+
 # ---- products
 
 
