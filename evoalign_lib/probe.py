@@ -271,7 +271,7 @@ def trainer_of(model: str, task: str, rows: int, **settings: Any) -> tuple[ESTra
             usual one of the task.
 
     Raises:
-        ValueError: an unknown task, "safety" without a reward, or what `ESTrainer` refuses.
+        ValueError: an unknown task, "safety" without a reward, "sequence", or what `ESTrainer` refuses.
     """
     (module, name), task = tasks.named(task), task.partition(":")[0]
     shipped, tokenizer = model in tiny.SHIPPED, models.tokenizer_of(models.place(model))
@@ -289,7 +289,7 @@ def trainer_of(model: str, task: str, rows: int, **settings: Any) -> tuple[ESTra
         remedy = (
             f"pass a trainer to evoalign_lib.probe.probe, since the task {task!r} has no reward or data of its own."
         )
-        require(task != "safety" and public, remedy)
+        require(task not in ("safety", "sequence") and public, remedy)
         asked = module.dataset(public("train", *name), tokenizer)
     usual = {"max_completion_length": longest, "prompts_per_step": min(128, len(asked)), "report_to": "none"}
     args = ESConfig(**usual | {name: value for name, value in settings.items() if value is not None})

@@ -112,7 +112,8 @@ def problems(split: str, name: str = "gsm8k") -> tuple[Problem, ...]:
     """
     choose("name", name, SOURCES)
     source = SOURCES[name]
-    require(split in source.splits, f"{name} has no split {split!r}, but {', '.join(source.splits)}: train on gsm8k.")
+    known = ", ".join(source.splits)
+    require(split in source.splits, f"{name} has no split {split!r}, but {known}. Sets to train on: gsm8k, math500.")
 
     def made(row: dict[str, Any]) -> Problem:
         return Problem(row[source.question].strip(), reference(row[source.answer]))

@@ -1,4 +1,4 @@
-"""The generators of reasoning-gym as tasks: sudoku, arc_1d, gsm_symbolic and about 100 more, by name.
+"""The generators of reasoning-gym as tasks, by name: sudoku, arc_1d, gsm_symbolic and about 100 more.
 
 Puzzles are made here, from a seed, by exactly version 0.1.25 of the library (Apache-2.0): other versions make other
 puzzles, are refused, and the version is in every row. A row has all that the library's `score_answer` needs.
@@ -8,11 +8,12 @@ puzzles, are refused, and the version is in every row. A row has all that the li
    that the test set has is left out of validation and training, and one of validation out of training.
 2. Rewards are the library's: 1 for a right answer, for wrong ones often something above 0 (a text that contains the
    right answer, a share of right cells), which can be gained without solving a puzzle. `right` gives 1 or 0.
-3. Some of its graders call Python's `eval` or SymPy's `parse_expr`, which evaluates, too, on the answer:
-   string_insertion, spiral_matrix, binary_matrix, n_queens; simple_integration, intermediate_integration,
-   polynomial_multiplication and countdown; others on the row (number_sorting, bitwise_arithmetic). Here the first read
-   literals alone, the second only numbers, operators and names of mathematics. A test searches the installed library
-   for calls of this kind. What remains can be slow: `REWARD_TIMEOUT` holds as in `mathematics`.
+3. Some of its graders evaluate the answer as code: by Python's `eval` (string_insertion, spiral_matrix, binary_matrix,
+   n_queens), or by SymPy's `parse_expr`, which calls it (simple_integration, intermediate_integration,
+   polynomial_multiplication, countdown). Two evaluate the row: number_sorting and bitwise_arithmetic. Here `eval` reads
+   only literals, and what SymPy or bitwise_arithmetic evaluates must consist of numbers, operators and names of
+   mathematics. A test searches the installed library for such calls. What remains can be slow: `REWARD_TIMEOUT` holds
+   as in `mathematics`.
 4. Some generators draw from Python's and NumPy's global random numbers: those are seeded for each puzzle, and restored.
    Five take an order from Python's hashes, so that their puzzles are the same in other processes only with the same
    PYTHONHASHSEED: isomorphic_strings, knight_swap, polynomial_multiplication, ransom_note, word_ladder.
@@ -67,8 +68,9 @@ _PARSE = dict.fromkeys(("polynomial_multiplication", "countdown"), "answer")
 _PARSE |= dict.fromkeys(("simple_integration", "intermediate_integration"), "integrand") | {
     "bitwise_arithmetic": "problem"
 }
-_NAME = r"(?:a?(?:sin|cos|tan|sinh|cosh|tanh)|exp|log|ln|sqrt|Abs|pi|0x[0-9a-fA-F]+|[A-Za-z])(?![A-Za-z])"
-_EXPRESSION = re.compile(rf"(?:\s|\d+(?:\.\d*)?|\.\d+|[-+*/^()<>&|~]|(?<![A-Za-z\d.]){_NAME})*")
+_NAME = r"(?:a?(?:sin|cos|tan|sinh|cosh|tanh)|exp|log|ln|sqrt|Abs|pi|0x[0-9a-fA-F]++|[A-Za-z])(?![A-Za-z])"
+# possessive: a long number could otherwise be split in 2^digits ways before the text behind it is refused
+_EXPRESSION = re.compile(rf"(?:\s|\d++(?:\.\d*+)?+|\.\d++|[-+*/^()<>&|~]|(?<![A-Za-z\d.]){_NAME})*")
 
 
 class Puzzle(NamedTuple):
@@ -258,7 +260,7 @@ def _row(puzzle: str) -> tuple[Any, dict[str, Any]]:
     if made != VERSION or name not in names():
         raise DataError(f"the puzzle is of {name!r} in reasoning-gym {made}: make it again, with {VERSION}.")
     own = {**entry["metadata"], "answer": entry["answer"]}.get(_PARSE.get(name), "")
-    if not _EXPRESSION.fullmatch(own):
+    if not _EXPRESSION.fullmatch(str(own)):
         raise DataError(f"the puzzle of {name!r} has {own!r:.100} in the place of an expression")
     return _generator(name, json.dumps(config)), entry
 
