@@ -114,7 +114,7 @@ ARMS: dict[str, Arm] = {
     # noise on an adapter over the frozen base, which may be warm-started; its own noise draws
     "es_lora": _es("#3A87C8", (7, 1, 0), "ES, LoRA", "lora_rank", **_own("es_lora"), **_LORA),
     "es_lora_sampled": _es(
-        "#8DC3E6", (13, 1, 0), "ES, LoRA, sampled", "lora_rank", sampling="common", **_own("es_lora_sampled"), **_LORA
+        "#B3D7EE", (16, 1, 0), "ES, LoRA, sampled", "lora_rank", sampling="common", **_own("es_lora_sampled"), **_LORA
     ),
     "es_lora_random": _es(
         _NULL, (12, 1, 0), "ES, LoRA, random fitness", "lora_rank", **_own("es_lora_random", "random"), **_LORA
