@@ -86,8 +86,8 @@ def model_of(spec: Mapping[str, Any]) -> tuple[Any, Any]:
 
     if "made" in spec:
         found = models.stored_digest(made(spec["made"]) / "model.safetensors")
-        remedy = "this machine makes another model"
-        require(found == spec["base_digest"], f"{remedy} than the record's: digest {found}, not {spec['base_digest']}.")
+        fault = f"this machine makes another base: digest {found}, not {spec['base_digest']} as in the record"
+        require(found == spec["base_digest"], f"{fault}. Make the specs again, and all runs from this base.")
         return models.load(str(made(spec["made"])))
     if spec["base"] in tiny.SHIPPED:
         return tiny.load(spec["base"])

@@ -11,6 +11,7 @@ from pandas import DataFrame
 
 from evoalign_lib import models
 from evoalign_lib.analysis import stats
+from evoalign_lib.checks import choose
 from evoalign_study import base_models, loading, plots, runs, style
 from evoalign_study.kinds.decode import base_specs
 from evoalign_study.kinds.exact import pairs_specs, rank_specs
@@ -149,7 +150,11 @@ def figure_predictions(points: DataFrame) -> plt.Figure:
 
 
 def main(name: str) -> None:
-    """Make the runs of a series, or those that are "waiting"; they are stored with the records of notebook 05."""
+    """Make the runs of a series, or those that are "waiting"; they are stored with the records of notebook 05.
+
+    Raises ValueError for another name.
+    """
+    choose("series", name, (*SERIES, "waiting"))
     if name != "waiting":
         load_or_run(series_specs(name), _NOTEBOOK, "tiny")
         return
@@ -161,4 +166,4 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":  # python -m evoalign_study.series waiting
-    main(*sys.argv[1:])
+    main(" ".join(sys.argv[1:]))

@@ -179,7 +179,7 @@ def run_rank(spec: Spec) -> Record:
 
     For the fitness <G, E>, averaged over the directions of G, a member's |f E|^2 is |E|^4 / d. Its mean is d + 2 for
     full rank. For rank 1 it is d (1 + v), v being the variance of |E|^2 / d, which is measured; by Wishart's moments
-    one m x n matrix gets (m + 2)(n + 2), so that 2 (m + n + 1) / (m n + 1) is added.
+    one m x n matrix gets (m + 2)(n + 2), so that 2 (m + n + 1) / (m n + 1) is added, as in arXiv 2609.10980.
     """
     layout = weight_cache.layout_of(spec["base"])
     shapes = [(e.id, e.shape) for e in layout.entries] if not spec["width"] else [(1, (spec["width"],) * 2)]
