@@ -157,8 +157,8 @@ def serve_scorer(
 @app.command()
 def tiny(
     out: Annotated[str, typer.Option(help="Folder to write.")],
-    family: Annotated[str, typer.Option(help="Family of the tiny world: A, B, C or H.")] = "A",
-    seed: Annotated[int, typer.Option(help="Seed; 0, 1, 2 gave the shipped bases (families C and H: 0).")] = 0,
+    family: Annotated[str, typer.Option(help="Family of the tiny world: A, B, C, D or H.")] = "A",
+    seed: Annotated[int, typer.Option(help="Seed; 0, 1, 2 gave the shipped bases (families C, D and H: 0).")] = 0,
     steps: Annotated[int | None, typer.Option(help="Optimiser steps.  [default: as for the shipped bases]")] = None,
 ) -> None:
     """Train a base of the tiny world and print its scores."""
