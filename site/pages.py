@@ -132,7 +132,7 @@ def claims() -> tuple[dict[str, Any], ...]:
     declared = yaml.safe_load((ROOT / "paper/claims.yaml").read_text(encoding="utf-8"))
     with open(ROOT / "paper/generated/claims.csv", encoding="utf-8", newline="") as file:
         verdicts = {row["claim"]: row for row in csv.DictReader(file)}
-    if [claim["id"] for claim in declared] != list(verdicts):
+    if sorted(claim["id"] for claim in declared) != sorted(verdicts):
         raise ValueError("paper/claims.yaml and paper/generated/claims.csv differ: run `evoalign_study verify --write`")
     judged = {name: row | {"n": int(row["n"]), "hash": row["rule"]} for name, row in verdicts.items()}
     return tuple(judged[claim["id"]] | claim for claim in declared)

@@ -298,7 +298,7 @@ def test_a_base_that_is_not_shipped_is_made_and_checked_by_its_digest(tmp_path, 
     run = wanted["traines"] | small | {"steps": 1, "curve_points": 3, "population_size": 2}
     made = sweep.run(run, "nb", "commit")
     assert made["curve"]["validation_greedy"][0] == at_start["greedy"] and made["update_norm"] > 0
-    with pytest.raises(ValueError, match="another model"):
+    with pytest.raises(ValueError, match="another base"):
         sweep.run(run | {"base_digest": "0" * 16}, "nb", "commit")
 
 
