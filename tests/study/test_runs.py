@@ -28,7 +28,10 @@ AXES = ("completions", "generated_tokens", "forward_flops", "core_seconds")
 
 def spec_of(arm: str, seed: int = 0, **changed):
     own = {"anchor_decay": 0.1} if "anchor_decay" in arms.get(arm).settings else {}
-    own |= {"population_size": 4} if arms.get(arm).family == "cma" else {}  # the least that CMA-ES takes
+    entry = arms.get(arm)
+    own |= {"alpha_schedule": "linear"} if "alpha_schedule" in entry.settings else {}
+    # the least that CMA-ES takes, and two pairs
+    own |= {"population_size": 4} if entry.family == "cma" or "antithetic" in entry.options else {}
     own |= {"sigma": 0.3} if arm.startswith("es_lora") else {}  # of an adapter whose B is small
     [spec] = train_specs(arm, ["A0"], [seed], SETTINGS | own | changed, "smoke")
     return spec
@@ -60,7 +63,7 @@ def test_the_record_of_every_arm(arm, tmp_path):
     if entry.options.get("fitness") == "random":  # generates nothing
         assert [budget[axis] for axis in AXES[:3]] == [0, 0, warm]
         return
-    asked = {"es": 4 if arm == "es_weighted" else 3, "cma": 4, "sft": 6}.get(entry.family, 4)  # completions a prompt
+    asked = {"es": 4 if arm in ("es_weighted", "es_pairs") else 3, "cma": 4, "sft": 6}.get(entry.family, 4)
     assert budget["completions"] == 16 * asked
     assert 0 < budget["generated_tokens"] <= 16 * budget["completions"] < budget["forward_flops"]
     assert ("sft_tokens" in budget) == adapter and ("trl" in r) != ("plan" in r) == arm.startswith("es")
