@@ -29,8 +29,7 @@ SHORT = {"population_size": 30, "prompts_per_step": 32, "sigma": 0.01, "alpha": 
 """The setting of ES that won where the arms are compared (claim C2c)."""
 AUDITED = (*product(("inplace", "master"), ("random", "reward")), ("kahan", "reward"))
 """Precision and fitness of the audits, at the sigma and alpha of Qiu et al."""
-WAITING = ("audit kahan reward",)
-WAITING += ("pairs at ends", "es short", "es N=2", "es_random N=2")
+WAITING = ("audit kahan reward", "pairs at ends", "es short", "es N=2", "es_random N=2")
 """Groups that were declared and whose runs were not made yet."""
 WIDTHS = (16, 32, 64, 128, 256, 512, 0)
 """Widths of square matrices with noise of rank 1; 0: all tensors of the base."""
