@@ -25,7 +25,12 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PACKAGE = "evoalign_lib"
 # Committed texts -> their pages; README.md is spread over several pages.
-TEXTS = {"CONTRIBUTING.md": "contributing.md", "LOG.md": "log.md", "README.md": "index.md"}
+TEXTS = {
+    "CONTRIBUTING.md": "contributing.md",
+    "LOG.md": "log.md",
+    "README.md": "index.md",
+    "paper/generated/claims_real.md": "predictions.md",
+}
 # The PDF that `make paper` compiles; the site includes it if it exists when the site is built.
 PAPER = "runs/paper/main.pdf"
 # Notebook -> Markdown below its title that links to a page with more of its records.

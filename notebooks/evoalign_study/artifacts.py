@@ -331,7 +331,7 @@ def _save_predictions(cells: DataFrame, generated: Path) -> None:
     )
     ragged = "".join(rf">{{\raggedright\arraybackslash}}p{{{width}\linewidth}}" for width in (0.34, 0.42, 0.13))
     tex = rendering.tex_long_table(cells, "claims_real", f"{caption} (scales tiny and real)", f"l{ragged}")
-    text = rendering.markdown_table(cells, caption)
+    text = f"# What the tiny world predicted of a real model\n\n{rendering.markdown_table(cells, caption)}"
     replace_text(generated / "claims_real.tex", tex.replace("& miss", r"& \textbf{miss}") if len(cells) else "")
     replace_text(generated / "claims_real.md", text.replace("| miss", "| **miss**") if len(cells) else "")
 
