@@ -29,17 +29,12 @@ SHORT = {"population_size": 30, "prompts_per_step": 32, "sigma": 0.01, "alpha": 
 """The setting of ES that won where the arms are compared (claim C2c)."""
 AUDITED = (*product(("inplace", "master"), ("random", "reward")), ("kahan", "reward"))
 """Precision and fitness of the audits, at the sigma and alpha of Qiu et al."""
-WAITING = ("audit kahan reward", "pairs at ends", "es short", "es N=2", "es_random N=2")
-"""Groups that were declared and whose runs were not made yet."""
 WIDTHS = (16, 32, 64, 128, 256, 512, 0)
 """Widths of square matrices with noise of rank 1; 0: all tensors of the base."""
 
 
-def groups(run: SimpleNamespace, of: Records, waiting: bool = False) -> Groups:
-    """Return groups of runs of notebook 05, which has the group "es"; they are empty outside scale tiny.
-
-    waiting: whether those whose runs were declared and not made yet are returned, or the others.
-    """
+def groups(run: SimpleNamespace, of: Records) -> Groups:
+    """Return groups of runs of notebook 05, which has the group "es"; they are empty outside scale tiny."""
     base, common = "A0", loading.of_runs(vars(run)) | SHORT
     few = common | {"steps": 50, "curve_points": 2, "curve_spacing": None}
     exact = few | {"test_problems": 500, "pruned_shares": [0.78, 0.93], "estimator_problems": 64, "pairs_members": 60}
@@ -63,8 +58,7 @@ def groups(run: SimpleNamespace, of: Records, waiting: bool = False) -> Groups:
         "es short": Group("es", [base], 16, common | {"sampled_at": [0.6]}),
         **{f"{arm} N=2": Group(arm, [base], 8, common | {"curve_points": 13}, two) for arm in ("es", "es_random")},
     }
-    chosen = {name: group for name, group in found.items() if (name in WAITING) == waiting}
-    return chosen if run.scale == "tiny" else dict.fromkeys(chosen, [])
+    return found if run.scale == "tiny" else dict.fromkeys(found, [])
 
 
 # ---- series of bases that are not shipped, on which no run was made yet
@@ -125,10 +119,9 @@ def predictions(of: Records) -> DataFrame:
     gains = {N: accuracy_matrix(of[f"es N={N}" if N != 30 else "es"]).mean(1) - base for N in (8, 30, 128)}
     for N in (8, 128):
         add(f"gain of {N} members over that of 30", 1.0, gains[N] / gains[30].mean())
-    if "es N=2" in of:
-        two, short = (accuracy_matrix(of[name]).mean(1) - base for name in ("es N=2", "es short"))
-        add("gain of 2 members over that of 30, short runs", _TWO, two / short.mean())
-    pairs = (*of["pairs"], *of.get("pairs at ends", ()))
+    two, short = (accuracy_matrix(of[name]).mean(1) - base for name in ("es N=2", "es short"))
+    add("gain of 2 members over that of 30, short runs", _TWO, two / short.mean())
+    pairs = (*of["pairs"], *of["pairs at ends"])
     for cell in dict.fromkeys(record["spec"]["at"] for record in pairs):
         blocks = [record["estimator"] for record in runs.where(pairs, at=cell)]
         add(f"error with the mean over pairs', {cell}", 0.5, [block["mean_over_pairs"] for block in blocks])
@@ -149,20 +142,10 @@ def figure_predictions(points: DataFrame) -> plt.Figure:
 
 
 def main(name: str) -> None:
-    """Make the runs of a series, or those that are "waiting"; they are stored with the records of notebook 05.
-
-    Raises ValueError for another name.
-    """
-    choose("series", name, (*SERIES, "waiting"))
-    if name != "waiting":
-        load_or_run(series_specs(name), _NOTEBOOK, "tiny")
-        return
-    exact = {"bases": ["A0"], "seeds_es": 8, "seeds_random": 0, "seeds_sampled": 0}
-    plain = {"scale": "tiny", "seeds": 0, "force": False, "dry_run": False, "aside": False, "retrain": []}
-    run = SimpleNamespace(**runs.settings_at("tiny", runs.MEASURED), **plain)
-    loader = loading.Loader(_NOTEBOOK, run, lambda run, of: runs.countdown(of, "tiny", exact) | groups(run, of, True))
-    loader(*WAITING)
+    """Make the runs of a series, stored with the records of notebook 05. Raises ValueError for another name."""
+    choose("series", name, tuple(SERIES))
+    load_or_run(series_specs(name), _NOTEBOOK, "tiny")
 
 
-if __name__ == "__main__":  # python -m evoalign_study.series waiting
+if __name__ == "__main__":  # python -m evoalign_study.series rare
     main(" ".join(sys.argv[1:]))

@@ -360,9 +360,12 @@ def check_alike(label: str, records: Sequence[Record], apart: Iterable[str]) -> 
 
 
 def _settings_of(record: Record) -> Mapping[str, Any]:
-    """Return the spec of a run; `start` and `of`, other runs that it is made from, hold their settings, not weights."""
+    """Return the spec of a run; `start`, `of` and `end`, runs that it is made from, hold settings, not weights."""
     spec = record["spec"]
-    return spec | {name: spec[name]["run"] for name in ("start", "of") if name in spec}
+    made = {name: spec[name]["run"] for name in ("start", "of") if name in spec}
+    if isinstance(end := spec.get("end"), Mapping):
+        made["end"] = end | {"of": end["of"]["run"]}
+    return spec | made
 
 
 def _tuned(records: Sequence[Record], run: Mapping[str, Any], setting: Mapping[str, Any]) -> dict[str, float] | str:
