@@ -25,6 +25,11 @@ def forgotten(record: Record, decoding: str) -> float:
     return float(np.mean(np.diagonal(right[1:])[:-1] - right[-1, :-1]))
 
 
+def learned(record: Record, decoding: str) -> float:
+    """Return how often a run is right on a task right after it was trained, the mean over all tasks."""
+    return float(np.mean(np.diagonal(matrix(record, decoding)[1:])))
+
+
 def knows_ties(record: Record) -> bool:
     """Return whether a record lists all of its tied steps; those of the first runs do not."""
     return len(record.get("tied_steps", ())) == record["counts"]["tied"]

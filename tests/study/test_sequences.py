@@ -109,5 +109,6 @@ def test_forgetting_and_the_law_are_read_from_the_curve() -> None:
     assert forgetting.ORDERS["published"] == tuple(world.TASKS)
     assert forgetting.matrix(record, "t1")[1].tolist() == [0.5, 0.1, 0.2, 0.5]
     assert forgetting.forgotten(record, "t1") == pytest.approx((0.3 + 0.1 - 0.1) / 3)
+    assert forgetting.learned(record, "t1") == pytest.approx((0.5 + 0.7 + 0.6 + 0.9) / 4)
     curve["norm"] = [0, *(0.1 * np.sqrt(100 * np.array([1, 3, 3, 4]) / 4))]
     assert forgetting.norms_over_law(record | {"tied_steps": [1, 4, 5, 7]}) == pytest.approx(np.ones(4))

@@ -404,6 +404,11 @@ _DECODED = {"decoded": True}
 _RIGHT = _DECODED | _POINTS
 _WITHIN = coverage.SOLVED_WITHIN
 
+
+def _of_sequences(words: str, read: Callable[[Record, str], float]) -> Quantity:
+    return _of_each(words, lambda side: side.runs, lambda runs, d: np.array([read(r, d) for r in runs]), **_RIGHT)
+
+
 QUANTITIES: dict[str, Quantity] = {
     "norm": _of_runs("norm of the displacement", lambda moved, _: np.log(np.diagonal(moved.total)) / 2, **_RATIO),
     "norm_over_walk": _of_runs("norm over that of a walk", norms_over_walk),
@@ -426,12 +431,9 @@ QUANTITIES: dict[str, Quantity] = {
     "skills_kl": _of_each("KL on other skills", _merged, lambda r, _: skills(r, "kl")),
     "skills_kl_ratio": _of_each("KL on other skills", _merged, lambda r, _: np.log(skills(r, "kl")), **_RATIO),
     "forgotten": Quantity("loss of earlier tasks, less a walk's", lambda side: side.runs, _forgotten, **_RIGHT),
-    "last": _of_each(
-        "accuracy on all tasks at the end",
-        lambda side: side.runs,
-        lambda runs, d: np.array([forgetting.matrix(run, d)[-1].mean() for run in runs]),
-        **_RIGHT,
-    ),
+    "lost": _of_sequences("loss of earlier tasks", forgetting.forgotten),
+    "learned": _of_sequences("accuracy on a task right after its turn", forgetting.learned),
+    "last": _of_sequences("accuracy on all tasks at the end", lambda run, d: forgetting.matrix(run, d)[-1].mean()),
     "off_law": _of_each(
         "largest distance of a norm from its law, after any task",
         lambda side: [run for run in side.runs if forgetting.knows_ties(run)],

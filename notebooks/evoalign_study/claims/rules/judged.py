@@ -195,6 +195,7 @@ def _asks(claim: Claim) -> Asks:
     yield both, "declare both gain (where runs are compared) and there (how many must get there), or neither"
     few = f"min_judges {claim['rule'].get('min_judges')}: declare {_FEWEST_JUDGES} or more"
     yield "floor" not in claim["rule"] or "favours" in claim["rule"], "declare in favours the arm that the floor is of"
+    yield "floor" not in claim["rule"] or claim["rule"]["comparisons"], "a floor needs a comparison: declare one"
     yield claim["rule"].get("min_judges", _FEWEST_JUDGES) >= _FEWEST_JUDGES, few
     for comparison, _ in declared_comparisons(claim["rule"]):
         judged = ("judge" in comparison) == (comparison["quantity"] == "win")
