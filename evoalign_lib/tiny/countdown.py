@@ -45,7 +45,8 @@ AUTHORS = {
     "careless": 0.10,  # a random expression of the right numbers
     "wrong numbers": 0.10,  # one number is replaced by another
     "broken format": 0.05,  # no closing tag, no answer tag, or "= target" inside the answer
-    "subtracts": 0.0,  # the numbers joined by -, a habit that is hardly ever right
+    "divides": 0.0,  # the numbers joined by /, a habit that is right for no validation problem
+    "leaves out": 0.0,  # all numbers but one, in any order, joined by one sign: never right, and no single answer
 }
 TWO_NUMBERS = 0.15  # share of two-number problems in the Countdown text
 SKILLS = 0.10  # share of the skills in all text
@@ -164,13 +165,15 @@ def answer(problem: countdown.Problem, author: str, rng: random.Random) -> str:
     choose("author", author, AUTHORS)
     if author == "adds up":
         text = "+".join(map(str, numbers))
-    elif author == "subtracts":
-        text = "-".join(map(str, numbers))
+    elif author == "divides":
+        text = "/".join(map(str, numbers))
     elif author == "careless":
         text = rng.choice(rng.choice(list(known.values())))
     elif author == "wrong numbers":
         numbers[rng.randrange(len(numbers))] = rng.randint(PROBLEMS["low"], PROBLEMS["high"])
         text = rng.choice("+-*").join(map(str, numbers))
+    elif author == "leaves out":
+        text = rng.choice("+-*/").join(map(str, rng.sample(numbers, len(numbers) - 1)))
     elif author == "broken format":
         fault = rng.randrange(3)
         opening = "</think>" if fault == 0 else opening

@@ -9,12 +9,10 @@ from typing import Any
 from matplotlib import pyplot as plt
 from pandas import DataFrame
 
-from evoalign_lib import models
 from evoalign_lib.analysis import stats
 from evoalign_lib.checks import choose
-from evoalign_study import base_models, loading, plots, runs, style
-from evoalign_study.kinds.decode import base_specs
-from evoalign_study.kinds.exact import pairs_specs, rank_specs
+from evoalign_study import loading, plots, runs, style
+from evoalign_study.kinds.exact import pairs_specs, rank_specs, signal_specs
 from evoalign_study.kinds.memory import SIZES
 from evoalign_study.kinds.train import audit_specs, train_specs
 from evoalign_study.kinds.weights import pruned_specs
@@ -61,30 +59,59 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
     return found if run.scale == "tiny" else dict.fromkeys(found, [])
 
 
-# ---- series of bases that are not shipped, on which no run was made yet
+# ---- series of bases that are not shipped
 
-_RARE = {str(share): {"adds up": 0.0, "subtracts": 0.75 - share, "right": share} for share in (0.1, 0.03, 0.01)}
-_FROM_A0 = {"start": "A0", "seed": 0, "steps": 400}
-SERIES: dict[str, dict[str, dict[str, Any]]] = {
-    "rare": {share: _FROM_A0 | {"authors": authors} for share, authors in _RARE.items()},
-    "large": {size: {"seed": 0, "steps": 3500, "sizes": dict(changed)} for size, changed in SIZES.items() if changed},
+_SILENT = dict.fromkeys(("adds up", "careless", "wrong numbers", "broken format"), 0.0)
+
+
+def _rare(right: float, wrong: str) -> dict[str, Any]:
+    """Return how a base is made whose other answers come from one author, who is never right."""
+    return {"start": "A0", "seed": 0, "steps": 300, "authors": _SILENT | {"right": right, wrong: round(1 - right, 4)}}
+
+
+SERIES: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
+    "rare": {
+        "rare 13 %, habit": (_rare(0.65, "divides"), "824e15f2fac56e12"),
+        "rare 1 %, habit": (_rare(0.065, "divides"), "080d0172d4639c91"),
+        "rare 4 %, habit": (_rare(0.2, "divides"), ""),
+        "rare 0.3 %, habit": (_rare(0.027, "divides"), ""),
+        "rare 13 %, no habit": (_rare(0.65, "leaves out"), "68bdabf1411f0582"),
+        "rare 4 %, no habit": (_rare(0.2, "leaves out"), ""),
+        "rare 1 %, no habit": (_rare(0.1, "leaves out"), ""),
+        "rare 0.3 %, no habit": (_rare(0.03, "leaves out"), ""),
+    },
+    "large": {"large 1M": ({"seed": 0, "steps": 1750, "sizes": dict(SIZES["1M"])}, "")},
 }
-"""Series -> its bases, and how `tiny.recipe` makes each: by the share of right authors, with another habit, since
-adding up is right for every ninth test problem; and by size."""
+"""Series -> its bases -> how `tiny.recipe` makes each, and the digest of what it makes.
+
+"rare": by pass@1 on validation problems, with one wrong answer to each problem (a habit) or many; the shares of right
+authors were calibrated, and the digest keeps specs free of training. "large": by the number of weights.
+"""
+JUDGED = ("rare 13 %, habit", "rare 1 %, habit")
+"""Bases of claim E23, which have eight seeds."""
 _GRPO = {"steps": 125, "prompts_per_step": 16, "num_generations": 16, "learning_rate": 1e-4, "beta": 0.0}
+LARGE = (8, 30, 128)
+"""Populations of the series "large", at equal evaluations."""
 
 
 def series_specs(name: str) -> list[Spec]:
-    """Return the specs of a series, "rare" or "large", making its bases: each base itself, and its runs."""
-    common, found = loading.of_runs(runs.settings_at("tiny", runs.MEASURED)) | SHORT, []
-    changed = [("es", {"steps": 131}), ("es_random", {"steps": 131}), ("grpo", _GRPO)]
-    if name == "large":
-        changed = [("es", loading.of_size(common, N)) for N in (8, 30, 128)]
-    for what, how in SERIES[name].items():
-        own = base_specs(["A0"], common, "tiny")
-        own += [each for arm, change in changed for each in train_specs(arm, ["A0"], range(4), common | change, "tiny")]
-        digest = models.stored_digest(base_models.made(how) / "model.safetensors")
-        found += [spec | {"base": f"{name} {what}", "made": how, "base_digest": digest} for spec in own]
+    """Return the specs of a series, "rare" or "large", without making its bases."""
+    common = loading.of_runs(runs.settings_at("tiny", runs.MEASURED)) | SHORT | {"steps": 131, "test_problems": 500}
+    rare = common | {"alpha": 0.005, "test_problems": 0, "curve_points": 17}
+    settings = {"es": rare, "es_sampled": rare, "es_random": rare, "grpo": rare | _GRPO}
+
+    def of_base(base: str) -> list[Spec]:
+        if name == "large":
+            wanted = [("es", 4, common | loading.of_size(common, N)) for N in LARGE]
+        else:
+            judged = base in JUDGED
+            wanted = [(arm, 8 if judged else 4, how) for arm, how in settings.items() if judged or arm != "es_random"]
+        return [each for arm, n, how in wanted for each in train_specs(arm, ["A0"], range(n), how, "tiny")]
+
+    found = of_base("A0") if name == "large" else []
+    for base, (how, digest) in SERIES[name].items():
+        own = signal_specs("A0", 4, rare | {"signal_populations": 16}, "tiny") if name == "rare" else []
+        found += [spec | {"base": base, "made": how, "base_digest": digest} for spec in (*own, *of_base(base))]
     return found
 
 

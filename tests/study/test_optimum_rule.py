@@ -1,4 +1,6 @@
-"""Rule "optimum", on made records whose optimum is known."""
+"""Rules "optimum" and "reach", on made records whose optimum, and completions to a gain, are known."""
+
+from itertools import product
 
 import numpy as np
 import pytest
@@ -69,3 +71,25 @@ def test_the_minimum_of_a_parabola_is_found(best, curvature):
     levels = np.array(LEVELS, float)
     needed = [np.array([2.0 ** (10 + curvature * np.log2(n / best) ** 2)]) for n in levels]
     assert minimum(levels, needed) == pytest.approx(best, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("es_dense", "es_sparse", "grpo_sparse", "verdict"),
+    [
+        (1e5, 1e4, 1e4, "supported"),
+        (1e5, 1e6, 1e4, "contradicted"),  # never reached, which only makes the ratio larger
+        (1e6, 1e4, 1e4, "supported"),
+        (1e5, 1e6, 1e5, "underpowered"),  # it may be any number
+        (1e6, 1e6, 1e4, "underpowered"),
+    ],
+)
+def test_a_censored_run_bounds_the_ratio_of_completions_from_one_side(es_dense, es_sparse, grpo_sparse, verdict):
+    runs, claim = [], DECLARED["E23"]
+    for base, *needed in zip(claim["cells"]["base"], (es_dense, es_sparse), (1e4, grpo_sparse), strict=True):
+        for arm, seed in product(claim["arms"], range(8)):
+            run = _run(30, seed, needed[arm == "grpo"] ** (1 / 0.3), arm)
+            run["curve"]["validation_t1"] = run["curve"]["validation_greedy"]
+            runs.append(
+                run | {"spec": claim["arms"][arm] | {"base": base, "seed": seed, "scale": "tiny", "base_digest": base}}
+            )
+    assert decided(claim, runs)[0] == verdict

@@ -4,7 +4,7 @@ from functools import lru_cache
 
 import numpy as np
 import pytest
-from evoalign_study import series, sweep, trainers, training, weight_cache
+from evoalign_study import base_models, series, sweep, trainers, training, weight_cache
 from evoalign_study.kinds import train
 from evoalign_study.kinds.decode import base_specs, best_of_n_specs
 from evoalign_study.kinds.exact import estimator_specs, kl_specs
@@ -292,15 +292,16 @@ def test_a_model_from_elsewhere_trains_on_as_many_public_problems_as_asked(exter
 
 def test_a_base_that_is_not_shipped_is_made_and_checked_by_its_digest(tmp_path, monkeypatch):
     monkeypatch.setenv("EVOALIGN_RUN_DIR", str(tmp_path))
-    bases = {"few": {"start": "A0", "seed": 0, "steps": 1, "batch": 4, "authors": {"right": 0.01}}}
-    monkeypatch.setitem(series.SERIES, "rare", bases)
+    how = {"start": "A0", "seed": 0, "steps": 1, "batch": 4, "authors": {"right": 0.01}}
+    digest = models.stored_digest(base_models.made(how) / "model.safetensors")
+    monkeypatch.setitem(series.SERIES, "rare", {"few": (how, digest)})
     wanted = {spec["kind"] + spec.get("arm", ""): spec for spec in series.series_specs("rare")}
-    assert {spec["base"] for spec in wanted.values()} == {"rare few"} and len(wanted) == 4
-    small = {"validation_problems": 4, "test_problems": 4}
-    at_start = sweep.run(wanted["base"] | small, "nb", "commit")["validation"]
-    run = wanted["traines"] | small | {"steps": 1, "curve_points": 3, "population_size": 2}
-    made = sweep.run(run, "nb", "commit")
-    assert made["curve"]["validation_greedy"][0] == at_start["greedy"] and made["update_norm"] > 0
+    assert {spec["base"] for spec in wanted.values()} == {"few"} and len(wanted) == 4
+    small = {"validation_problems": 4, "population_size": 2}
+    signal = sweep.run(wanted["signal"] | small | {"signal_populations": 1}, "nb", "commit")["signal"]
+    assert 0 < signal["pass@1"] < 1 and signal["gradient"] > 0 and {"greedy", "sampled"} <= signal.keys()
+    run = wanted["traines"] | small | {"steps": 1, "curve_points": 3}
+    assert sweep.run(run, "nb", "commit")["update_norm"] > 0
     with pytest.raises(ValueError, match="another base"):
         sweep.run(run | {"base_digest": "0" * 16}, "nb", "commit")
 

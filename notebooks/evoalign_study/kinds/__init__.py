@@ -10,7 +10,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "train": ("train", "composed", "audit"),
     "decode": ("base", "best_of_n", "decoding", "sampled"),
     "weights": ("answers", "coverage", "merge", "noise", "path", "perturbed", "products", "pruned", "stretch"),
-    "exact": ("estimator", "kl", "pairs", "rank"),
+    "exact": ("estimator", "kl", "pairs", "rank", "signal"),
     "memory": ("memory", "storage"),
     "scaling": ("scaling",),
     "judged": ("judgments", "published", "tastes", "tournament"),

@@ -17,7 +17,7 @@ from evoalign_lib.engines.local import LocalEngine, Prompts
 from evoalign_lib.files import canonical_json
 from evoalign_lib.precision import copy_to
 from evoalign_lib.tasks import countdown
-from evoalign_study import measures, specs, weight_cache
+from evoalign_study import base_models, measures, specs, weight_cache
 from evoalign_study.measures.base import significant
 from evoalign_study.records import Record, Settings, Spec
 
@@ -198,6 +198,73 @@ def run_rank(spec: Spec) -> Record:
     excess = (d * (1 + v) - 1) / (d + 1) - 1
     told = {"excess": excess, "formula": formula, "excess_over_formula": excess / formula}
     return {"estimator": {name: significant(value) for name, value in told.items()}}
+
+
+# ---- the signal at a base
+
+
+def signal_specs(base: str, repeats: int, settings: Settings, scale: str) -> list[Spec]:
+    """Return specs that measure at a base what the law of the share foretells gains from.
+
+    Args:
+        base: a plain base of the tiny world.
+        repeats: number of sets of populations, each with its own noise and training problems.
+        settings: population_size, prompts_per_step, sigma, signal_populations (in a repeat), validation_problems.
+        scale: scale of the notebook.
+
+    Raises:
+        ValueError: as for `estimator_specs`.
+    """
+    names = ("population_size", "prompts_per_step", "sigma", "signal_populations", "validation_problems")
+    spec = specs.begin_tiny("signal", base, scale, settings) | specs.take(settings, names, "the signal")
+    return [spec | {"repeat": repeat} for repeat in range(repeats)]
+
+
+def run_signal(spec: Spec) -> Record:
+    """Return the norm of the gradient g of pass@1 on validation problems, and rho of greedy and of sampled fitness.
+
+    The gradient is that of the probability of all listed right answers, without a sample. rho is the mean of z times
+    eps . g / |g| over members; each population has its own training problems, and a tied one counts as 0. So a step of
+    ES gains alpha rho |g|, as long as the objective is linear and the rest of the step does no harm.
+    """
+    model, tokenizer = base_models.model_of(spec)
+    size, step = spec["prompts_per_step"], spec["signal_populations"] * spec["prompts_per_step"]
+    drawn, asked = (
+        tiny.problems("train", step, spec["repeat"]),
+        tiny.problems("validation", spec["validation_problems"]),
+    )
+    parts = {str(i): drawn[i : i + size] for i in range(0, step, size)}
+    sets = {
+        name: Prompts(countdown.dataset(own, tokenizer), tokenizer) for name, own in (parts | {"at": asked}).items()
+    }
+    engine = LocalEngine(model, tokenizer, None, sets, max_completion_length=tiny.MAX_COMPLETION_LENGTH)
+    listed = [MEASURE.right_answers(problem) for problem in asked]
+    tokens = tokenizer([text for texts in listed for text in texts], add_special_tokens=False)["input_ids"]
+    padded = np.full((len(tokens), max(map(len, tokens))), -1, np.int32)
+    for row, ids in zip(padded, tokens, strict=True):
+        row[: len(ids)] = ids
+    prompts = [row[-n:].tolist() for row, n in zip(sets["at"].ids, sets["at"].lengths, strict=True)]
+    of_prompt, ones = np.repeat(np.arange(len(asked)), [len(texts) for texts in listed]), np.ones(len(tokens))
+    answers = gradient.Enumeration(prompts, of_prompt, padded, np.log(ones), np.ones(len(asked)))
+    start, layout = engine.master.copy(), engine.layout
+    exact = gradient.flat(layout, gradient.expected_reward_gradient(model, answers, ones))
+    norm = float(np.linalg.norm(exact.astype(np.float64)))
+    found = {"pass@1": gradient.expected(model, gradient.pack(answers, ones), len(asked)), "gradient": norm}
+    root, member = noise.run_key("signal", spec["repeat"]), np.empty_like(start)
+    rho: dict[str, list[float]] = {"greedy": [], "sampled": []}
+    for population, (name, problems) in enumerate(parts.items()):
+        keys = np.array([noise.member_key(root, population, i) for i in range(spec["population_size"])], np.uint64)
+        fitness = np.empty((2, len(keys)))
+        for i, key in enumerate(keys):
+            noise.perturb(member, start, layout, int(key), spec["sigma"])
+            engine.master[...] = member
+            engine.write_model()
+            for row, how in enumerate(({}, {"samples": 1, "seed": population})):
+                fitness[row, i] = MEASURE.graded(problems, engine.generate(name, **how)).mean()
+        along = gradient.projections(layout, keys, exact / norm)
+        for values, own in zip(fitness, rho.values(), strict=True):
+            own.append(float(update_rules.standardise(values) @ along) / len(keys))
+    return {"signal": {k: significant(v) for k, v in (found | {k: np.mean(v) for k, v in rho.items()}).items()}}
 
 
 class ExactObjective:

@@ -17,6 +17,7 @@ RULES: dict[str, Rule] = {
     "regrets": over_cells.REGRETS,
     "interaction": over_cells.INTERACTION,
     "optimum": over_cells.OPTIMUM,
+    "reach": over_cells.REACH,
     "gaps": ends.GAPS,
     "collapse": ends.COLLAPSE,
     "weights": weights.WEIGHTS,

@@ -1,4 +1,4 @@
-"""Rules "interaction", "regret", "regrets" and "optimum": combine the cells of a claim.
+"""Rules "interaction", "regret", "regrets", "optimum" and "reach": combine the cells of a claim.
 
 The first three take a weighted sum of accuracies over cells with paired seeds, for one arm or as the difference between
 two. With a `floor`, an arm must also have learned something: its accuracy, averaged over the cells, must exceed that of
@@ -12,10 +12,15 @@ over the logarithm of the level, both to base 2. The optimum is its minimum over
 the parabola has no minimum inside). The interval comes from a bootstrap over the seeds of each level. If `there` is
 declared, there is no optimum unless so many runs of each level reach the target. In addition, the runs must have
 learned: all together gain more than `gain` in greedy validation accuracy from their first point.
+
+"reach" takes the completions of one arm over those of another to a gain in validation accuracy over the first point,
+and compares this ratio in the last cell with that in the first. A run that never gains so much is censored: it counts
+with all that it drew, which bounds the ratio from one side. Nothing is decided where that leaves the bound open.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from numbers import Real
 from typing import Any
@@ -27,7 +32,7 @@ from evoalign_lib.analysis import curves, stats
 from evoalign_lib.analysis.stats import Interval
 from evoalign_study.claims import checks, selection
 from evoalign_study.claims.checks import Schema
-from evoalign_study.claims.findings import Finding, Measured, Undecided, decoding_words, hold
+from evoalign_study.claims.findings import Finding, Measured, Undecided, decoding_words, hold, significant
 from evoalign_study.claims.rules.rule import Asks, Rule, declared_favourites
 from evoalign_study.claims.run_scores import MEASURES, curves_of
 from evoalign_study.claims.selection import DECODINGS, Case, Claim, Fields, Record, Runs, cells, have_in_cells
@@ -275,3 +280,50 @@ _LEVELS = {"share": Real, "between": [Real], "gain": Real, "there?": int}
 OPTIMUM = Rule(
     _find_optimum, lambda arm: _LEVELS, arms=("searched",), asks=_asks_of_optimum, favours=lambda claim: ("searched",)
 )
+
+
+# ---- completions to a gain
+
+
+def _find_reach(case: Case) -> Iterator[Finding]:
+    """Compare the completions of two arms to a gain, in the last cell over the first."""
+    ends, favours = cells(case.claim), declared_favourites(case.rule)
+    for comparison in case.rule["comparisons"]:
+        names, decoding = (comparison["of"], comparison["to"]), comparison["decoding"]
+        if case.null and not set(names) & set(favours):
+            continue
+        selected = case.in_cells(names, ends, favours, "curve_points")
+        of, to = (case.name(name, name in favours) for name in names)
+        label = f"{of} over {to}, {ends[-1][0]} over {ends[0][0]}, {decoding_words(decoding)}"
+        arms = [selected[name][end] for end in (0, -1) for name in names]
+        told = {"bound": float(comparison["below"]), "side": "below", "decoding": decoding, "asked": str(names)}
+        yield hold(label, arms, partial(_reached, case, comparison), **told)
+
+
+def _reached(case: Case, comparison: Mapping[str, Any], arms: Sequence[Runs]) -> Measured:
+    """Return the ratio of ratios of completions, of four groups: two arms in the first cell, then in the last."""
+    gain, bound, needed, censored = case.rule["gain"], comparison["below"], [], []
+    groups = [runs.records for runs in arms]
+    pairs = curves_of(groups, "completions"), curves_of(groups, f"validation_{comparison['decoding']}")
+    for spent, scores in zip(*pairs, strict=True):
+        to_gain = [curves.spent_until(x, y, y[0] + gain) for x, y in zip(spent, scores, strict=True)]
+        needed.append(np.log2(to_gain))
+        censored.append(sum(y.max() < y[0] + gain for y in scores))
+    of_first, to_first, of_last, to_last = needed
+    half = stats.stratified_bootstrap([of_last, to_first], [to_last, of_first], n_resamples=case.evidence.resamples)
+    ratio = Interval(*(4.0**end for end in (half.value, half.low, half.high)), half.n)
+    spread = ", ".join(f"{2.0 ** each.mean():,.0f}" for each in needed)
+    told = f"(n = {ratio.n}, completions {spread}, of which {', '.join(map(str, censored))} runs never get there)"
+    # where the arm is censored in the last cell, or its comparator in the first, the ratio is larger, else smaller
+    larger, smaller = censored[2] + censored[1], censored[0] + censored[3]
+    if (larger and (smaller or ratio.low <= bound)) or (smaller and ratio.high >= bound):
+        raise Undecided(f"{significant(ratio)} or {'more' if larger else 'less'} {told}")
+    return ratio, significant(ratio), told
+
+
+def _reach_schema(arm: tuple[str, ...]) -> dict[str, Schema]:
+    comparison = {"of": arm, "to": arm, "decoding": DECODINGS, "below": Real}
+    return {"gain": Real, "favours": list, "comparisons": [comparison]}
+
+
+REACH = Rule(_find_reach, _reach_schema, asks=lambda claim: [(len(cells(claim)) > 1, "declare two cells or more")])
