@@ -14,7 +14,7 @@ import yaml
 
 from evoalign_lib.checks import nearest, plain, require
 from evoalign_lib.engines.processes import gpus_here
-from evoalign_study import provenance, sweep
+from evoalign_study import provenance, real_panels, style, sweep
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -35,18 +35,20 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
         namespace: the notebook's `globals()`, with the seven common parameters and whatever `papermill -p` injected.
             It passes truth values, lists and dicts as texts, such as "true" and "[2, 4]", which are replaced here by
             the values; so are NumPy's numbers, by Python's.
-        presets: scale -> the notebook's settings at that scale. `papermill -p` can override them one by one.
+        presets: scale -> the notebook's settings at that scale. `papermill -p` can override them one by one. Scale
+            "real" has none. Where a notebook has a section on it, the notebook's other cells then only say that they
+            were skipped: `records` and `of`, the notebook's own runs, are set to none.
 
     Returns:
         The seven parameters, the scale's settings with overrides applied, and `aside`: whether this run departs from
-        the plain scale (force, seeds, model, an override, smoke), so that nothing may be written among the committed
-        records and artefacts.
+        the plain scale (force, seeds, model, an override, smoke, real), so that nothing may be written among the
+        committed records and artefacts.
 
     Raises:
-        ValueError: an unknown scale, or "real", whose runs are made elsewhere; a name that is neither a parameter nor
-            a setting (suggests the nearest one); a missing parameter; a value of the wrong type; an empty list, or a
-            number that is not finite, negative, zero or huge, where no scale has such a value; an unknown engine; a
-            scale without presets.
+        ValueError: an unknown scale; "real" in a notebook without a section on it, or with anything else to change,
+            since its runs are made elsewhere; a name that is neither a parameter nor a setting (suggests the nearest
+            one); a missing parameter; a value of the wrong type; an empty list, or a number that is not finite,
+            negative, zero or huge, where no scale has such a value; an unknown engine; a scale without presets.
 
     >>> check_parameters(
     ...     dict(scale="tiny", model="", engine="local", gpus=0, seeds=0, force=False, dry_run=False, stpes=3),
@@ -58,14 +60,22 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
     if missing := [name for name in PARAMETERS if name not in namespace]:
         raise ValueError(f"parameter {missing[0]!r} is not set: run the parameters cell first.")
     scale = namespace["scale"]
-    shown = "'On a real model' in notebooks 01 to 03, 05 and 07 to 09 shows them at scale 'tiny'"
-    require(scale != "real", f"scale='real': `python -m evoalign_study.real run` makes its runs, and {shown}.")
+    if scale == "real":
+        study, presets = namespace.get("study"), {"real": {}}
+        notebook = study.NOTEBOOK if study else ""
+        known = ", ".join(name[:2] for name in real_panels.NOTEBOOKS)
+        require(notebook in real_panels.NOTEBOOKS, f"scale='real': its records are in notebooks {known}. Execute one.")
     hint = f"use one of {', '.join(presets)}.{nearest(scale, presets, 0.0)}"
     require(scale in list(presets), f"unknown scale={scale!r}: {hint}")
     settings = dict(presets[scale])
     for name in (_COMMON | settings).keys() & namespace.keys():
         namespace[name] = _read(plain(namespace[name]), [own.get(name) for own in (_COMMON, *presets.values())])
     given = {name: namespace[name] for name in _given(namespace, presets)}
+    if scale == "real":
+        own = _COMMON | {name: given[name] for name in ("scale", "dry_run")}
+        others = ", ".join(f"{name}={value!r:.80}" for name, value in given.items() if value != own.get(name))
+        made = "its runs are made by `python -m evoalign_study.real run`, and shown as they were recorded"
+        require(not others, f"scale='real' takes no {others}: {made}. Leave it out.")
     _check(given, presets)
     settings |= {name: value for name, value in given.items() if name in settings}
     engine, gpus, model = (namespace[name] for name in ("engine", "gpus", "model"))
@@ -76,9 +86,13 @@ def check_parameters(namespace: dict[str, Any], presets: Mapping[str, Mapping[st
         require(gpus_here(), "engine='cuda': torch sees no GPU. Set engine='local'.")
     own = scale == "full" or (local and not model)
     require(own, f"engine={engine!r}, model={model!r}: scale {scale!r} has own models on 'local'. Set scale='full'.")
-    aside = scale == "smoke" or any(bool(namespace[name]) for name in ("force", "seeds", "model"))
+    aside = scale in ("smoke", "real") or any(bool(namespace[name]) for name in ("force", "seeds", "model"))
     aside |= settings != dict(presets[scale])
     namespace["_parameters_checked"] = check_parameters
+    _skip_others(scale == "real")
+    if scale == "real":  # what the set-up cell, which is skipped, does at other scales
+        style.use()
+        namespace |= {"notebook": notebook, "records": {}, "of": {}}
     return SimpleNamespace(**{name: namespace[name] for name in PARAMETERS}, aside=aside, **settings)
 
 
@@ -92,6 +106,22 @@ def _read(value: Any, examples: Sequence[Any]) -> Any:
                 found = read(value)
                 return found if isinstance(found, (*kinds, list)) else value
     return value
+
+
+def _skip_others(skip: bool) -> None:
+    """In IPython, skip the cells of a notebook that need runs that scale "real" lacks; or no longer skip any."""
+    ipython = sys.modules.get("IPython")
+    if shell := ipython and ipython.get_ipython():
+        transforms = shell.input_transformers_cleanup
+        transforms[:] = [each for each in transforms if each is not _of_scale_real] + [_of_scale_real] * skip
+        if skip:
+            print("scale real: the section 'On a real model' shows its records; all other results are of other scales")
+
+
+def _of_scale_real(lines: list[str]) -> list[str]:
+    """Return the lines of parameters, their check and the section as they are; of others, that they are skipped."""
+    kept = re.search(r"^scale\b.*=|check_parameters\(|real_panels\.", "".join(lines), re.MULTILINE)
+    return lines if kept else ["print('skipped at scale real')\n"]
 
 
 def announce(run: SimpleNamespace, notebook: str) -> None:
@@ -146,7 +176,7 @@ def _given(namespace: Mapping[str, Any], presets: Mapping[str, Mapping[str, Any]
         of_ipython = {name for name, kind in (("In", list), ("Out", dict)) if isinstance(namespace.get(name), kind)}
         plain = [name for name, value in namespace.items() if isinstance(value, _PLAIN) and name not in of_ipython]
         names += [name for name in plain if not name.startswith("_")]
-    return [name for name in dict.fromkeys(names) if name in namespace and namespace[name] is not presets]
+    return [name for name in dict.fromkeys(names) if name in namespace and name != "presets"]
 
 
 def _check(given: Mapping[str, Any], presets: Mapping[str, Mapping[str, Any]]) -> None:

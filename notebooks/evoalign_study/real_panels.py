@@ -1,7 +1,7 @@
 """A real model beside the tiny world: the figure and the answers of the section "On a real model" of seven notebooks.
 
 The left panel has the notebook's own runs, the right one the committed records of scale "real", whatever the notebook's
-scale; so no weights are needed.
+scale; so no weights are needed. At scale "real" there is the latter alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ def shown(notebook: str, run: SimpleNamespace, own: Records) -> list[Shown]:
     Args:
         notebook: its name without suffix.
         run: its parameters.
-        own: its groups of runs.
+        own: its groups of runs; none at scale "real".
     """
     records, number = claims.committed_records("real"), notebook.partition("_")[0]
     real, facts = (real_results.groups(records, task) for task in ("arithmetic", "facts"))
@@ -47,8 +47,13 @@ def shown(notebook: str, run: SimpleNamespace, own: Records) -> list[Shown]:
     store = artifacts.Store(notebook, run.scale, list({r["spec_hash"]: r for r in used}.values()), fresh=run.aside)
     drawn = list(dict.fromkeys(points["arm"]))
     counts = {f"n{i}": _counted(of, drawn) for i, of in enumerate((own, other))}
-    name = f"real_{number}"
-    saved = store.save_figure(fig, name, points, captioned(name, **counts), of=f"scales {run.scale} and real")
+    name, scales = f"real_{number}", f"scales {run.scale} and real"
+    caption = captioned(name, **counts)
+    if not own:  # a single panel
+        about, _, panels = caption.partition("Left ")
+        last = panels.partition(", right ")[2].replace(" (", " (seeds: ")
+        caption, scales = about + last[:1].upper() + last[1:], "scale real"
+    saved = store.save_figure(fig, name, points, caption, of=scales)
     return [saved, artifacts.answers(answered(f"{notebook}, real", found))]
 
 
@@ -138,6 +143,8 @@ _POINTS: Mapping[str, tuple[Callable[[Records], Iterable[DataFrame]], dict[str, 
     "09_lmc_analysis": (_lines, {"ylabel": "right answers, %", "xlabel": "share of the way to GRPO"}),
 }
 """Notebook -> the points of its figure in one world, and the panels' labels."""
+NOTEBOOKS = tuple(_POINTS)
+"""The notebooks that have the section."""
 
 
 def figure(notebook: str, own: Records, real: Records) -> tuple[Figure, DataFrame]:
