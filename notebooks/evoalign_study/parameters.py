@@ -115,7 +115,7 @@ def _skip_others(skip: bool) -> None:
         transforms = shell.input_transformers_cleanup
         transforms[:] = [each for each in transforms if each is not _of_scale_real] + [_of_scale_real] * skip
         if skip:
-            print("scale real: the section 'On a real model' shows its records; all other results are of other scales")
+            print("scale real: only the section 'On a real model' has records and is executed; other cells are skipped")
 
 
 def _of_scale_real(lines: list[str]) -> list[str]:

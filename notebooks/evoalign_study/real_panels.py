@@ -49,7 +49,8 @@ def shown(notebook: str, run: SimpleNamespace, own: Records) -> list[Shown]:
     counts = {f"n{i}": _counted(of, drawn) for i, of in enumerate((own, other))}
     name, scales = f"real_{number}", f"scales {run.scale} and real"
     caption = captioned(name, **counts)
-    if not own:  # a single panel
+    if not own:  # a single panel, whose files stand beside those of both
+        name += "_alone"
         about, _, panels = caption.partition("Left ")
         last = panels.partition(", right ")[2].replace(" (", " (seeds: ")
         caption, scales = about + last[:1].upper() + last[1:], "scale real"

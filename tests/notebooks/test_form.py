@@ -11,7 +11,7 @@ from importlib import import_module
 
 import nbformat
 import pytest
-from evoalign_study import execution, parameters, paths
+from evoalign_study import execution, parameters, paths, real_panels
 from evoalign_study.records import read_records, record_files
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
@@ -108,13 +108,17 @@ def test_a_cell_that_runs_again_finds_the_names_it_reads_as_they_were(notebook):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", [path.stem for path in NOTEBOOKS])
-def test_every_cell_runs_twice(name, tmp_path):
+def test_every_cell_runs_twice_after_the_section_that_scale_real_has(name, tmp_path):
     """As it does where a reader changes a cell: what it reads was not changed in place either."""
     content = read(paths.NOTEBOOKS / f"{name}.ipynb")
     sources = code_of(content)
     at = 1 + [source.startswith("scale: str") for source in sources].index(True)
-    content.cells = [new_code_cell(source) for source in [*sources[:at], "dry_run = True", *sources[at:]] * 2]
+    passes = ['scale = "real"'] * (name in real_panels.NOTEBOOKS) + ["dry_run = True"] * 2
+    content.cells = [new_code_cell(source) for given in passes for source in [*sources[:at], given, *sources[at:]]]
     assert execution._run(name, content, tmp_path, [], timeout=300) is None
+    after = content.cells[at + 2 : len(sources) + 1] if passes[2:] else []
+    expected = ["image/png" if "real_panels" in cell.source else "skipped at scale real" for cell in after]
+    assert all(text in str(cell.outputs) for text, cell in zip(expected, after, strict=True))
 
 
 # ---- rules on numbers and links
@@ -221,10 +225,8 @@ def test_numbers_in_the_readme_are_those_of_the_notebooks():
     sizes = {r["d"] for path in record_files("tiny") for r in read_records(path) if "d" in r}
     outputs = {path.name: shown(read(path)) for path in NOTEBOOKS}
     outputs["records"] = ", ".join(f"{size / 1e6:.2f}" for size in sizes)
-    readme, claims, log = (
-        path.read_text(encoding="utf-8")
-        for path in (paths.ROOT / "README.md", paths.PAPER / "claims.yaml", paths.ROOT / "LOG.md")
-    )
+    files = ("README.md", "paper/claims.yaml", "LOG.md")
+    readme, claims, log = ((paths.ROOT / name).read_text(encoding="utf-8") for name in files)
     assert unproven_in_readme(readme, outputs, claims, log) == []
 
 
@@ -249,9 +251,8 @@ PROSE = [
 
 @pytest.mark.parametrize(("prose", "said"), PROSE)
 def test_numbers_in_prose_that_no_output_holds_are_found(prose, said):
-    output = new_output(
-        "display_data", {"text/html": "<td>14.6 [13.1,\N{NO-BREAK SPACE}16.1] points</td>", "text/plain": "2000 8 3.2"}
-    )
+    held = {"text/html": "<td>14.6 [13.1,\N{NO-BREAK SPACE}16.1] points</td>", "text/plain": "2000 8 3.2"}
+    output = new_output("display_data", held)
     cells = [new_markdown_cell(prose), new_code_cell("x", outputs=[output, new_output("stream", text="12.5 %")])]
     problems = unproven_numbers(new_notebook(cells=cells))
     assert (problems == []) if said is None else (len(problems) == 1 and said in problems[0])

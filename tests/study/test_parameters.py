@@ -3,13 +3,14 @@
 import importlib
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import numpy as np
 import pytest
 from evoalign_study import parameters, paths
 from evoalign_study.parameters import PARAMETERS, check_parameters
-from helpers import python
+from helpers import python, refused
 
 GIVEN = {"scale": "tiny", "model": "", "engine": "local", "gpus": 0, "seeds": 0, "force": False, "dry_run": False}
 LISTS = {"rates": [0.1, 0.3], "factors": {"sigma": 0.1}, "own_seeds": [32], "n_seeds": 8, "ends": [], "weights": [0.0]}
@@ -63,14 +64,20 @@ def test_mistakes_are_named(changed):
 
 
 def test_one_gpu_without_vllm(monkeypatch):
-    asked, presets = (
-        GIVEN | {"scale": "full", "engine": "cuda", "model": "org/model"},
-        PRESETS | {"full": PRESETS["tiny"]},
-    )
+    asked = GIVEN | {"scale": "full", "engine": "cuda", "model": "org/model"}
+    presets = PRESETS | {"full": PRESETS["tiny"]}
     monkeypatch.setattr(parameters, "gpus_here", lambda: 1)
     assert check_parameters(asked | {"gpus": 1}, presets).engine == "cuda"
     with pytest.raises(ValueError, match="gpus=2"):
         check_parameters(asked | {"gpus": 2}, presets)
+
+
+AT_REAL = GIVEN | {"scale": "real", "study": SimpleNamespace(NOTEBOOK="01_es_countdown")}
+MADE = {"seeds": 2, "force": True, "engine": "vllm", "model": "a/b", "steps": 7}
+test_scale_real_takes_nothing_else = refused(
+    *(({name: value}, f"no {name}={value!r}.*evoalign_study.real run") for name, value in MADE.items()),
+    call=lambda given: check_parameters(AT_REAL | given, PRESETS),
+)
 
 
 READ = [("rates", "[1e-3, 3]", [1e-3, 3]), ("rates", "[.5]", [0.5]), ("bases", "[A2, A1]", ["A2", "A1"])]
@@ -104,9 +111,7 @@ def test_the_cell_may_run_again_after_later_cells():
 
 
 def test_the_settings_of_every_notebook_pass_their_own_check():
-    modules = sorted((paths.NOTEBOOKS / "evoalign_study").glob("nb*.py"))
-    assert len(modules) == 9
-    for module in modules:
+    for module in (paths.NOTEBOOKS / "evoalign_study").glob("nb*.py"):
         presets = importlib.import_module(f"evoalign_study.{module.stem}").presets()
         for scale, preset in presets.items():
             run = check_parameters(GIVEN | {"scale": scale} | preset, presets)
