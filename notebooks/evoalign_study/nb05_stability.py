@@ -370,6 +370,7 @@ def results(run: SimpleNamespace, of: Records) -> Results:
             sides["regret if ties keep"] = compared(means, "grpo", "es")
     for to in run.horizons[1:]:
         sides[f"change to {to}"] = compared(change_of_gain(of, run.horizons[0], to), "es", "grpo")
+    found |= series.results(of)
     return found | {f"{name} {side}": x for name, each in sides.items() for side, x in each.items()}
 
 

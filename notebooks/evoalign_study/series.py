@@ -18,6 +18,7 @@ from evoalign_study.kinds.train import audit_specs, train_specs
 from evoalign_study.kinds.weights import pruned_specs
 from evoalign_study.loading import Group, Groups, Records
 from evoalign_study.records import Spec, accuracy_matrix
+from evoalign_study.results import Results
 from evoalign_study.sweep import load_or_run
 
 CLAIMS = ("C41", "C41b", "C42", "C43", "C44", "C45", "C46", "E21", "E22", "E23")
@@ -153,6 +154,17 @@ def predictions(of: Records) -> DataFrame:
         blocks = [record["estimator"] for record in runs.where(pairs, at=cell)]
         add(f"error with the mean over pairs', {cell}", 0.5, [block["mean_over_pairs"] for block in blocks])
     return DataFrame(rows)
+
+
+def results(of: Records) -> Results:
+    """Return by how much greedy accuracy falls without parts of an update, and rank 1's variance over its formula."""
+    models = [record["models"] for record in of["pruned"]]
+    if not models:
+        return {}
+    right = {name: accuracy_matrix([each[name] for each in models]) for name in models[0]}
+    found = {f"lost to {name}": stats.crossed_bootstrap(right["whole"] - left) for name, left in right.items()}
+    over = [row["value"] for row in predictions(of).to_dict("records") if row["what"].startswith("rank 1")]
+    return found | {"rank 1 least": min(over), "rank 1 most": max(over)}
 
 
 def figure_predictions(points: DataFrame) -> plt.Figure:
