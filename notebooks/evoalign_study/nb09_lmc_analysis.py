@@ -18,7 +18,7 @@ from evoalign_study.records import Spec
 from evoalign_study.results import MISSING, Results, stated
 
 NOTEBOOK = "09_lmc_analysis"
-CLAIMS = ("C25", "C26", "C27b", "C28b", "C39b", "C39c", "C39d")
+CLAIMS = ("C25", "C26", "C27b", "C28b", "C39b", "C39c", "C39d", "E24")
 TRAINED = ("es", "es_sampled", "es_random", "grpo", "grpo_random", "sft")
 """Groups of training runs whose ends are joined by lines in weight space."""
 presets, TINY, SMOKE, FULL = runs.scales(
