@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evoalign_lib._interrupts import interrupts_wait
+from evoalign_lib.analysis import curves
 from evoalign_lib.checks import require
 from evoalign_lib.files import canonical_json, locked, replace_bytes
 from evoalign_study import paths
@@ -408,6 +409,18 @@ def ledger_file(record: Record) -> Path:
 
 
 # ---- results, packed problem by problem
+
+
+def spent_to_gain(record: Mapping[str, Any], decoding: str, gain: float) -> tuple[float, bool]:
+    """Return the completions after which validation accuracy was first so much above its first point, and if it was.
+
+    Without it, all completions are returned. Random fitness, which draws none, counts like ES of as many steps.
+    """
+    spec, points = record["spec"], record["curve"]
+    scores, spent = np.array(points[f"validation_{decoding}"], float), points["completions"]
+    if not spent[-1]:
+        spent = np.multiply(points["step"], spec["population_size"] * spec["prompts_per_step"])
+    return curves.spent_until(spent, scores, scores[0] + gain), bool(scores.max() >= scores[0] + gain)
 
 
 def accuracy_matrix(records: Sequence[dict[str, Any]], decoding: str = "greedy") -> NDArray[np.float64]:

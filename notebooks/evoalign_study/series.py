@@ -6,6 +6,7 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from matplotlib import pyplot as plt
 from pandas import DataFrame
 
@@ -17,7 +18,7 @@ from evoalign_study.kinds.memory import SIZES
 from evoalign_study.kinds.train import audit_specs, train_specs
 from evoalign_study.kinds.weights import pruned_specs
 from evoalign_study.loading import Group, Groups, Records
-from evoalign_study.records import Spec, accuracy_matrix
+from evoalign_study.records import Spec, accuracy_matrix, spent_to_gain
 from evoalign_study.results import Results
 from evoalign_study.sweep import load_or_run
 
@@ -74,14 +75,14 @@ SERIES: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
     "rare": {
         "rare 13 %, habit": (_rare(0.65, "divides"), "824e15f2fac56e12"),
         "rare 1 %, habit": (_rare(0.065, "divides"), "080d0172d4639c91"),
-        "rare 4 %, habit": (_rare(0.2, "divides"), ""),
-        "rare 0.3 %, habit": (_rare(0.027, "divides"), ""),
+        "rare 4 %, habit": (_rare(0.2, "divides"), "b54b6a1fe13a19fa"),
+        "rare 0.3 %, habit": (_rare(0.027, "divides"), "8c33110d5e605fb1"),
         "rare 13 %, no habit": (_rare(0.65, "leaves out"), "68bdabf1411f0582"),
-        "rare 4 %, no habit": (_rare(0.2, "leaves out"), ""),
-        "rare 1 %, no habit": (_rare(0.1, "leaves out"), ""),
-        "rare 0.3 %, no habit": (_rare(0.03, "leaves out"), ""),
+        "rare 4 %, no habit": (_rare(0.2, "leaves out"), "ca0f007822a57c7f"),
+        "rare 1 %, no habit": (_rare(0.075, "leaves out"), "736dd0a756eab085"),
+        "rare 0.3 %, no habit": (_rare(0.03, "leaves out"), "ea66c1fbbf4c072f"),
     },
-    "large": {"large 1M": ({"seed": 0, "steps": 1750, "sizes": dict(SIZES["1M"])}, "")},
+    "large": {"large 1M": ({"seed": 0, "steps": 800, "sizes": dict(SIZES["1M"])}, "44d749cc2e4b7200")},
 }
 """Series -> its bases -> how `tiny.recipe` makes each, and the digest of what it makes.
 
@@ -97,21 +98,27 @@ LARGE = (8, 30, 128)
 
 def series_specs(name: str) -> list[Spec]:
     """Return the specs of a series, "rare" or "large", without making its bases."""
-    common = loading.of_runs(runs.settings_at("tiny", runs.MEASURED)) | SHORT | {"steps": 131, "test_problems": 500}
+    common = (
+        loading.of_runs(runs.settings_at("tiny", runs.MEASURED))
+        | SHORT
+        | {"steps": 131, "test_problems": 500, "curve_points": 3}
+    )
     rare = common | {"alpha": 0.005, "test_problems": 0, "curve_points": 17}
     settings = {"es": rare, "es_sampled": rare, "es_random": rare, "grpo": rare | _GRPO}
 
     def of_base(base: str) -> list[Spec]:
         if name == "large":
-            wanted = [("es", 4, common | loading.of_size(common, N)) for N in LARGE]
+            wanted = [("es", 3, common | loading.of_size(common, N)) for N in LARGE]
+        elif base in JUDGED:
+            wanted = [(arm, 4 if arm == "es_random" else 8, how) for arm, how in settings.items()]
         else:
-            judged = base in JUDGED
-            wanted = [(arm, 8 if judged else 4, how) for arm, how in settings.items() if judged or arm != "es_random"]
+            wanted = [(arm, 3, how) for arm, how in settings.items() if arm != "es_random"]
         return [each for arm, n, how in wanted for each in train_specs(arm, ["A0"], range(n), how, "tiny")]
 
     found = of_base("A0") if name == "large" else []
     for base, (how, digest) in SERIES[name].items():
-        own = signal_specs("A0", 4, rare | {"signal_populations": 16}, "tiny") if name == "rare" else []
+        repeats = (name == "rare") * (4 if base in JUDGED else 2)
+        own = signal_specs("A0", repeats, rare | {"signal_populations": 16}, "tiny")
         found += [spec | {"base": base, "made": how, "base_digest": digest} for spec in (*own, *of_base(base))]
     return found
 
@@ -147,6 +154,8 @@ def predictions(of: Records) -> DataFrame:
     gains = {N: accuracy_matrix(of[f"es N={N}" if N != 30 else "es"]).mean(1) - base for N in (8, 30, 128)}
     for N in (8, 128):
         add(f"gain of {N} members over that of 30", 1.0, gains[N] / gains[30].mean())
+    for at, N in product(("A0", *SERIES["large"]) if of["large"] else (), (8, 128)):
+        add(f"gain of {N} members over that of 30, {at}", 1.0, _gains(of, at, N) / _gains(of, at, 30).mean())
     two, short = (accuracy_matrix(of[name]).mean(1) - base for name in ("es N=2", "es short"))
     add("gain of 2 members over that of 30, short runs", _TWO, two / short.mean())
     pairs = (*of["pairs"], *of["pairs at ends"])
@@ -178,6 +187,92 @@ def figure_predictions(points: DataFrame) -> plt.Figure:
     ax.set(yticks=range(len(points)), yticklabels=points["what"][::-1], xlabel="measured over predicted")
     ax.grid(axis="y", visible=False)
     return fig
+
+
+# ---- what the series show
+
+GAIN = 0.03
+"""Gain in validation accuracy to which completions are counted."""
+FORMATS = {"pass@1": ".4f", "|g|": ".3f", "rho": ".2f", "foretold": ",.0f", "needed": ",.0f"}
+"""Formats of the table of what was foretold."""
+_RHO = {"es": "greedy", "es_sampled": "sampled"}
+_SHAPES, _LAW = {"habit": "o", "no habit": "s"}, {"habit": "--", "no habit": ":"}
+_NEVER, _MARK = {"mfc": "none", "marker": "^"}, {"ls": "", "ms": 4, "alpha": 0.8}
+
+
+def sparsity(of: Records) -> tuple[DataFrame, DataFrame]:
+    """Return completions to a gain of three points on the bases of the series "rare", by run, and what was foretold.
+
+    By the law of the share a step of ES gains alpha rho |g| at temperature 1; both are measured at the base, as is the
+    way to the target, since a curve begins with few samples. A hit: no run is censored and their geometric mean lies
+    within a factor of 1.5 of what was foretold, or more was foretold than was drawn and all are.
+    """
+    points: list[dict[str, Any]] = []
+    told: list[dict[str, Any]] = []
+    for base in SERIES["rare"]:
+        here = runs.where(of["rare"], base=base)
+        signals = DataFrame([record["signal"] for record in here if "signal" in record]).mean()
+        own = {"base": base, "pass@1": signals["pass@1"]}
+        for decoding, arm in product(loading.DECODINGS, ("es", "es_sampled", "grpo", "es_random")):
+            found = runs.where(here, arm=arm)
+            needed = [spent_to_gain(run, decoding, GAIN) for run in found]
+            row = {"decoding": decoding, "arm": arm} | own
+            points += [row | {"completions": spent, "reached": reached} for spent, reached in needed]
+            if arm not in _RHO or decoding == "greedy":
+                continue
+            spec, rho = found[0]["spec"], signals[_RHO[arm]]
+            drawn = spec["population_size"] * spec["prompts_per_step"]
+            way = found[0]["curve"]["validation_t1"][0] + GAIN - own["pass@1"]
+            foretold = drawn * way / max(spec["alpha"] * rho * signals["gradient"], 1e-9)
+            never, mean = sum(not reached for _, reached in needed), np.exp(np.mean(np.log([x for x, _ in needed])))
+            late = foretold > drawn * spec["steps"]
+            hit = never == len(found) if late else not never and 2 / 3 < mean / foretold < 1.5
+            row = own | {"fitness": _RHO[arm], "|g|": signals["gradient"], "rho": rho, "foretold": foretold}
+            told.append(row | {"needed": mean, "never": never, "n": len(found), "hit": "yes" if hit else "no"})
+    return DataFrame(points), DataFrame(told)
+
+
+def figure_sparsity(points: DataFrame, told: DataFrame) -> plt.Figure:
+    """Draw each run's completions to the gain by the base's pass@1: filled, or open where it never got there."""
+    fig, axes, parts = plots.panels(points, "decoding", 3, sharex=True, sharey=True)
+    for ax, decoding, part in parts:
+        for (arm, base), own in part.groupby(["arm", "base"], sort=False):
+            wrong, color = base.partition(", ")[2], style.ARMS[arm].color
+            aside = 0.08 * (np.arange(len(own)) / len(own) - 0.5) + (0.06 if wrong == "habit" else -0.06)
+            for reached, marks in own.assign(across=100 * own["pass@1"] * 10**aside).groupby("reached"):
+                how = {"mfc": color, "marker": _SHAPES[wrong]} if reached else _NEVER
+                ax.plot(marks["across"], marks["completions"], color=color, **how, **_MARK)
+        plots.plain_ticks(ax, [0.3, 1, 4, 13])
+        ax.set(yscale="log", title=style.STROKES[decoding].label, xlabel="right samples of the base, %")
+    axes[0].set_ylabel("completions to +3 points")
+    for arm, wrong in product(_RHO, _LAW):
+        law = told[(told["fitness"] == _RHO[arm]) & told["base"].str.endswith(f", {wrong}")].sort_values("pass@1")
+        axes[-1].plot(100 * law["pass@1"], law["foretold"], _LAW[wrong], color=style.ARMS[arm].color, lw=1)
+    black = {"color": "black"}
+    entries = [plots.of_arm(arm, marker="o") for arm in points["arm"].unique()]
+    entries += [plots.handle(wrong, **black, **_MARK, marker=marker) for wrong, marker in _SHAPES.items()]
+    entries += [plots.handle("never", **black, **_MARK, **_NEVER)]
+    plots.key(fig, [*entries, *(plots.handle(f"foretold, {wrong}", **black, ls=ls) for wrong, ls in _LAW.items())], 5)
+    return fig
+
+
+def _gains(of: Records, base: str, N: int, decoding: str = "greedy") -> np.ndarray:
+    """Return the gain in validation accuracy of each run of the series "large", a fraction."""
+    points = [run["curve"][f"validation_{decoding}"] for run in runs.where(of["large"], base=base, population_size=N)]
+    return np.array([line[-1] - line[0] for line in points])
+
+
+def sizes(of: Records) -> DataFrame:
+    """Return the gain of runs of the series "large" at equal evaluations, a row per model and population."""
+    rows = []
+    for base, N in product(("A0", *SERIES["large"]), LARGE):
+        here = runs.where(of["large"], base=base, population_size=N)
+        row = {"weights": here[0]["d"], "N": N, "steps": here[0]["spec"]["steps"], "n": len(here)}
+        for decoding in loading.DECODINGS:
+            row[f"base {decoding}"] = f"{100 * here[0]['curve'][f'validation_{decoding}'][0]:.1f}"
+            row[f"gain {decoding}"] = stats.bootstrap_mean(_gains(of, base, N, decoding)).format()
+        rows.append(row)
+    return DataFrame(rows)
 
 
 def main(name: str) -> None:

@@ -36,7 +36,7 @@ from evoalign_study.claims.findings import Finding, Measured, Undecided, decodin
 from evoalign_study.claims.rules.rule import Asks, Rule, declared_favourites
 from evoalign_study.claims.run_scores import MEASURES, curves_of
 from evoalign_study.claims.selection import DECODINGS, Case, Claim, Fields, Record, Runs, cells, have_in_cells
-from evoalign_study.records import accuracy_matrix
+from evoalign_study.records import accuracy_matrix, spent_to_gain
 
 Array = NDArray[np.float64]
 
@@ -302,13 +302,10 @@ def _find_reach(case: Case) -> Iterator[Finding]:
 
 def _reached(case: Case, comparison: Mapping[str, Any], arms: Sequence[Runs]) -> Measured:
     """Return the ratio of ratios of completions, of four groups: two arms in the first cell, then in the last."""
-    gain, bound, needed, censored = case.rule["gain"], comparison["below"], [], []
-    groups = [runs.records for runs in arms]
-    pairs = curves_of(groups, "completions"), curves_of(groups, f"validation_{comparison['decoding']}")
-    for spent, scores in zip(*pairs, strict=True):
-        to_gain = [curves.spent_until(x, y, y[0] + gain) for x, y in zip(spent, scores, strict=True)]
-        needed.append(np.log2(to_gain))
-        censored.append(sum(y.max() < y[0] + gain for y in scores))
+    bound, by = comparison["below"], (comparison["decoding"], case.rule["gain"])
+    found = [[spent_to_gain(record, *by) for record in runs.records] for runs in arms]
+    needed = [np.log2([spent for spent, _ in group]) for group in found]
+    censored = [sum(not reached for _, reached in group) for group in found]
     of_first, to_first, of_last, to_last = needed
     half = stats.stratified_bootstrap([of_last, to_first], [to_last, of_first], n_resamples=case.evidence.resamples)
     ratio = Interval(*(4.0**end for end in (half.value, half.low, half.high)), half.n)
