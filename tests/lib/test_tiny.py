@@ -146,9 +146,8 @@ def test_bases_that_are_not_shipped_go_on_from_one_or_have_other_sizes_and_autho
     assert starts == [(tiny.bases_folder() / "A0/model.safetensors").read_bytes()] * 2
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "wide").lm_head.weight.shape[1] == 8
     habit = dict.fromkeys(tiny.AUTHORS, 0.0) | {"divides": 0.5, "leaves out": 0.5}
-    told = [
-        answer for _, answer in itertools.islice(tiny.text(0, tokenizer(), "A", habit), 200) if "<answer>" in answer
-    ]
+    written = (answer for _, answer in itertools.islice(tiny.text(0, tokenizer(), "A", habit), 200))
+    told = [answer for answer in written if "<answer>" in answer]
     assert len(told) > 100 and all(re.search(r"<answer>\d+(/\d+){1,2}</|>\d+([-+*]\d+)?</", answer) for answer in told)
 
 

@@ -73,15 +73,11 @@ def test_the_minimum_of_a_parabola_is_found(best, curvature):
     assert minimum(levels, needed) == pytest.approx(best, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("needed", "verdict"),
-    [
-        ((1e6, 1e4, 1e4), "supported"),
-        ((1e5, 1e6, 1e4), "contradicted"),  # never reached, which only makes the ratio larger
-        ((1e5, 1e6, 1e5), "underpowered"),  # it may be any number
-        ((1e6, 1e6, 1e4), "underpowered"),
-    ],
-)
+CENSORED = [((1e6, 1e4, 1e4), "supported"), ((1e5, 1e6, 1e5), "underpowered"), ((1e6, 1e6, 1e4), "underpowered")]
+CENSORED += [((1e5, 1e6, 1e4), "contradicted")]  # never reached, which only makes the ratio larger
+
+
+@pytest.mark.parametrize(("needed", "verdict"), CENSORED)
 def test_a_censored_run_bounds_the_ratio_of_completions_from_one_side(needed, verdict):
     """needed: of ES in the dense and in the sparse cell, and of GRPO in the sparse one."""
     runs, claim, (dense, sparse, grpo) = [], DECLARED["E23"], needed
