@@ -58,7 +58,7 @@ presets, TINY, SMOKE, FULL = runs.scales(
         "finalists": (4, 1),  # settings of a sweep that are tried at full length
         "perturbed_sigma": 0.025,  # of copies that generate for fine-tuning: the best on validation problems
         "alone_steps": (66, 2),  # of ES at GRPO's FLOPs; each part of a composed run has half its arm's steps
-        "tricks": ["es_pairs", "es_ranks", "es_scheduled", es_tricks.MEAN, es_tricks.WALK],
+        "tricks": ["es_pairs", "es_ranks", "es_scheduled", "es_anchored", es_tricks.MEAN, es_tricks.WALK],
         "trick_steps": (262, 4),  # of ES with a trick, at GRPO's FLOPs
         "trick_members": (30, 4),
         "trick_prompts": (32, 4),
