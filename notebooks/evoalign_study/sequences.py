@@ -79,7 +79,7 @@ def groups(run: SimpleNamespace, records: Records, scale: str) -> dict[str, Any]
         ANCHORED_NULL: group("es_shuffled", many, anchor_decay=decay),
     }
     both = ((FIXED, "es"), (GRPO, "grpo"))
-    declared |= {f"{name} reversed": group(arm, few, order="reversed") for name, arm in both}
+    declared |= {f"{name} reversed": group(arm, many, order="reversed") for name, arm in both}
     declared["sequence means"] = runs.after(records, (FIXED,), lambda es: _means(run, es, sizes, scale))
     return declared
 
