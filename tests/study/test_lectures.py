@@ -140,6 +140,11 @@ FIGURES = {
     "coverage_factors": (factors.figure_cells, nb07, "value"),
     "stability_prompts_runs": (nb05.figure_prompts, nb05, "reward"),
     "stability_predictions": (lambda _, r: of(series.predictions(r), series.figure_predictions), nb05, "value"),
+    "stability_sparsity": (
+        lambda _, r: of((p := series.sparsity(r))[0], series.figure_sparsity, p[1]),
+        nb05,
+        "completions",
+    ),
 }
 FIGURES |= {
     f"{stem}_{name}{ending}": (getattr(study, f"figure_{name}"), study, column)
