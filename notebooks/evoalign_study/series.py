@@ -114,7 +114,7 @@ def series_specs(name: str) -> list[Spec]:
         elif base in JUDGED:
             wanted = [(arm, 4 if arm == "es_random" else 8, how) for arm, how in settings.items()]
         else:
-            wanted = [(arm, 1, how) for arm, how in settings.items() if arm != "es_random"]
+            wanted = [(arm, 2, how) for arm, how in settings.items() if arm != "es_random"]
         return [each for arm, n, how in wanted for each in train_specs(arm, ["A0"], range(n), how, "tiny")]
 
     found = of_base("A0") if name == "large" else []
