@@ -57,7 +57,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         "pruned": runs.after(of, ["es"], lambda ends: pruned_specs(ends[:8], exact, "tiny")),
         **{name: series_specs(name) for name in SERIES},
         "es short": Group("es", [base], 16, common | {"sampled_at": [0.6]}),
-        **{f"{arm} N=2": Group(arm, [base], 8, common | {"curve_points": 13}, two) for arm in ("es", "es_random")},
+        **{f"{arm} short N=2": Group(arm, [base], 8, common | {"curve_points": 13}, two) for arm in ("es", "es_random")},
     }
     return found if run.scale == "tiny" else dict.fromkeys(found, [])
 
@@ -158,7 +158,7 @@ def predictions(of: Records) -> DataFrame:
         add(f"gain of {N} members over that of 30", 1.0, gains[N] / gains[30].mean())
     for at, N in product(("A0", *SERIES["large"]) if of["large"] else (), (8, 128)):
         add(f"gain of {N} members over that of 30, {at}", 1.0, _gains(of, at, N) / _gains(of, at, 30).mean())
-    two, short = (accuracy_matrix(of[name]).mean(1) - base for name in ("es N=2", "es short"))
+    two, short = (accuracy_matrix(of[name]).mean(1) - base for name in ("es short N=2", "es short"))
     add("gain of 2 members over that of 30, short runs", _TWO, two / short.mean())
     pairs = (*of["pairs"], *of["pairs at ends"])
     for cell in dict.fromkeys(record["spec"]["at"] for record in pairs):
