@@ -48,7 +48,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         asked = ("greedy", "sampled")
         return [each for how in asked for each in pairs_specs(base, ends[:8], how, range(1, 17), exact, "tiny")]
 
-    two = [loading.of_size(common, 2)]
+    n2 = [loading.of_size(common, 2)]
     found = {
         **{f"audit {precision} {fitness}": audited(precision, fitness) for precision, fitness in AUDITED},
         "rank": rank_specs(base, WIDTHS, 8, 20_000, "tiny"),
@@ -57,7 +57,7 @@ def groups(run: SimpleNamespace, of: Records) -> Groups:
         "pruned": runs.after(of, ["es"], lambda ends: pruned_specs(ends[:8], exact, "tiny")),
         **{name: series_specs(name) for name in SERIES},
         "es short": Group("es", [base], 16, common | {"sampled_at": [0.6]}),
-        **{f"{arm} short N=2": Group(arm, [base], 8, common | {"curve_points": 13}, two) for arm in ("es", "es_random")},
+        **{f"{arm} short N=2": Group(arm, [base], 8, common | {"curve_points": 13}, n2) for arm in ("es", "es_random")},
     }
     return found if run.scale == "tiny" else dict.fromkeys(found, [])
 
