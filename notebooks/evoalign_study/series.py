@@ -100,11 +100,8 @@ LARGE = (8, 30, 128)
 
 def series_specs(name: str) -> list[Spec]:
     """Return the specs of a series, "rare" or "large", without making its bases."""
-    common = (
-        loading.of_runs(runs.settings_at("tiny", runs.MEASURED))
-        | SHORT
-        | {"steps": 131, "test_problems": 500, "curve_points": 3}
-    )
+    common = loading.of_runs(runs.settings_at("tiny", runs.MEASURED)) | SHORT
+    common |= {"steps": 131, "test_problems": 500, "curve_points": 3}
     rare = common | {"alpha": 0.005, "test_problems": 0, "curve_points": 17}
     settings = {"es": rare, "es_sampled": rare, "es_random": rare, "grpo": rare | _GRPO}
 

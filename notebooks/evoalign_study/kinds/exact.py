@@ -229,14 +229,11 @@ def run_signal(spec: Spec) -> Record:
     """
     model, tokenizer = base_models.model_of(spec)
     size, step = spec["prompts_per_step"], spec["signal_populations"] * spec["prompts_per_step"]
-    drawn, asked = (
-        tiny.problems("train", step, spec["repeat"]),
-        tiny.problems("validation", spec["validation_problems"]),
-    )
+    drawn = tiny.problems("train", step, spec["repeat"])
+    asked = tiny.problems("validation", spec["validation_problems"])
     parts = {str(i): drawn[i : i + size] for i in range(0, step, size)}
-    sets = {
-        name: Prompts(countdown.dataset(own, tokenizer), tokenizer) for name, own in (parts | {"at": asked}).items()
-    }
+    rows = {name: countdown.dataset(own, tokenizer) for name, own in (parts | {"at": asked}).items()}
+    sets = {name: Prompts(own, tokenizer) for name, own in rows.items()}
     engine = LocalEngine(model, tokenizer, None, sets, max_completion_length=tiny.MAX_COMPLETION_LENGTH)
     listed = [MEASURE.right_answers(problem) for problem in asked]
     tokens = tokenizer([text for texts in listed for text in texts], add_special_tokens=False)["input_ids"]
@@ -250,14 +247,13 @@ def run_signal(spec: Spec) -> Record:
     exact = gradient.flat(layout, gradient.expected_reward_gradient(model, answers, ones))
     norm = float(np.linalg.norm(exact.astype(np.float64)))
     found = {"pass@1": gradient.expected(model, gradient.pack(answers, ones), len(asked)), "gradient": norm}
-    root, member = noise.run_key("signal", spec["repeat"]), np.empty_like(start)
+    root = noise.run_key("signal", spec["repeat"])
     rho: dict[str, list[float]] = {"greedy": [], "sampled": []}
     for population, (name, problems) in enumerate(parts.items()):
         keys = np.array([noise.member_key(root, population, i) for i in range(spec["population_size"])], np.uint64)
         fitness = np.empty((2, len(keys)))
         for i, key in enumerate(keys):
-            noise.perturb(member, start, layout, int(key), spec["sigma"])
-            engine.master[...] = member
+            noise.perturb(engine.master, start, layout, int(key), spec["sigma"])
             engine.write_model()
             for row, how in enumerate(({}, {"samples": 1, "seed": population})):
                 fitness[row, i] = MEASURE.graded(problems, engine.generate(name, **how)).mean()
